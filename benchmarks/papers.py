@@ -18,12 +18,12 @@ from pathlib import Path
 
 from report import Claim, print_table, write_json
 
-from infinity.app.dry_run import DryRun, dry_run, shapes_of
-from infinity.app.machines import load_machine
-from infinity.app.recipe import Recipe, load_recipe
 from infinity.core.errors import BudgetError
 from infinity.planner.clock import play_step
-from infinity.planner.virtual_clock import COMPUTE, StepCost
+from infinity.planner.events import COMPUTE, StepCost
+from infinity.predict.dry_run import DryRun, dry_run, shapes_of
+from infinity.predict.machines import load_machine
+from infinity.recipes.recipe import Recipe, load_recipe
 
 TIB, GIB, K = 2**40, 2**30, 1024
 #: Figures within these shares of the papers' are met.

@@ -20,11 +20,11 @@ from typing import Any
 
 from report import Claim, print_table, write_json
 
-from infinity.app.machines import load_machine
-from infinity.app.plan_recipe import PlannedRun, count, plan_recipe, seconds
-from infinity.app.recipe import load_recipe
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
+from infinity.predict.machines import load_machine
+from infinity.predict.plan_recipe import PlannedRun, count, plan_recipe, seconds
+from infinity.recipes.recipe import load_recipe
 
 HARDWARE = ("dgx-2", "dgx-a100", "hgx-h100", "hgx-h200", "gh200", "desktop-4090", "vm-2core")
 #: What planning a trillion parameters may take (s, bytes).
@@ -157,7 +157,7 @@ PAGE = """\
 # Plans for large models
 
 What `infinity plan` says for models of up to a trillion parameters on each shipped hardware file.
-**The figures of the machines are those of datasheets** ([hardware files](../../infinity/app/hardware)):
+**The figures of the machines are those of datasheets** ([hardware files](../../infinity/predict/hardware)):
 nothing was measured on them, and nothing was trained. Models are their `config.json`; no weight was read.
 
     python benchmarks/plans.py --page benchmarks/results/{page}

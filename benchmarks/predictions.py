@@ -93,10 +93,10 @@ def run(job: Job) -> dict[str, Any]:
     import infinity
     from infinity.activations.controller import METERED
     from infinity.activations.profiler import MemoryMeter
-    from infinity.app.models.causal import CausalLoss
     from infinity.app.process_group import process_group, set_threads
     from infinity.app.train import built
     from infinity.app.views import Views
+    from infinity.recipes.models.causal import CausalLoss
 
     recipe = infinity.load_recipe(overrides=job.overrides)
     set_threads(recipe.train)
@@ -160,8 +160,8 @@ def cores_busy_s() -> tuple[float, float]:
 def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
     """The plan's figures for the same, with all budgets given."""
     import infinity
-    from infinity.app.plan_recipe import plan_recipe
     from infinity.planner.simulator import play
+    from infinity.predict.plan_recipe import plan_recipe
 
     planned = plan_recipe(infinity.load_recipe(overrides=job.overrides), machine, ranks, here=True)
     cost, made = planned.cost, planned.run
@@ -179,7 +179,7 @@ def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
 def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -> list[str]:
     """A run's overrides, with its model, its files, and the device memory that is the least."""
     import infinity
-    from infinity.app.plan_recipe import plan_recipe
+    from infinity.predict.plan_recipe import plan_recipe
 
     overrides = [
         *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}",
@@ -249,7 +249,7 @@ def show(found: Sequence[dict[str, Any]]) -> None:
 
 def measure_all(chosen: Sequence[tuple[str, int, tuple[str, ...]]], folder: Path) -> Iterator[dict[str, Any]]:
     """Yield each run, predicted and measured."""
-    from infinity.app.machines import probe
+    from infinity.predict.machines import probe
 
     say("measuring this machine")
     machine = probe([folder])

@@ -33,11 +33,8 @@ from rich.text import Text
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from infinity.activations.controller import METERED, Activations, FixedBudget
-from infinity.app.data.sequences import Batch
 from infinity.app.loop import Loop
-from infinity.app.plan import print_line
 from infinity.app.process_group import process_group, set_threads
-from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.runs import RECIPE, write_recipe
 from infinity.app.train import built, open_inputs
 from infinity.app.views import ActivationView, Views
@@ -48,6 +45,9 @@ from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport
 from infinity.planner.planning import FOLDER, PLAN, Planning
 from infinity.planner.policies import smallest_budget
+from infinity.predict.plan_run import print_line
+from infinity.recipes.data.sequences import Batch
+from infinity.recipes.recipe import Recipe, load_recipe
 
 #: Budgets of the plans, as fractions of the way from the smallest possible budget to the peak of "keep".
 SHARES = (0.1, 0.4, 0.7)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from infinity.api.offload_activations import offload_activations
     from infinity.api.portable import load_checkpoint, save_checkpoint
     from infinity.api.pretrained import from_pretrained
-    from infinity.app.recipe import Recipe, load_recipe
     from infinity.core.errors import (
         BudgetError,
         CheckpointError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         RecipeError,
         StateError,
     )
+    from infinity.recipes.recipe import Recipe, load_recipe
 
 #: Where each name lives; it is imported when it is used first, so that what needs no torch starts at once.
 _HOMES = {
@@ -55,8 +55,8 @@ _HOMES = {
     "save_checkpoint": "infinity.api.portable",
     "AdamW": "infinity.api.adamw",
     "from_pretrained": "infinity.api.pretrained",
-    "Recipe": "infinity.app.recipe",
-    "load_recipe": "infinity.app.recipe",
+    "Recipe": "infinity.recipes.recipe",
+    "load_recipe": "infinity.recipes.recipe",
     "export": "infinity.api.export",
     "layer_schedule": "infinity.api.layer_schedule",
     "resume": "infinity.api.init",
@@ -97,7 +97,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "from_pretrained":
-        import_module("infinity.app.models.gpt")  # registers the built-in model, which a checkpoint may name
+        import_module(
+            "infinity.recipes.models.gpt"
+        )  # registers the built-in model, which a checkpoint may name
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value
 

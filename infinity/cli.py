@@ -82,14 +82,14 @@ def _say(line: str, error: BaseException) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
-        from infinity.app.plan_recipe import show_recipe
+        from infinity.predict.plan_recipe import show_recipe
 
         show_recipe(args.recipe, args.overrides, _console(), on=args.on, ranks=args.ranks, tokens=args.tokens)
         return
     for name in ("on", "ranks", "tokens"):
         if getattr(args, name) is not None:
             raise RecipeError(f"--{name} is for --dry-run, which trains nothing")
-    from infinity.app.recipe import load_recipe
+    from infinity.recipes.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
     from infinity.app.train import train
@@ -153,7 +153,7 @@ def _plan(args: argparse.Namespace) -> None:
     from infinity.core.files import is_file
 
     if is_file(args.run):
-        from infinity.app.plan_recipe import show_recipe
+        from infinity.predict.plan_recipe import show_recipe
 
         show_recipe(
             args.run, args.overrides, _console(), on=args.on, ranks=args.ranks, budget=args.budget,
@@ -164,14 +164,14 @@ def _plan(args: argparse.Namespace) -> None:
             f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
         )
     else:
-        from infinity.app.plan import show_plan
+        from infinity.predict.plan_run import show_plan
 
         show_plan(args.run, args.budget, _console())
 
 
 def _probe(args: argparse.Namespace) -> None:
-    from infinity.app.machines import describe_machine, probe, write_machine
     from infinity.core.files import user_path
+    from infinity.predict.machines import describe_machine, probe, write_machine
 
     machine = probe(args.dir)
     print(describe_machine(machine))
@@ -184,7 +184,7 @@ def _recipe(args: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from infinity.app.recipe import recipe_table
+    from infinity.recipes.recipe import recipe_table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("key", "type and range", "default", "meaning"):

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: The promises that a machine could break: the same bits, transfers, ranks, recipes, training, faults.
 CORE = (
-    "tests/test_parity.py", "tests/nvme", "tests/engine/test_leaves.py", "tests/app/test_recipe.py",
+    "tests/test_parity.py", "tests/nvme", "tests/engine/test_leaves.py", "tests/recipes/test_recipe.py",
     "tests/app/test_train.py", "tests/test_faults.py", "tests/shards/test_pipeline.py",
 )  # fmt: skip
 QUICKSTART_STEPS = 3

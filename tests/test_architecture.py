@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent / "infinity"
 #: one floor do not import each other. Imports for types and inside functions count, too.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"app"}),
+    frozenset({"predict"}),
+    frozenset({"recipes"}),
     frozenset({"api"}),
     frozenset({"engine"}),
     frozenset({"checkpoint", "shards"}),
@@ -31,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TOP = {"__init__.py", "__main__.py", "cli.py"}
 
 #: Third parties that only these modules (paths below the package) may import.
-ONLY_IN = {"omegaconf": {"app/recipe.py"}}
+ONLY_IN = {"omegaconf": {"recipes/recipe.py"}}
 TORCH_FREE = {"core", "planner"}
 ONLY_INSIDE_FUNCTIONS = {"kvikio", "cupy"}
 
@@ -160,7 +162,7 @@ def test_imports_point_down_only() -> None:
 #: Where a kind of accelerator may be named.
 KNOW_ACCELERATORS = ("device/", "nvme/engines/gds_engine.py")
 #: A model's own parameters are made where the user says (``with torch.device``).
-MAKE_PARAMETERS = ("app/models/",)
+MAKE_PARAMETERS = ("recipes/models/",)
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
     "randn", "scalar_tensor", "tensor", "zeros",
@@ -272,10 +274,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 547,
+    "": 549,
     "activations": 2846,
-    "api": 1760,
-    "app": 7244,
+    "api": 1994,
+    "app": 1616,
     "checkpoint": 5295,
     "comm": 1055,
     "core": 2695,
@@ -283,10 +285,12 @@ ROOM_BUDGETS = {
     "engine": 3675,
     "nvme": 1558,
     "observe": 968,
-    "optim": 1111,
+    "optim": 1095,
     "partition": 3190,
-    "planner": 5297,
-    "shards": 5522,
+    "planner": 5293,
+    "predict": 2766,
+    "recipes": 2548,
+    "shards": 5520,
 }
 
 
@@ -316,11 +320,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 MANY_ATTRIBUTES = 12
 
 #: What is beyond these limits, by name, and how far it may go: each number only falls, and no name is added.
-LONG_FILES: dict[str, int] = {
-    "app/dry_run.py": 765,
-    "app/recording.py": 693,
-    "planner/simulator.py": 750,
-}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
     "engine/executor.py StepExecutor": 17,
@@ -462,7 +462,7 @@ def test_a_tree_that_keeps_the_rule_passes(tmp_path: Path) -> None:
             "core/lifecycle.py": "import enum\n",
             "nvme/a.py": "import torch\nfrom infinity.core import Tier\n\ndef f():\n    import kvikio\n",
             "api/init.py": "from infinity.nvme import a\nfrom ..partition.unit import Unit\n",
-            "app/recipe.py": "from omegaconf import OmegaConf\n",
+            "recipes/recipe.py": "from omegaconf import OmegaConf\n",
             "app/train.py": "import infinity\nfrom .recipe import Recipe\n",
             "partition/unit.py": "from ..core.lifecycle import Tier\n",
         },

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import ADAMW, prepare
+from infinity.recipes.models.gpt import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.app.recipe import load_recipe, recipe_table
+from infinity.recipes.recipe import load_recipe, recipe_table
 from tests.helpers.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +153,7 @@ def run_yaml(text: str, names: dict[str, Any]) -> None:
 
 
 def run_json(text: str, names: dict[str, Any]) -> None:
-    from infinity.app.data.documents import parse_record
+    from infinity.recipes.data.documents import parse_record
 
     for line in text.splitlines():
         parse_record(line.encode())

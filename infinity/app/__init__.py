@@ -1,1 +1,1 @@
-"""Programs behind the command line: train, runs, plan; recipes, data, models."""
+"""Programs behind the command line: train, runs, export."""

@@ -14,12 +14,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.app.checkpoints import Checkpoints
-from infinity.app.data.loader import Data, HeldOut
-from infinity.app.data.sequences import Batch, join
-from infinity.app.models.causal import CausalLoss
+from infinity.api.portable import Checkpoints
 from infinity.app.process_group import world_size
-from infinity.app.recipe import Recipe
 from infinity.app.views import Views
 from infinity.core.errors import (
     BudgetError,
@@ -31,6 +27,10 @@ from infinity.core.errors import (
 )
 from infinity.engine.schedule import LayerSchedule
 from infinity.optim.rules import OptimConfig
+from infinity.recipes.data.loader import Data, HeldOut
+from infinity.recipes.data.sequences import Batch, join
+from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.recipe import Recipe
 
 
 class Loop:

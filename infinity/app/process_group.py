@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from infinity.app.recipe import Recipe, TrainConfig
 from infinity.comm.ranks import join_ranks, peer_errors
 from infinity.core.errors import InfinityError, PeerError, RecipeError
 from infinity.core.launch import launched
 from infinity.device.machine import local_ranks, usable_cores
 from infinity.device.threads import set_rank_threads
+from infinity.recipes.recipe import Recipe, TrainConfig
 
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8

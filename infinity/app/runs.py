@@ -21,8 +21,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from infinity.app.checkpoints import CHECKPOINTS_FOLDER
-from infinity.app.recipe import Recipe, changed_numbers, load_recipe
+from infinity.api.portable import CHECKPOINTS_FOLDER
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,
@@ -34,6 +33,7 @@ from infinity.core.errors import (
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
+from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
 from infinity.shards import saved
 
 #: Files in a run's folder; the recipe has every key, and the dtype that was chosen for ``auto``.

@@ -8,12 +8,12 @@ from typing import Any
 import infinity
 from infinity.api.export import export_run
 from infinity.app.process_group import on_rank_0, process_group, rank, set_threads
-from infinity.app.recipe import Recipe
 from infinity.app.runs import find_run, interrupted_run, is_interrupted, locked, recipe_of
 from infinity.app.train import built, write_model
 from infinity.app.views import Views
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
+from infinity.recipes.recipe import Recipe
 
 
 def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:

@@ -12,12 +12,8 @@ from rich.console import Console
 
 import infinity
 from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for
-from infinity.app.data.loader import BatchShape, Data, open_data
 from infinity.app.loop import Loop
-from infinity.app.models.causal import require_causal
-from infinity.app.models.gpt import GPT
 from infinity.app.process_group import on_rank_0, process_group, rank, set_threads, world_size
-from infinity.app.recipe import Recipe
 from infinity.app.runs import METRICS, SUMMARY, Run, find_run, how_to_go_on, opened, write_recipe
 from infinity.app.views import ActivationView, Views, add_files, open_display
 from infinity.checkpoint.distcp import DistributedCheckpoint
@@ -32,6 +28,10 @@ from infinity.engine.config import Dtype
 from infinity.observe.metrics import read_metrics
 from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
+from infinity.recipes.data.loader import BatchShape, Data, open_data
+from infinity.recipes.models.causal import require_causal
+from infinity.recipes.models.gpt import GPT
+from infinity.recipes.recipe import Recipe
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
@@ -113,7 +113,7 @@ def _predicted(
     """Return what a plan says of the run's steps; None: the run was short, or cannot be planned."""
     if totals.total_s < _PREDICTED_S or local_ranks() < world_size():
         return None
-    from infinity.app.plan_recipe import predict
+    from infinity.predict.plan_recipe import predict
 
     try:
         return predict(recipe, world_size(), budgets, dtype)

@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import median
 
 from infinity.activations.controller import Activations
-from infinity.app.recipe import Recipe
 from infinity.app.runs import METRICS
 from infinity.core.errors import InfinityError
 from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
 from infinity.observe.summary import ActivationSummary
 from infinity.planner.planning import FOLDER, save_measured
+from infinity.recipes.recipe import Recipe
 
 
 class Views:

@@ -509,7 +509,7 @@ class Hooks:
             self.pins.keep(unit.index, _reading_node())
         else:
             node = _SLICES if self.logits.computing else _reading_node()
-            self.pins.keep_for(node, unit.index)
+            self.pins.keep_for(unit.index, node)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Backward is in ``leaf`` (or in none): complete the one that it has left."""

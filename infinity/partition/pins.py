@@ -74,7 +74,7 @@ class BackwardPins:
             if reader is not None:
                 self.unpin(earlier)
 
-    def keep_for(self, node: Any, index: int) -> None:
+    def keep_for(self, index: int, node: Any) -> None:
         """Use a unit without gradients until another node reads one."""
         self._reach(node)
         if index not in self._read:

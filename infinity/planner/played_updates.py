@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from infinity.core.lifecycle import UpdateState
 from infinity.planner.channels import Channel
+from infinity.planner.events import UPDATE, DeviceMemory, VirtualClock
 from infinity.planner.prefetch_plan import Kind
 from infinity.planner.step import StepScript, StepSetup
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Expected, Job, Move, Moves, ShardUpdate
-from infinity.planner.virtual_clock import UPDATE, DeviceMemory, VirtualClock
 
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8

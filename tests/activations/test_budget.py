@@ -14,12 +14,12 @@ from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.activations.slots import StoreQueue
 from infinity.activations.store import open_stores
-from infinity.app.models.causal import GPTConfig
-from infinity.app.models.gpt import GPT
 from infinity.core.plan import Hardware
 from infinity.core.transfer import Transfer
 from infinity.engine import runtime as runtime_module
 from infinity.planner.policies import smallest_budget
+from infinity.recipes.models.causal import GPTConfig
+from infinity.recipes.models.gpt import GPT
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

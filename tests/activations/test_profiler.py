@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.profiler import MemoryMeter, Profiler
-from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.plan import Kind, Phase, Profile, SlotKey, StorageUse
+from infinity.recipes.models.gpt import GPT, GPTConfig
 from tests.helpers import models
 
 OWN = (Kind.ACTIVATION, Kind.WORKING)

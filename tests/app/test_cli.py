@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity.app import plan_recipe
 from infinity.app import train as train_module
-from infinity.app.machines import load_machine
-from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError, InfinityError
 from infinity.device import accelerator
 from infinity.device.accelerator import tunables
+from infinity.predict import plan_recipe
+from infinity.predict.machines import load_machine
+from infinity.recipes.recipe import Recipe, load_recipe, recipe_table
 from tests.helpers.forks import SEEDS, Fork, Job
 from tests.helpers.limits import HANG_S
 from tests.helpers.profiles import hardware, transformer
@@ -126,7 +126,7 @@ def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_overrides_may_stand_before_and_after_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from infinity.app import plan_recipe
+    from infinity.predict import plan_recipe
 
     seen: list[list[str]] = []
     monkeypatch.setattr(plan_recipe, "show_recipe", lambda path, given, *rest, **options: seen.append(given))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from infinity.app.data.documents import find_files
-from infinity.app.recipe import Recipe, changed_numbers, load_recipe
 from infinity.app.runs import (
     LOCK,
     METRICS,
@@ -28,6 +26,8 @@ from infinity.cli import main
 from infinity.core.errors import InfinityError, LockedError, RecipeError
 from infinity.core.files import lock_file
 from infinity.observe.metrics import MetricsFile, StepReport
+from infinity.recipes.data.documents import find_files
+from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
 from infinity.shards.journal import CommitRecord, Journal, RankFiles
 
 REPORT = StepReport(step=1, loss=1.0, lr=1.0, grad_norm=1.0, skipped=False, step_s=1.0, tokens=1)

@@ -18,13 +18,13 @@ import infinity
 from infinity.app import process_group
 from infinity.app.loop import Loop, RankMean, lr_factor
 from infinity.app.process_group import rank, set_threads, world_size
-from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import _short, notes_on_commits, train
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.metrics import StepReport
 from infinity.observe.progress import MessageBuffer
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import OptimConfig
+from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.timeline import read_trace
 

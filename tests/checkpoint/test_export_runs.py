@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
-from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.runs import write_recipe
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import DiskError
+from infinity.recipes.recipe import Recipe, load_recipe
 from tests.app.test_goes_on import stop
 from tests.helpers import quantized
 from tests.helpers.tokenizers import write_tokenizer

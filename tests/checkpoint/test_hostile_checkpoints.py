@@ -21,9 +21,9 @@ import transformers
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from infinity.app.recipe import load_recipe
 from infinity.app.train import train
 from infinity.core.errors import InfinityError
+from infinity.recipes.recipe import load_recipe
 from tests.helpers.tokenizers import MARKED, write_tokenizer
 
 FEW, MANY = 10, 2000

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 import infinity
 from infinity import CheckpointError, RecipeError
 from infinity.app import train as train_module
-from infinity.app.models.gpt import GPT
 from infinity.app.train import train
+from infinity.recipes.models.gpt import GPT
 from tests.helpers import models, training, zoo
 
 

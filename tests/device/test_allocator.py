@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.app.models.causal import GPTConfig
-from infinity.app.models.gpt import GPT
 from infinity.device import accelerator
 from infinity.device.accelerator import heap_line, restart_with_tunables, tunables
+from infinity.recipes.models.causal import GPTConfig
+from infinity.recipes.models.gpt import GPT
 from tests.helpers.launch import ROOT
 from tests.helpers.limits import HANG_S
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import infinity
-from infinity.app.recipe import load_recipe
 from infinity.app.runs import RECIPE
 from infinity.app.train import train
 from infinity.core.nbytes import parse_nbytes
@@ -29,6 +28,7 @@ from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.observe.progress import MessageBuffer
 from infinity.observe.summary import summary_rows
+from infinity.recipes.recipe import load_recipe
 from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import run_ranks
 from tests.helpers.limits import HANG_S

@@ -63,11 +63,11 @@ def test_what_a_recomputed_forward_or_the_same_node_reads_does_not_go(
 
 
 def test_frozen_units_go_when_another_operator_reads_one(prefetcher: Prefetcher, pins: BackwardPins) -> None:
-    pins.keep_for("addmm", 1)
-    pins.keep_for("addmm", 2)
-    pins.keep_for("addmm", 1)
+    pins.keep_for(1, "addmm")
+    pins.keep_for(2, "addmm")
+    pins.keep_for(1, "addmm")
     assert pinned(prefetcher) == [1, 2]
-    pins.keep_for("mm", 3)
+    pins.keep_for(3, "mm")
     assert pinned(prefetcher) == [3]
     assert 3 not in pins
 
@@ -75,7 +75,7 @@ def test_frozen_units_go_when_another_operator_reads_one(prefetcher: Prefetcher,
 def test_nothing_is_left_when_backward_ends(prefetcher: Prefetcher, pins: BackwardPins) -> None:
     pins.keep(1, "checkpoint", to_the_end=True)
     pins.keep(2, "matmul")
-    pins.keep_for("addmm", 3)
+    pins.keep_for(3, "addmm")
     pins.forget(2)  # the update has taken it
     pins.drop()
     assert pinned(prefetcher) == [2]
@@ -84,7 +84,7 @@ def test_nothing_is_left_when_backward_ends(prefetcher: Prefetcher, pins: Backwa
 def test_what_an_earlier_operator_read_makes_room_for_a_recomputed_forward(
     prefetcher: Prefetcher, pins: BackwardPins
 ) -> None:
-    pins.keep_for("head", 1)
+    pins.keep_for(1, "head")
     pins.keep(2, "checkpoint", to_the_end=True)
     assert pinned(prefetcher) == [2]
     pins.keep(3, "norm")
@@ -97,7 +97,7 @@ def test_frozen_units_and_those_with_gradients_share_the_room(
 ) -> None:
     for unit in (1, 2, 3):
         pins.keep(unit, f"node {unit}")
-    pins.keep_for("addmm", 4)
+    pins.keep_for(4, "addmm")
     assert pinned(prefetcher) == [2, 3, 4]
     pins.keep(5, "addmm")
     assert pinned(prefetcher) == [3, 4, 5]

@@ -1,0 +1,428 @@
+"""Tokenizers, and the loss mask of prompts and chats.
+
+[Note: the assistant's tokens of a chat]
+A template that marks them (``{% generation %}``) is followed. With any other template a turn is the
+difference between two renderings: the chat up to and including the turn, and the chat before it with the
+template's generation prompt. The tokens that end a turn belong to it, so that a model learns to stop.
+
+[Note: untrusted files]
+Nothing of a tokenizer's directory is run as code, and nothing is fetched. Its files are opened when they were
+found to be files, of a size and with words that the library can take. A chat template is a program in a
+sandbox that keeps it from other files but not from loops and memory, so rendering has a limit of both.
+"""
+
+import hashlib
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.checkpoint.directory import read_json_object
+from infinity.checkpoint.export import TOKENIZER_FILES
+from infinity.checkpoint.untrusted import check_counts, offline
+from infinity.core.errors import library_errors
+from infinity.core.files import read_file, user_path
+from infinity.core.nbytes import format_nbytes
+from infinity.recipes.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
+
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+#: Suffixes of the files in a tokenizer's directory on which its tokens may depend (weights are excluded).
+_TOKENIZER_FILES = (".json", ".jinja", ".txt", ".model")
+#: The largest file of a tokenizer that is read; those of a vocabulary of 250,000 have 30 MiB.
+_MOST_FILE_NBYTES = 2**27
+#: The longest run of text without a space, and the longest line or string in a tokenizer's file (characters).
+#: Libraries keep some hundred bytes for each character of it.
+_MOST_WORD_CHARS = 2**22
+#: What the template may take for one chat: processor time (s), and memory.
+_MOST_RENDER_S, _MOST_RENDER_NBYTES = 10.0, 2**30
+
+#: ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
+Render = Callable[[Sequence[Message], bool], str]
+
+
+class Encoded(NamedTuple):
+    """A document: ``tokens`` and ``loss_mask`` (True: the token counts in the loss), each ``(n,)``."""
+
+    tokens: NDArray[Any]
+    loss_mask: NDArray[np.bool_]
+
+
+class Rendered(NamedTuple):
+    """A chat as text; ``spans`` are the assistant's character ranges ``(begin, end)``."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Tokenizer(Protocol):
+    """Encodes text as token ids below ``vocab_size``."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def opening(self) -> int | None:
+        """Token at the beginning of every document; None: there is none."""
+        ...
+
+    @property
+    def separator(self) -> int | None:
+        """Token at the end of every document; None: there is none."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the tokenizer: equal fingerprints give equal tokens."""
+        ...
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
+        ...
+
+    def encode_chat(self, chat: Chat) -> list[Encoded]:
+        """Encode a chat with the tokenizer's template, as one document or one per answer.
+
+        Raises:
+            MalformedError: The template does not accept these messages.
+            DataError: There is no template.
+        """
+        ...
+
+
+class BytesTokenizer:
+    r"""Tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
+
+    Its chat template writes a line ``role: content`` per message; a message of the assistant ends with
+    byte 0 instead of a newline.
+    """
+
+    vocab_size = 256
+    opening: int | None = None
+    separator: int | None = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> NDArray[Any]:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_chat(self, chat: Chat) -> list[Encoded]:
+        if chat.tools:
+            raise MalformedError("'tools': the bytes tokenizer has no template for them")
+        tokens, masks = [], []
+        for number, message in enumerate(chat.messages, start=1):
+            if not isinstance(message.get("content"), str):
+                raise MalformedError(f"message {number}: wanted a 'content' that is a string")
+            is_answer = message["role"] == ASSISTANT
+            content = self.encode(f"{message['content']}{chr(0) if is_answer else chr(10)}")
+            role = self.encode(f"{message['role']}: ")
+            tokens += [role, content]
+            masks += [np.zeros(len(role), np.bool_), np.full(len(content), is_answer)]
+        return [Encoded(np.concatenate(tokens), np.concatenate(masks))]
+
+
+class JsonTokenizer:
+    """Tokenizer of a ``tokenizer.json`` (tokenizers library); nothing is downloaded.
+
+    Raises:
+        DataError: The file does not exist, is not a tokenizer, or the library is not installed.
+    """
+
+    opening: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise DataError(
+                f"{path}: reading it needs the tokenizers library: pip install tokenizers"
+            ) from error
+        content = _read_checked(path)
+        with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
+            self._library = Library.from_str(content.decode())
+            self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+            found = (self._library.token_to_id(token) for token in _SEPARATORS)
+            self.separator: int | None = next((each for each in found if each is not None), None)
+            _array([] if self.separator is None else [self.separator], self.vocab_size)
+        self._path = path
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def encode(self, text: str) -> NDArray[Any]:
+        _check_words(text)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
+
+    def encode_chat(self, chat: Chat) -> list[Encoded]:
+        raise DataError(
+            f"data.tokenizer: {self._path} has no chat template; give the directory of a Hugging Face "
+            "tokenizer (tokenizer.json with tokenizer_config.json or chat_template.jinja)"
+        )
+
+
+class DirectoryTokenizer:
+    """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run.
+
+    Raises:
+        DataError: transformers cannot open a tokenizer there, or is not installed.
+        CheckpointError: There is a config.json, and it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
+        for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
+            _read_checked(file)
+        if (path / "config.json").exists():  # which is read, too
+            check_counts(read_json_object(path / "config.json"), path / "config.json")
+        what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
+        with library_errors(DataError, what), offline():
+            try:
+                self._library: Any = AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                )
+            except ValueError as error:
+                if "trust_remote_code" not in str(error):
+                    raise
+                raise DataError(
+                    f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity "
+                    "does not run; save it as a tokenizer.json"
+                ) from error
+            self.fingerprint = _digest(path)
+            self.vocab_size = len(self._library)
+            self.separator: int | None = self._library.eos_token_id
+            bos = self._library.bos_token_id
+            own = self._library("").input_ids
+            self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
+            _array([each for each in (self.opening, self.separator) if each is not None], self.vocab_size)
+        self._path = path
+
+    def encode(self, text: str) -> NDArray[Any]:
+        _check_words(text)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
+            return _array(ids, self.vocab_size)
+
+    def encode_chat(self, chat: Chat) -> list[Encoded]:
+        if not self._library.is_fast:
+            raise DataError(
+                f"data.tokenizer: {self._path} does not map tokens to characters, which is needed to find "
+                "the assistant's tokens; save it as a tokenizer.json"
+            )
+        try:
+            with _limited(self._path) as restart:
+                rendered = self._render(chat, restart)
+        except (MalformedError, DataError):
+            raise
+        except Exception as error:  # a template is a program and may raise any type
+            raise MalformedError(f"the chat template rejects it: {error}") from error
+        for each in rendered:
+            _check_words(each.text)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
+            return [self._encode_rendered(each) for each in rendered]
+
+    def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
+        """Render a chat; ``restart`` gives the next rendering the full time."""
+        library = self._library
+        try:
+            template: str = library.get_chat_template(tools=chat.tools)
+        except ValueError as error:
+            raise DataError(f"data.tokenizer: {self._path} has no chat template: {error}") from error
+        if "endgeneration" in template:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            texts, spans = render_jinja_template(
+                [chat.messages], tools=chat.tools, chat_template=template,
+                return_assistant_tokens_mask=True, **library.special_tokens_map,
+            )  # fmt: skip
+            return [Rendered(texts[0], spans[0])]
+
+        def render(messages: Sequence[Message], generation_prompt: bool) -> str:
+            restart()
+            text: str = library.apply_chat_template(
+                list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
+            )
+            return text
+
+        return render_turns(chat.messages, render)
+
+    def _encode_rendered(self, rendered: Rendered) -> Encoded:
+        found = self._library(
+            rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        offsets = np.array(found.offset_mapping, dtype=np.int64).reshape(-1, 2)
+        return Encoded(_array(found.input_ids, self.vocab_size), mask_of_spans(offsets, rendered.spans))
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Open ``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
+    if name == "bytes":
+        return BytesTokenizer()
+    path = user_path(name, "data.tokenizer")
+    return DirectoryTokenizer(path) if path.is_dir() else JsonTokenizer(path)
+
+
+def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
+    """Encode a prompt and its completion; only the completion counts in the loss.
+
+    The prompt has the tokens that it has on its own, as at inference; where prompt and completion would
+    share a token, they are encoded separately.
+    """
+    given, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + completion)
+    if not np.array_equal(whole[: len(given)], given):
+        whole = np.concatenate([given, tokenizer.encode(completion)])
+    return Encoded(whole, np.arange(len(whole)) >= len(given))
+
+
+def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
+    """Render a chat as one text with all of the assistant's turns.
+
+    Some templates render a turn differently once others follow it (they drop earlier reasoning, or move
+    the system message to the last question). Then every turn becomes a text of its own that ends with it,
+    which is the context that the model will see when it answers.
+
+    Raises:
+        MalformedError: The template changes the preceding messages when an answer follows.
+    """
+    turns = [
+        _render_turn(messages[:number], message, render)
+        for number, message in enumerate(messages)
+        if message["role"] == ASSISTANT
+    ]
+    whole = render(messages, False)
+    if all(whole.startswith(turn.text) for turn in turns):
+        return [Rendered(whole, [span for turn in turns for span in turn.spans])]
+    return turns
+
+
+def _render_turn(before: Sequence[Message], message: Message, render: Render) -> Rendered:
+    text = render([*before, message], False)
+    if not before:
+        return Rendered(text, [(0, len(text))])
+    prompt = render(before, True)
+    begin = _common_prefix(prompt, text)
+    if begin < len(prompt) and begin < len(render(before, False)):
+        raise MalformedError(
+            f"message {len(before) + 1}: the chat template renders the preceding messages differently once "
+            "it follows, so the assistant's text cannot be located; mark it with {% generation %}"
+        )
+    return Rendered(text, [(begin, len(text))])
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Return a mask of the tokens that have a character inside ``spans``.
+
+    Args:
+        offsets: ``(tokens, 2)``, the character range ``(begin, end)`` of each token.
+        spans: Character ranges.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    for begin, end in spans:
+        mask |= (starts < end) & (stops > begin) & (stops > starts)
+    return mask
+
+
+def _check_words(text: str) -> None:
+    """Raise where tokenizing ``text`` would take gigabytes.
+
+    Raises:
+        MalformedError: It has a word, text without white space, of too many characters.
+    """
+    longest = max(map(len, text.split()), default=0) if len(text) > _MOST_WORD_CHARS else 0
+    if longest > _MOST_WORD_CHARS:
+        raise MalformedError(f"a word has {longest} characters; wanted a space in {_MOST_WORD_CHARS}")
+
+
+def _read_checked(path: Path) -> bytes:
+    """Read a file of a tokenizer; see [Note: untrusted files].
+
+    Raises:
+        DataError: It is no file, cannot be read, is too large, or has a word that is too long.
+    """
+    try:
+        content = read_file(path, _MOST_FILE_NBYTES)
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
+        ) from error
+    if len(content) > _MOST_WORD_CHARS and path.suffix != ".model":
+        values = np.frombuffer(content, np.uint8)
+        ends = np.flatnonzero((values == ord("\n")) | (values == ord('"')))
+        longest = int(np.diff(ends, prepend=-1, append=len(values)).max()) - 1
+        if longest > _MOST_WORD_CHARS:
+            raise DataError(
+                f"data.tokenizer: {path}: a word has {longest} bytes; wanted at most {_MOST_WORD_CHARS}"
+            )
+    return content
+
+
+@contextmanager
+def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
+    """Let the body, which renders a template, take a limited time of the processor and limited memory.
+
+    The limit of time needs the main thread, where Python handles signals; what this yields restarts it.
+
+    Raises:
+        DataError: It reached one of them.
+    """
+
+    def fail(limit: str) -> DataError:
+        return DataError(
+            f"data.tokenizer: the chat template of {template_of} takes more than {limit} to render one chat; "
+            "use another tokenizer, or mend its template"
+        )
+
+    def end(number: int, frame: object) -> None:
+        raise fail(f"{_MOST_RENDER_S:g} s of the processor")
+
+    def restart() -> None:
+        if in_main:
+            # again and again: the sandbox asks for attributes in ways that swallow errors
+            signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_RENDER_S, 0.1)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    with ExitStack() as stack:
+        if in_main:
+            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
+            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            restart()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
+        if soft == resource.RLIM_INFINITY or soft > most:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+            stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
+        try:
+            yield restart
+        except MemoryError as error:
+            # without its frames, which hold what was built
+            raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)
+
+
+def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:
+    """Return ``ids`` in the smallest type that holds all of a tokenizer's; raise if one exceeds it."""
+    return np.array(ids, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def _digest(path: Path) -> str:
+    """Hash every file on which the tokens may depend, and the version of the library that reads them."""
+    from transformers import __version__
+
+    digest = hashlib.sha256(str(__version__).encode())
+    for file in sorted(path.iterdir()):
+        if file.suffix in _TOKENIZER_FILES and file.is_file():
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,416 @@
+"""A dry run is the runtime's own: its units, homes, budgets and trace, without values."""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity
+from infinity.activations.profiler import MemoryMeter
+from infinity.app.train import built
+from infinity.app.views import Views
+from infinity.core.budget import DeviceBudget
+from infinity.core.errors import BudgetError
+from infinity.core.lifecycle import Tier
+from infinity.partition.builder import LEAST_SHARD_NBYTES
+from infinity.planner.clock import play_step
+from infinity.planner.events import DECODE
+from infinity.planner.step import plan_of
+from infinity.predict.dry_run import DryRun, dry_run, shapes_of
+from infinity.predict.machines import load_machine
+from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.recipe import Recipe, load_recipe
+from tests.helpers import quantized
+from tests.helpers.cases import few
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import small_units
+
+GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
+MACHINE = load_machine("vm-2core")
+
+
+def recipe_for(folder: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [
+        f"memory.nvme=[{folder / 'nvme'}]", "train.dtype=bf16", "memory.host=64MiB", "memory.device=64MiB",
+        "memory.activations=keep", "observe.progress=false",
+        "optim.max_grad_norm=1e6",  # what is clipped is updated twice, which no plan foresees
+        *overrides,
+    ])  # fmt: skip
+
+
+def llama(folder: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    return f"model.path={folder / 'llama'}"
+
+
+def quantized_llama(folder: Path) -> str:
+    path = llama(folder)
+    quantized.fp8(folder / "llama")
+    return path
+
+
+def run(
+    recipe: Recipe, steps: int = 4
+) -> tuple[dict[str, Any], list[tuple[int | None, int | None, int, int]]]:
+    """Train ``recipe`` for some steps; what the runtime decided, and bytes planned and moved by step."""
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        loss, moved = CausalLoss(model), []
+        tokens = torch.randint(256, (recipe.train.batch_size, recipe.model.seq_len))
+        runtime = optimizer.runtime
+        for _ in range(steps):
+            for micro in range(recipe.train.accumulate):
+                last = micro + 1 == recipe.train.accumulate
+                with contextlib.nullcontext() if last else infinity.no_sync(model):
+                    loss(tokens, tokens).backward()
+            optimizer.step()
+            report = optimizer.report()
+            planned = report.planned_nbytes_read, report.planned_nbytes_written
+            moved.append((*planned, report.nbytes_read, report.nbytes_written))
+        executor = runtime.executor()
+        plan = executor.prefetcher.training.plan
+        return {
+            "units": [(u.name, u.numel, u.home.tier is Tier.NVME) for u in runtime.units],
+            "division": executor.budget.division,
+            "events": () if plan is None else plan.events,
+            "fetched": [] if plan is None else list(plan.fetched()),
+            "peak_nbytes": runtime.peak_nbytes()["device"],
+        }, moved
+
+
+def micro_batches(run: DryRun) -> tuple[Any, ...]:
+    """The events of a whole step."""
+    accumulated = run.trace.accumulated()[0]
+    return accumulated * (run.recipe.train.accumulate - 1) + run.trace.events
+
+
+CASES = {
+    "gpt-tied": ["model.tied=true"],
+    "gpt-tight": ["memory.device=3MiB", "optim.max_grad_norm=null"],
+    "gpt-spilled": ["memory.device=1MiB"],
+    "gpt-spilled-and-held": ["memory.device=640KiB", "memory.versions=1"],
+    "gpt-accumulated": ["train.accumulate=3"],
+    "gpt-recomputed": ["memory.activations=recompute"],
+    "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
+    "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
+    "llama-lora": ["llama", "lora.rank=2"],
+    "llama-lora-read-where-it-lies": ["llama", "lora.rank=2", "memory.device=300KiB"],
+    "quantized-lora": ["quantized", "lora.rank=2", "memory.device=440KiB"],
+    "quantized-lora-in-host-memory": [
+        "quantized",
+        "lora.rank=2",
+        "memory.device=500KiB",
+        "memory.host=2MiB",
+        "memory.resident=true",
+    ],
+    "llama-logits-in-slices": ["llama", "memory.logits=slices"],
+    "gpt-in-tiles": ["partition.tile=8KiB"],
+    "gpt-in-tiles-recomputed": ["partition.tile=8KiB", "memory.activations=recompute"],
+}
+
+
+#: Each way that units, homes and budgets are decided, once; the others are long tests.
+FEW = (
+    "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed",
+)  # fmt: skip
+
+
+#: In which device memory takes as much as planned while updates, drives and decoding keep up; else more.
+EXACT = (
+    "gpt-tied", "gpt-accumulated", "gpt-recomputed", "gpt-half-resident", "llama-recomputed",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles", "gpt-in-tiles-recomputed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", few(FEW, CASES))
+def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
+    overrides = ["memory.resident=false", *CASES[case]]
+    made = {"llama": llama, "quantized": quantized_llama}.get(overrides[1])
+    if made is not None:
+        del overrides[1]
+        overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]
+    else:
+        overrides += GPT
+    recipe = recipe_for(tmp_path, *overrides)
+    planned = dry_run(recipe, MACHINE, 1)
+    real, moved = run(recipe)
+    named = [(u.name, u.shard_numel, u.on_nvme) for u in planned.units]
+    assert named == real["units"]
+    assert planned.division == real["division"]
+    assert bool(planned.division.spilled) == ("spilled" in case)
+    assert micro_batches(planned) == tuple(real["events"])
+    plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
+    assert list(plan.fetched()) == real["fetched"]
+    assert cost.device_peak_nbytes <= planned.division.total
+    if case in EXACT:
+        assert cost.device_peak_nbytes <= real["peak_nbytes"] <= planned.division.total
+    assert real["fetched"] or case not in ("quantized-lora", "llama-lora-read-where-it-lies")
+    if case == "quantized-lora":
+        assert cost.busy_s[DECODE] > 0
+    if real["events"]:
+        assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
+
+
+@pytest.mark.parametrize("case", ["gpt-in-tiles-recomputed", "quantized-lora"])
+def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["model.seq_len=32", "train.batch_size=2"] if case == "quantized-lora" else GPT
+    model = [quantized_llama(tmp_path)] if case == "quantized-lora" else []
+    recipe = recipe_for(
+        tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
+    )
+    planned = dry_run(recipe, MACHINE, 1)
+    monkeypatch.setattr("infinity.predict.model.record_micro_batch", None)  # it would be called
+    assert shapes_of(recipe, MACHINE, 1) == planned.units
+
+
+def experts(folder: Path) -> str:
+    """A model of one layer whose packed experts take 256 MiB and 128 MiB, as its ``config.json``."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 512,
+        "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 64,
+        "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"model.path={folder}"
+
+
+def test_experts_that_the_device_cannot_hold_are_planned_in_tiles(tmp_path: Path) -> None:
+    more = [experts(tmp_path), "memory.device=384MiB", "memory.host=1GiB", "memory.resident=false"]
+    sizes = ["model.seq_len=32", "train.batch_size=2", "optim.max_grad_norm=null"]
+    with pytest.raises(BudgetError, match=r"experts\.gate_up_proj alone takes 256 MiB"):
+        dry_run(recipe_for(tmp_path, *more, *sizes, "partition.tile=never"), MACHINE, 1)
+    planned = dry_run(recipe_for(tmp_path, *more, *sizes), MACHINE, 1)
+    tiles = [unit for unit in planned.units if "experts" in unit.name]
+    assert [unit.nbytes for unit in tiles] == [4 * 2**20] * 64 + [2 * 2**20] * 64  # one expert each
+    used = {event.unit for event in planned.trace.events}
+    assert {planned.units.index(unit) for unit in tiles} <= used
+    assert play_step(planned.trace, planned.setup).nbytes["NVMe read"] > 2 * 384 * 2**20
+    assert any("tiles" in note for note in planned.notes)
+    frozen = dry_run(
+        recipe_for(tmp_path, *more, *sizes, "lora.rank=4", "lora.target_modules=[q_proj]"), MACHINE, 1
+    )
+    assert all(frozen.setup.units[unit].trainable for _, unit in frozen.trace.begun)
+    assert play_step(frozen.trace, frozen.setup).device_peak_nbytes <= 384 * 2**20
+
+
+def peak_beside_slow_ranks(folder: str, accumulate: int) -> int:
+    """The peak of device memory on one of two ranks whose reductions end long after they were asked for."""
+    exchange = dist.all_to_all_single
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return exchange(*args, **kwargs)
+
+    recipe = recipe_for(Path(folder), *GPT, "memory.resident=false", f"train.accumulate={accumulate}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", slowly)
+        return int(run(recipe)[0]["peak_nbytes"])
+
+
+@pytest.mark.parametrize("accumulate", few((3,), (1, 3)))
+def test_gradients_of_slow_ranks_take_what_was_planned(accumulate: int, tmp_path: Path) -> None:
+    recipe = recipe_for(tmp_path, *GPT, "memory.resident=false", f"train.accumulate={accumulate}")
+    planned = dry_run(recipe, MACHINE.with_ranks(2), 2)
+    cost = play_step(planned.trace, planned.setup)
+    peaks = run_ranks(peak_beside_slow_ranks, 2, str(tmp_path), accumulate)
+    assert peaks == [cost.device_peak_nbytes] * 2
+
+
+def metered(recipe: Recipe) -> int:
+    """The most that storages of a step take at one time in a run (bytes)."""
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        loss, shape = CausalLoss(model), (recipe.train.batch_size, recipe.model.seq_len)
+        tokens = torch.randint(256, shape)
+        halves = torch.arange(shape[1]).remainder(shape[1] // 2).expand(shape)
+        padded = (torch.arange(shape[1]) < shape[1] - 1).long().expand(shape)
+        for _ in range(2):  # the first makes what stays
+            with MemoryMeter() as meter:
+                loss(
+                    tokens, tokens, halves if recipe.data.packing is True else None,
+                    padded if recipe.data.packing is False else None,
+                ).backward()  # fmt: skip
+            optimizer.step()
+        return meter.peak_nbytes()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GPT,
+        # most: gradients
+        pytest.param(
+            ["model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.seq_len=32"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["llama"], marks=pytest.mark.slow),
+        ["llama", "memory.activations=recompute", "lora.rank=2"],
+        ["llama", "data.packing=true"],
+        pytest.param(["llama", "data.packing=false"], marks=pytest.mark.slow),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_the_peak_of_activations_is_that_of_a_run(overrides: list[str], tmp_path: Path) -> None:
+    """A gradient that autograd makes is there beside the unit's own buffer, and counted once."""
+    if overrides[0] == "llama":
+        overrides = [llama(tmp_path), "model.seq_len=32", "train.batch_size=2", *overrides[1:]]
+    recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
+    planned, real = dry_run(recipe, MACHINE, 1).trace.peak_nbytes, metered(recipe)
+    assert planned == pytest.approx(real, abs=64)
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A run whose micro-batches go through a block together.
+
+    Attributes:
+        peak_nbytes: The most that storages of a step take at one time.
+        moved: Bytes that the plan of the last step says are read and written.
+        window_nbytes: What gathered units may take.
+    """
+
+    peak_nbytes: int
+    moved: tuple[int, int]
+    window_nbytes: int
+    division: DeviceBudget
+
+
+def layered(recipe: Recipe) -> Layered:
+    """Train ``recipe`` for three steps of the layer schedule."""
+    rows, length = recipe.train.accumulate * recipe.train.batch_size, recipe.model.seq_len
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        scheduled = infinity.layer_schedule(model, recipe.train.accumulate, CausalLoss(model))
+        tokens = torch.randint(256, (rows, length))
+        halves = torch.arange(length).remainder(length // 2).expand(rows, length).contiguous()
+        given = (tokens, tokens, halves) if recipe.data.packing else (tokens, tokens)
+        for step in range(3):  # the last one has a plan
+            with MemoryMeter() if step == 2 else contextlib.nullcontext() as meter:
+                scheduled(*given).losses.sum().backward()
+            optimizer.step()
+            report = optimizer.report()
+        executor = optimizer.runtime.executor()
+        moved = report.planned_nbytes_read, report.planned_nbytes_written
+        window_nbytes = executor.prefetcher.residents.capacity_nbytes
+        assert meter is not None
+        return Layered(meter.peak_nbytes(), moved, window_nbytes, executor.budget.division)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    few(
+        (["model.n_layers=4"],),
+        [
+            ["model.n_layers=4"], ["llama"], ["llama", "data.packing=true"], ["llama", "lora.rank=2"],
+            ["model.n_layers=6", "memory.device=1MiB"],
+        ],
+    ),
+    ids=" ".join,
+)  # fmt: skip
+def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[str], tmp_path: Path) -> None:
+    """In memory there are the inputs of all blocks, for all of them; units are read as for one."""
+    more = [*GPT, "model.seq_len=128", "train.schedule=layer"]
+    if overrides[0] == "llama":
+        more += [llama(tmp_path), "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
+    more += [each for each in overrides if each != "llama"]
+    peaks = []
+    for accumulate in (2, 5):
+        recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
+        planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
+        cost = play_step(planned.trace, planned.setup)
+        assert (cost.nbytes["NVMe read"], cost.nbytes["NVMe write"]) == real.moved
+        assert planned.division.window == real.window_nbytes
+        assert replace(planned.division, window=0) == replace(real.division, window=0)
+        assert planned.trace.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.06)
+        peaks.append(planned.trace.peak_nbytes)
+    given = 2 * 128 * 64 * 2  # what a block is given of a micro-batch
+    assert peaks[1] - peaks[0] >= 3 * (len(planned.profile.blocks) + 1) * given
+
+
+def test_a_window_that_cannot_keep_a_block_is_the_error_of_a_run_and_of_its_plan(tmp_path: Path) -> None:
+    more = [*GPT, "memory.resident=false", "train.schedule=layer", "train.accumulate=2"]
+    more += ["partition.tile=never"]
+
+    def refused(nbytes: int, act: Callable[[Recipe], object]) -> int:
+        """By how much ``memory.device`` must be raised."""
+        try:
+            with small_units(4000):
+                act(recipe_for(tmp_path, *more, f"memory.device={nbytes}"))
+        except BudgetError as error:
+            [least] = re.findall(r"(?:at least|Raise it by) .*?\((\d+) bytes\)", str(error))
+            return int(least) - nbytes if "at least" in str(error) else int(least)
+        return 0
+
+    def plan(recipe: Recipe) -> DryRun:
+        return dry_run(recipe, MACHINE, 1)
+
+    nbytes = 1024
+    for _ in range(2):  # of units in flight, then of a block
+        missing = refused(nbytes, plan)
+        assert missing == refused(nbytes, layered) > 0
+        assert refused(nbytes + missing - 1, plan) > 0
+        nbytes += missing
+    assert refused(nbytes, plan) == refused(nbytes, layered) == 0
+
+
+@pytest.mark.parametrize("kind", few(("gpt_oss",), ("qwen3_fp8", "gpt_oss", "gptq")))
+def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: Path) -> None:
+    quantized.write(kind, tmp_path / "model")
+    overrides = [f"model.path={tmp_path / 'model'}", "lora.rank=2", "model.seq_len=32", "train.batch_size=2"]
+    recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
+    on_cpu, on_device = (dry_run(recipe, load_machine(name), 1) for name in ("vm-2core", "hgx-h100"))
+    for planned in (on_cpu, on_device):
+        stored = [unit for unit in planned.units if unit.stored is not None]
+        assert stored
+        for unit in stored:
+            assert unit.stored is not None
+            # once read and once written at the least, and no more than some passes in fp32
+            assert unit.stored.nbytes // 2 + unit.nbytes < unit.stored.decode_nbytes < 20 * unit.nbytes
+            assert 5 < unit.stored.decode_operators < 500
+
+
+#: A dense model of a trillion parameters, in 128 such layers (ZeRO-Infinity, table 1).
+TRILLION = [
+    "model.d_model=25600", "model.n_heads=256", "model.seq_len=1024", "train.batch_size=1",
+    "train.dtype=fp16", "memory.nvme=[nvme]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(128, marks=pytest.mark.slow)])
+def test_units_of_a_trillion_parameters_leave_a_32_gib_device_room_for_activations_on_512_ranks(
+    layers: int,
+) -> None:
+    recipe = load_recipe(None, [
+        *TRILLION, f"model.n_layers={layers}", "memory.device=31GiB", "memory.activations=plan",
+    ])  # fmt: skip
+    made = dry_run(recipe, load_machine("dgx-2").with_ranks(512), 512)
+    qkv = 3 * 25600**2 * 2  # what cannot be divided without rounding otherwise
+    assert max(unit.nbytes for unit in made.units) <= 1.01 * qkv
+    assert min(unit.shard_numel * 2 for unit in made.units) >= LEAST_SHARD_NBYTES
+    assert made.division.total + made.trace.peak_nbytes <= 31 * 2**30 <= made.device_nbytes
+    assert made.activations.places  # what has left is not in the peak
+    assert made.trace.peak_nbytes <= (made.activations.capacity_nbytes or 0)
+
+
+def test_smaller_tiles_of_a_trillion_parameters_leave_more_room() -> None:
+    recipe = load_recipe(None, [
+        *TRILLION, "model.n_layers=2", "memory.activations=recompute", "partition.tile=1GiB",
+    ])  # fmt: skip
+    made = dry_run(recipe, load_machine("dgx-2").with_ranks(512), 512)
+    assert max(unit.nbytes for unit in made.units) <= 1.01 * 2**30
+    assert made.division.least <= 8 * 2**30

@@ -1,0 +1,106 @@
+"""Hardware files: the shipped ones, those that ``infinity probe`` writes, and their errors."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.cli import main
+from infinity.core.errors import RecipeError
+from infinity.planner.machines import rank_rates
+from infinity.predict import machines
+from infinity.predict.machines import _flops_per_s, load_machine, machine_names, probe
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_shipped_file_is_a_machine_and_lies_in_configs_too() -> None:
+    names = machine_names()
+    assert names == [
+        "desktop-4090", "dgx-2", "dgx-a100", "gh200", "hgx-h100", "hgx-h200", "vm-2core",
+    ]  # fmt: skip
+    assert sorted(path.stem for path in (ROOT / "configs/hardware").glob("*.yaml")) == names
+    for name in names:
+        machine = load_machine(name)
+        rates = rank_rates(machine, machine.devices_in_all, machine.choose_dtype())
+        assert 1e9 < rates.flops_per_s < 1e15
+        assert 1e8 < rates.channels.read_bytes_per_s < 1e11
+        assert rates.channels.mixed_bytes_per_s <= (
+            rates.channels.read_bytes_per_s + rates.channels.write_bytes_per_s
+        )
+
+
+def test_ranks_share_what_a_node_has() -> None:
+    machine = load_machine("dgx-2")
+    rates = rank_rates(machine, 16, "fp16")
+    assert rates.flops_per_s == pytest.approx(70e12)
+    assert rates.channels.read_bytes_per_s == pytest.approx(1.6e9)  # ZeRO-Infinity, figure 2b
+    assert rates.channels.host_bytes_per_s == pytest.approx(3.0e9)
+    alone = rank_rates(machine.with_ranks(1), 1, "fp16")
+    assert alone.channels.read_bytes_per_s == pytest.approx(25.6e9)
+    assert alone.gather_bytes_per_s == float("inf")
+
+
+def test_an_all_to_all_over_nodes_waits_for_the_network_of_all_ranks_of_a_node() -> None:
+    machine = load_machine("hgx-h100").with_ranks(64)
+    assert machine.nodes.count == 8
+    rates = rank_rates(machine, 64, "bf16")
+    assert rates.gather_bytes_per_s == pytest.approx(400e9 / (63 / 64))  # a ring crosses a border once
+    assert rates.reduce_bytes_per_s == pytest.approx(400e9 / (8 * 56 / 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("hgx-h10", [], "did you mean hgx-h100"),
+        ("nowhere/x.yaml", [], "shipped are desktop-4090, dgx-2"),
+        ("dgx-2", ["drives.per_nod=3"], "drives.per_nod .*unknown key; did you mean drives.per_node"),
+        ("dgx-2", ["drives.per_node=-3"], "drives.per_node .*got -3; wanted int, 0 to 1,000,000"),
+        ("dgx-2", ["devices.memory=null"], "devices.memory .*wanted a size"),
+        ("dgx-2", ["links.host_bytes_per_s=null"], "links.host_bytes_per_s .*since devices.per_node"),
+        ("gh200", ["links.network_bytes_per_s=null", "nodes.count=2"], "since nodes.count is above 1"),
+    ],
+)
+def test_errors_name_the_key_and_what_is_valid(name: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_machine(name, overrides)
+
+
+def test_probe_writes_a_file_that_is_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.predict.machines._SIZES", (128,))
+    file = tmp_path / "here.yaml"
+    assert main(["probe", str(tmp_path), "--output", str(file)]) == 0
+    assert "this machine: " in capsys.readouterr().out
+    machine = load_machine(str(file))
+    assert machine.drives.per_node == 1
+    assert machine.drives.read_bytes_per_s > 0
+    assert machine.host.cores <= (os.cpu_count() or 1)
+    assert machine.devices.fp32_flops_per_s > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
+
+
+@pytest.mark.parametrize(("rate", "most"), [(1e11, 1024), (1e9, 256)])
+def test_a_busy_machine_is_not_taken_for_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch, rate: float, most: int
+) -> None:
+    sizes: list[int] = []
+
+    def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
+        sizes.append(size)
+        return 8e-3 + 2 * size**3 / rate
+
+    monkeypatch.setattr("infinity.device.machine.multiply_s", multiply_s)
+    found = _flops_per_s(torch.bfloat16, torch.device("cpu"))
+    assert 0.7 * rate < found <= rate
+    assert max(sizes) == most
+
+
+def test_ranks_that_cannot_exchange_bytes_end_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_copy_bytes_per_s", "_flops_per_s", "_update_bytes_per_s"):
+        monkeypatch.setattr(machines, name, lambda *args: 1e9)
+    monkeypatch.setattr("infinity.device.machine.usable_cores", lambda: 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    assert probe([]).links.device_bytes_per_s is None

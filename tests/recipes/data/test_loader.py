@@ -1,0 +1,172 @@
+"""Batches: every sequence once an epoch, disjoint over ranks, resumed exactly, held-out apart."""
+
+from itertools import chain, islice, takewhile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.recipes.data.documents import DataError
+from infinity.recipes.data.loader import BatchShape, Data, DataConfig, HeldOut, TokenLoader, open_data
+from infinity.recipes.data.sequences import Batch, TokenStream
+from tests.helpers.cases import examples
+
+# ten sequences of four, each known by its first token
+TOKENS = TokenStream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
+
+
+def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[TokenLoader]:
+    return [
+        TokenLoader(
+            TOKENS, BatchShape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how
+        )
+        for rank in range(world_size)
+    ]
+
+
+def firsts(batches: list[Batch]) -> list[int]:
+    return [int(row[0]) for batch in batches for row in batch.tokens]
+
+
+def test_targets_are_the_tokens_that_follow() -> None:
+    (loader,) = loaders(1, shuffle=False)
+    batch = next(loader)
+    assert batch.tokens.tolist() == [[0, 1, 2, 3]]
+    assert batch.targets.tolist() == [[1, 2, 3, 4]]
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert (batch.positions, batch.mask) == (None, None)
+
+
+def test_every_rank_knows_the_number_of_targets_on_all_ranks() -> None:
+    assert [(b.token_count, b.target_count) for b in map(next, loaders(3, 2))] == [(24, 24)] * 3
+
+
+@examples(30)
+@given(world_size=st.integers(1, 4), batch_size=st.integers(1, 2), seed=st.integers(0, 5))
+def test_ranks_share_an_epoch_without_a_common_sequence(world_size: int, batch_size: int, seed: int) -> None:
+    steps = 10 // (world_size * batch_size)
+    seen = [firsts(list(islice(loader, steps))) for loader in loaders(world_size, batch_size, seed=seed)]
+    flat = [first for rank in seen for first in rank]
+    assert len(set(flat)) == len(flat) == steps * world_size * batch_size
+
+
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    (one,), (same,), (other,) = loaders(1, seed=1), loaders(1, seed=1), loaders(1, seed=2)
+    first, second = firsts(list(islice(one, 10))), firsts(list(islice(one, 10)))
+    assert sorted(first) == sorted(second) == list(range(0, 40, 4))
+    assert first != second
+    assert one.epoch == 1
+    assert firsts(list(islice(same, 20))) == first + second
+    assert firsts(list(islice(other, 10))) != first
+
+
+@examples(30)
+@given(before=st.integers(0, 25), seed=st.integers(0, 3), batch_size=st.integers(1, 3))
+def test_a_saved_position_resumes_exactly(before: int, seed: int, batch_size: int) -> None:
+    (loader,), (resumed,) = loaders(1, batch_size, seed=seed), loaders(1, batch_size, seed=seed)
+    for _ in range(before):
+        next(loader)
+    resumed.load_state_dict(loader.state_dict())
+    for _ in range(15):
+        assert torch.equal(next(loader).tokens, next(resumed).tokens)
+
+
+def test_a_position_is_valid_for_another_number_of_ranks() -> None:
+    two = loaders(2)
+    begun = [firsts(list(islice(loader, 2))) for loader in two]
+    four = loaders(4)
+    for loader in four:
+        loader.load_state_dict(two[0].state_dict())
+    rest = [firsts([next(loader)]) for loader in four]
+    (whole,) = loaders(1)
+    assert sorted(chain(*begun, *rest)) == sorted(firsts(list(islice(whole, 8))))
+
+
+@pytest.mark.parametrize(("other", "name"), [({"seed": 9}, "seed"), ({"identity": "else"}, "tokens")])
+def test_a_position_in_other_data_is_refused(other: dict[str, int], name: str) -> None:
+    (loader,), (stranger,) = loaders(1), loaders(1, **other)
+    with pytest.raises(DataError, match=f"saved position has {name}="):
+        stranger.load_state_dict(loader.state_dict())
+
+
+def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(DataError, match=r"10 sequences of 4 tokens; a micro-batch needs 12 \(4 ranks with"):
+        loaders(4, 3)
+
+
+def test_ranks_get_equally_many_held_out_batches_and_none_in_common() -> None:
+    ranks = [HeldOut(TOKENS, BatchShape(seq_len=4, batch_size=2, rank=r, world_size=2)) for r in range(2)]
+    seen = [firsts(list(rank.batches(2))) for rank in ranks]
+    assert [len(rank) for rank in seen] == [4, 4]
+    assert len(set(seen[0] + seen[1])) == 8
+    assert seen[0] == firsts(list(ranks[0].batches(2)))
+    few = HeldOut(TokenStream(TOKENS.values[:9], 4), BatchShape(seq_len=4, batch_size=3))
+    assert firsts(list(few.batches(8))) == [0, 0, 4]  # two sequences fill a batch of three
+
+
+def open_text(tmp_path: Path, text: str, **config: object) -> Data:
+    (tmp_path / "a.txt").write_text(text)
+    settings = {"files": (str(tmp_path / "a.txt"),), "cache": str(tmp_path / "cache"), **config}
+    return open_data(DataConfig(**settings), BatchShape(seq_len=4, batch_size=1), vocab_size=256)
+
+
+@pytest.mark.parametrize("length", [86, 87, 88, 89, 90])
+def test_the_held_out_part_never_overlaps_training(tmp_path: Path, length: int) -> None:
+    text = "".join(chr(32 + i) for i in range(length))  # every token once
+    data = open_text(tmp_path, text, eval_fraction=0.2)
+    assert data.held_out is not None
+    epoch = takewhile(lambda _: data.train.epoch == 0, data.train)
+    train = {int(x) for batch in epoch for half in batch[:2] for x in half.flatten()}
+    held = {int(x) for batch in data.held_out.batches(100) for half in batch[:2] for x in half.flatten()}
+    assert train
+    assert held
+    assert not train & held
+
+
+def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("bbbbbbbbbb")
+    data = open_text(
+        tmp_path, "aaaaaaaaaa", files=(str(tmp_path / "*.txt"),), eval_files=(str(tmp_path / "b.txt"),)
+    )
+    assert data.held_out is not None
+    assert set(next(data.train).tokens.flatten().tolist()) == {ord("a")}
+    assert set(next(data.held_out.batches(1)).tokens.flatten().tolist()) == {ord("b")}
+
+
+def test_if_every_training_file_is_held_out_the_error_says_so(tmp_path: Path) -> None:
+    names = (str(tmp_path / "*.txt"),)
+    with pytest.raises(
+        DataError, match=r"data\.files \(.*\*\.txt\): each of them is one of data\.eval_files"
+    ):
+        open_text(tmp_path, "aaaaaaaaaa", files=names, eval_files=names)
+
+
+def test_nothing_is_held_out_with_a_fraction_of_0(tmp_path: Path) -> None:
+    assert open_text(tmp_path, "some text", eval_fraction=0.0).held_out is None
+
+
+def test_files_shorter_than_a_sequence_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"3 tokens, fewer than one sequence of 4"):
+        open_text(tmp_path, "ab", eval_fraction=0.0)
+    with pytest.raises(DataError, match=r"7 tokens are too few to hold 5 out and train"):
+        open_text(tmp_path, "abcdef")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path))
+    shape = BatchShape(seq_len=4, batch_size=1)
+    with pytest.raises(DataError, match=r"256 tokens, model\.vocab_size is 100; set model\.vocab_size=256"):
+        open_data(config, shape, vocab_size=100)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_suffices_for_the_tokens_in_the_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the text is long enough")  # "x" is 120
+    config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path), tokenizer="bytes")
+    shape = BatchShape(seq_len=4, batch_size=1)
+    assert open_data(config, shape, vocab_size=121, model_path="model").held_out is not None
+    with pytest.raises(DataError, match="the data contains the token 120; the model in model has 120 tokens"):
+        open_data(config, shape, vocab_size=120, model_path="model")

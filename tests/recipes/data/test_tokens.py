@@ -1,0 +1,377 @@
+"""Tokens of every kind of document, cached once under a name that changes with the files."""
+
+import json
+import os
+import shutil
+import threading
+import time
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from infinity.recipes.data import tokens as tokens_module
+from infinity.recipes.data.documents import DataError
+from infinity.recipes.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
+from infinity.recipes.data.tokens import Tokens, open_tokens
+from tests.helpers.cases import examples
+from tests.helpers.tokenizers import write_tokenizer
+
+CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path, tokenizer: str = "bytes", **how: bool) -> Tokens:
+    return open_tokens([path], open_tokenizer(tokenizer), path.parent / "cache", **how)
+
+
+def documents(tokens: Tokens) -> list[bytes]:
+    return [bytes(tokens.values[start:stop]) for start, stop, _ in tokens.documents]
+
+
+def test_kinds_of_lines_may_be_mixed_and_only_answers_count_in_the_loss(tmp_path: Path) -> None:
+    lines = [{"text": "one"}, {"prompt": "2+2=", "completion": "4"}, {"messages": CHAT}]
+    tokens = read(write(tmp_path / "a.jsonl", *lines))
+    assert documents(tokens) == [b"one\0", b"2+2=4\0", b"user: ?\nassistant: !\0"]
+    assert tokens.loss_mask is not None
+    assert bytes(tokens.values[tokens.loss_mask]) == b"one\x004\0!\0"
+    assert tokens.documents[:, 2].tolist() == [4, 2, 2]
+
+
+def test_no_mask_is_stored_if_every_token_counts(tmp_path: Path) -> None:
+    tokens = read(write(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}))
+    assert tokens.loss_mask is None
+    assert documents(tokens) == [b"one\0", b"\0"]
+    assert {path.name for path in (tmp_path / "cache").glob("*/*")} == {"tokens", "documents", "about.json"}
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    tokens = read(write(tmp_path / "a.txt", "one\n\ntwo"))
+    assert tokens.documents.tolist() == [[0, 9, 9]]
+
+
+def test_a_tokenizers_opening_precedes_texts_and_prompts(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path / "model", opens=True)
+    lines = [{"text": "the"}, {"prompt": "a", "completion": "b"}]
+    tokens = read(write(tmp_path / "a.jsonl", *lines), str(tmp_path / "model"))
+    assert library.decode(tokens.values) == "<s>the</s><s>ab</s>"
+    assert tokens.documents[:, 2].tolist() == [3, 2]
+    text = read(write(tmp_path / "a.txt", "the\n" * 3), str(tmp_path / "model"))
+    assert library.decode(text.values) == "<s>" + "the\n" * 3 + "</s>"
+
+
+def test_a_directory_without_an_opening_gets_none(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert open_tokenizer(str(tmp_path)).opening is None
+
+
+def test_a_prompt_has_the_tokens_that_it_has_on_its_own(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(str(tmp_path))
+    shared = encode_completion("xa", "by", tokenizer)  # "ab" would be one token
+    assert [library.decode([t]) for t in shared.tokens] == ["x", "a", "b", "y"]
+    assert shared.loss_mask.tolist() == [False, False, True, True]
+    apart = encode_completion("x", "ab the", tokenizer)
+    assert [library.decode([t]) for t in apart.tokens] == ["x", "ab", " the"]
+    assert apart.loss_mask.tolist() == [False, True, True]
+
+
+def test_a_malformed_line_is_named_with_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "good"}, "\n", "nonsense\n")
+    with pytest.raises(DataError, match=r"not JSON.*; data\.skip_malformed=true skips such lines") as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+
+
+def test_malformed_lines_are_counted_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "nonsense\n", {"text": "good"}, {"messages": []}, {"text": "too"})
+    for _ in range(2):  # the second time from the cache
+        tokens = read(path, skip_malformed=True)
+        assert documents(tokens) == [b"good\0", b"too\0"]
+        assert tokens.malformed[0] == 2
+        assert tokens.malformed[1].startswith(f"{path}:1: not JSON")
+    with pytest.raises(DataError, match="not JSON"):  # that cache is used only with skip_malformed
+        read(path)
+
+
+def test_a_line_without_targets_is_malformed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", chat_template="{{ messages[0]['content'] }}")
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: none of its tokens counts in the loss"):
+        read(path, str(tmp_path / "model"))
+
+
+def test_a_missing_template_is_an_error_even_when_malformed_lines_are_skipped(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", chat_template=None)
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: data\.tokenizer: .* has no chat template"):
+        read(path, str(tmp_path / "model"), skip_malformed=True)
+
+
+def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers finds no tokenizer there"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_another_template_is_another_cache(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    seen = []
+    for word in ("one", "two"):
+        template = f"{word}: {{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}"
+        library = write_tokenizer(tmp_path / "model", chat_template=template)
+        seen.append(library.decode(read(path, str(tmp_path / "model")).values))
+    assert seen == ["one: ?!", "two: ?!"]
+
+
+def test_memory_does_not_grow_with_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *([{"prompt": "p" * 500, "completion": "c" * 500}] * 8000))
+    read(path).values.sum()  # what is imported once
+    path = path.rename(tmp_path / "b.jsonl")
+    tracemalloc.start()
+    try:
+        tokens = read(path)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tokens.values.nbytes == 8000 * 1001
+    assert peak_nbytes < 2**20
+
+
+def test_only_their_user_can_read_tokens_and_choose_them(tmp_path: Path) -> None:
+    path, before = write(tmp_path / "a.jsonl", {"prompt": "secret", "completion": "x"}), os.umask(0)
+    try:
+        read(path)
+    finally:
+        os.umask(before)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == entry.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in entry.iterdir()} == {0o600}
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "cache").glob("*.lock")} == {0o600}
+    entry.chmod(0o755)  # as earlier versions made it
+    read(path)
+    assert entry.stat().st_mode & 0o777 == 0o700
+    entry.chmod(0o777)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is writable by all users"):
+        read(path)
+    moved = entry.rename(tmp_path / "moved")
+    entry.symlink_to(moved)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is a symbolic link"):
+        read(path)
+
+
+def test_a_planted_link_in_a_cache_leads_nowhere(tmp_path: Path) -> None:
+    path, victim = write(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "victim"
+    victim.write_text("precious")
+    read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    shutil.rmtree(entry)
+    entry.with_suffix(".lock").unlink()
+    entry.with_suffix(".lock").symlink_to(victim)
+    with pytest.raises(DataError, match=r"data\.cache: .*\.lock is a symbolic link"):
+        read(path)
+    assert victim.read_text() == "precious"
+
+
+def test_leftovers_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one"})
+    read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    shutil.move(entry, entry.with_suffix(".partial"))
+    assert documents(read(path)) == [b"one\0"]
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["tokens", "counts", "documents", "about.json"])
+def test_a_file_of_the_cache_that_is_cut_is_an_error_that_says_what_to_remove(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "one", "completion": "two"})
+    whole = read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    os.truncate(entry / name, (entry / name).stat().st_size // 2)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is damaged: .*; remove it"):
+        read(path)
+    shutil.rmtree(entry)
+    assert read(path).digest == whole.digest
+
+
+def test_a_cache_entry_is_on_the_drive_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+
+    def note(path: Path) -> None:
+        assert not [entry for entry in (tmp_path / "cache").glob("*/") if entry.suffix != ".partial"]
+        synced.add(path.name)
+
+    monkeypatch.setattr(tokens_module, "sync", note)
+    read(write(tmp_path / "a.jsonl", {"text": "one"}))
+    (entry,) = (tmp_path / "cache").glob("*/")
+    assert synced == {"tokens", "documents", "about.json", f"{entry.name}.partial"}
+
+
+LINES = st.lists(
+    st.binary(max_size=30)
+    | st.sampled_from(
+        [
+            json.dumps(x).encode()
+            for x in ({"text": "a"}, {"messages": CHAT}, {"prompt": "", "completion": ""})
+        ]
+    )
+    | st.dictionaries(
+        st.sampled_from(["text", "prompt", "completion", "messages"]),
+        st.text() | st.none() | st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})),
+    ).map(lambda value: json.dumps(value).encode()),
+    max_size=6,
+)
+
+
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=LINES, skip=st.booleans())
+def test_any_jsonl_is_tokens_or_an_error_of_data(
+    tmp_path_factory: pytest.TempPathFactory, lines: Sequence[bytes], skip: bool
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found: Tokens | DataError
+    try:
+        found = open_tokens([path], BytesTokenizer(), path.parent / "cache", skip_malformed=skip)
+    except DataError as error:
+        found = error
+    if isinstance(found, DataError):
+        assert not skip
+        assert str(found).startswith(f"{path}:")
+        return
+    assert skip or not found.malformed[0]
+    stops = found.documents[:, 1]
+    assert np.array_equal(found.documents[1:, 0], stops[:-1])
+    assert len(found.values) == (stops[-1] if len(stops) else 0)
+    assert (found.documents[:, 2] <= stops - found.documents[:, 0]).all()
+
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def write_word_level(path: Path) -> Path:
+    vocabulary = {"<|endoftext|>": 0, "unk": 1, "the": 2, "cat": 3}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="unk"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(path))
+    return path
+
+
+def test_bytes_of_every_file_are_followed_by_a_separator(tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    files[0].write_text("aä\n")
+    files[1].write_text(json.dumps({"text": "x"}) + "\n" + json.dumps({"text": "y"}))
+    found = open_tokens(files, BytesTokenizer(), tmp_path / "cache")
+    assert bytes(found.values) == "aä\n\0x\0y\0".encode()
+    assert found.values.dtype == np.uint8
+
+
+def test_a_local_tokenizer_gives_its_own_numbers(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(write_word_level(tmp_path / "tokenizer.json")))
+    (tmp_path / "a.txt").write_text("the cat sat")
+    found = open_tokens([tmp_path / "a.txt"], tokenizer, tmp_path / "cache")
+    assert found.values.tolist() == [2, 3, 1, 0]
+    assert tokenizer.vocab_size == 4
+
+
+def test_tokenizers_that_are_not_there_or_not_tokenizers_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"No such file.*wanted bytes, a tokenizer\.json or a dir"):
+        open_tokenizer(str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bad\.json: not a tokenizer\.json"):
+        open_tokenizer(str(tmp_path / "bad.json"))
+
+
+def test_the_cache_is_written_once_also_by_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    written = []
+    write = tokens_module._write
+    begin = threading.Barrier(8)
+
+    def write_slowly(*args: Any) -> None:
+        written.append(1)
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(tokens_module, "_write", write_slowly)
+    found: list[bytes] = []
+
+    def open_it() -> None:
+        begin.wait()
+        found.append(bytes(open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache").values))
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [b"hello\0"] * 8
+    assert len(written) == 1
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
+    path.write_text("two")  # as long as before
+    os.utime(path, (1, 1))
+    second = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
+    assert bytes(second.values) == b"two\0"
+    assert first.digest != second.digest
+
+
+def test_equal_text_elsewhere_has_an_equal_digest(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("same")
+    digests = {
+        open_tokens([tmp_path / name], BytesTokenizer(), tmp_path / "cache").digest
+        for name in ("a.txt", "b.txt")
+    }
+    assert len(digests) == 1
+
+
+def test_a_failure_leaves_no_cache_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("nonsense")
+    for _ in range(2):
+        with pytest.raises(DataError, match="not JSON"):
+            open_tokens([tmp_path / "a.jsonl"], BytesTokenizer(), tmp_path / "cache")
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}
+
+
+def test_a_cache_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(DataError, match=r"data\.cache: .*cache"):
+        open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache")
+
+
+def test_a_long_tokenisation_logs_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("word " * 10)
+    said: list[str] = []
+    open_tokens(files, BytesTokenizer(), tmp_path / "quick", log=said.append)
+    assert said == []
+    monkeypatch.setattr(tokens_module, "LINES_EVERY_S", 0.0)
+    open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)
+    assert said[0].startswith(f"tokenizing {files[0]}, 1 of 2: ")
+    assert said[-1] == f"tokenizing {files[1]}, 2 of 2: 102 tokens so far"
+    said.clear()
+    open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)  # they are there
+    assert said == []

@@ -1,0 +1,257 @@
+"""Errors of a recipe name the key, its origin, its value and what is accepted; recipes round-trip."""
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from infinity.core.config import MemoryConfig, SettingError, Valid
+from infinity.core.errors import RecipeError
+from infinity.recipes.models.gpt import GPTConfig
+from infinity.recipes.recipe import Recipe, RunConfig, load_recipe, recipe_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path, overrides)
+    return str(raised.value)
+
+
+def test_an_empty_file_and_no_file_are_the_defaults(tmp_path: Path) -> None:
+    assert load_recipe() == Recipe()
+    assert load_recipe(write(tmp_path, "")) == Recipe()
+    assert load_recipe(write(tmp_path, "# only words\ntrain:\n")) == Recipe()
+
+
+def test_a_file_says_only_what_differs_and_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "memory: {host: 8GiB, nvme: [/a]}\ntrain: {steps: 7, dtype: fp32}\noptim: {lr: 1e-3}"
+    )
+    recipe = load_recipe(path, ["memory.nvme=[/x,/y]", "train.steps=9", "optim.betas=[0.8, 0.9]"])
+    assert recipe.memory == MemoryConfig(host=8 * 2**30, nvme=("/x", "/y"))
+    assert (recipe.train.steps, recipe.train.dtype) == (9, "fp32")
+    assert (recipe.optim.lr, recipe.optim.betas) == (1e-3, (0.8, 0.9))
+
+
+def test_a_list_may_be_written_as_its_only_item() -> None:
+    recipe = load_recipe(overrides=["memory.nvme=/x", "data.files=stdlib"])
+    assert recipe.memory.nvme == ("/x",)
+    assert recipe.data.files == ("stdlib",)
+
+
+def test_values_may_refer_to_others_and_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    path = write(
+        tmp_path, "memory: {nvme: ['${oc.env:SCRATCH}/nvme']}\ntrain: {eval_every: '${train.steps}'}"
+    )
+    recipe = load_recipe(path, ["train.steps=5"])
+    assert recipe.memory.nvme == ("/scratch/nvme",)
+    assert recipe.train.eval_every == 5
+    assert "Interpolation key 'train.none' not found" in refused(None, "train.steps=${train.none}")
+
+
+def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        overrides=[
+            "run.name=123", "memory.host=1.5GiB", "memory.nvme=[/x,'/a b']", "optim.eps=1e-12",
+            "optim.max_grad_norm=null", "model.tied=true", "data.eval_files=['*.txt']",
+        ]
+    )  # fmt: skip
+    assert recipe.run.name == "123"
+    assert recipe.memory.host == 3 * 2**29
+    assert recipe.optim.max_grad_norm is None
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("optim.lrr", "did you mean optim.lr?"),
+        ("optm.lr", "did you mean optim.lr?"),
+        ("train.stpes", "did you mean train.steps?"),
+        ("model.steps", "did you mean train.steps?"),
+        ("memory.nvmes", "did you mean memory.nvme?"),
+        (
+            "memory.zzz",
+            (
+                "known: memory.device, memory.host, memory.nvme, memory.versions, memory.resident, "
+                "memory.engine, memory.activations, memory.logits, memory.updates, memory.verify"
+            ),
+        ),
+        (
+            "x.zzz",
+            "known: run, model, data, memory, partition, durability, optim, train, lora, checkpoint, observe",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, key: str, near: str) -> None:
+    assert refused(None, f"{key}=1") == f"{key} on the command line: unknown key; {near}"
+    section, name = key.split(".")
+    path = write(tmp_path, f"{section}: {{{name}: 1}}")
+    assert refused(path) == f"{key} in {path}: unknown key; {near}"
+
+
+def test_a_key_that_recipes_had_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    wanted = "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
+    path = write(tmp_path, "optim: {compile: false}")
+    assert refused(path) == f"optim.compile in {path}: no longer a key; {wanted}"
+    said = refused(None, "optim.compile=true")
+    assert said == f"optim.compile on the command line: no longer a key; {wanted}"
+
+
+def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> None:
+    assert refused(write(tmp_path, "lr: 3")).endswith("unknown key; did you mean optim.lr?")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.dtype=bf17", "got 'bf17'; wanted auto | bf16 | fp16 | fp32"),
+        ("train.steps=1.5", "got 1.5; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=0", "got 0; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=true", "got true; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=null", "got null; wanted int, 1 to 1,000,000,000"),
+        ("memory.resident=1", "got 1; wanted true | false"),
+        ("memory.versions=3", "got 3; wanted 1 | 2"),
+        ("memory.versions=true", "got true; wanted 1 | 2"),
+        ("memory.host=8Gb3", "got '8Gb3'; wanted size such as 8GiB or null, 1 to 2**60 bytes"),
+        ("memory.host=0", "got 0; wanted size such as 8GiB or null, 1 to 2**60 bytes"),
+        ("memory.nvme=[/x,/x]", "got ['/x', '/x']; wanted different, non-empty directories"),
+        ("memory.nvme=[1.5]", "got [1.5]; wanted list of paths"),
+        ("train.log_every={x: 1}", "got {'x': 1}; wanted int, 1 to 1,000,000,000"),
+        ("optim.lr=-1", "got -1; wanted float, 0 to 1,000,000"),
+        ("optim.lr=.inf", "got inf; wanted float, 0 to 1,000,000"),
+        ("optim.betas=[0.9,1]", "got [0.9, 1]; wanted [float, float], >= 0 and < 1"),
+        ("optim.betas=[0.9]", "got [0.9]; wanted [float, float], >= 0 and < 1"),
+        ("model.n_heads=5", "got 5; wanted a number for which d_model=384 gives heads of equal, even width"),
+        ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
+        ("run.resume=yes", "got true; wanted auto | never | must"),
+        ("run.resume=nver", "got 'nver'; wanted auto | never | must"),
+        (
+            "run.name=a/b",
+            "got 'a/b'; wanted a printable folder name without / and no - in front, of at most 200 bytes",
+        ),
+        (
+            "run.name=-rf",
+            "got '-rf'; wanted a printable folder name without / and no - in front, of at most 200 bytes",
+        ),
+        ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place_and_what_is_wanted(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    key, _, value = override.partition("=")
+    assert refused(None, override) == f"{key} on the command line: {message}"
+    section, _, name = key.partition(".")
+    path = write(tmp_path, f"{section}:\n  {name}: {value}\n")
+    assert refused(path) == f"{key} in {path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {steps: 3", ":1: not valid YAML"),
+        ("train:\n  steps: 3\n  steps: 4\n", ":3: not valid YAML: found duplicate key"),
+        ("- train\n", "wanted sections: run, model"),
+        ("just words", "got 'just words'; wanted sections"),
+        ("train: 3", "train in {path}: got 3; wanted keys and values"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    found = refused(path)
+    assert message.format(path=path) in found
+    assert str(path) in found
+
+
+def test_what_is_no_file_and_what_is_too_long_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert f"{path}: not a regular file; give the path of a recipe" in refused(path)
+    assert "has 1048577 bytes; at most 1048576 are read" in refused(write(tmp_path, "#" * (2**20 + 1)))
+
+
+def test_files_that_cannot_be_read_are_errors(tmp_path: Path) -> None:
+    assert "No such file or directory" in refused(tmp_path / "none.yaml")
+    assert "Is a directory" in refused(tmp_path)
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"run: {name: \xff}")
+    assert "not UTF-8 text at byte 12" in refused(path)
+
+
+def test_what_the_locale_cannot_read_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(RecipeError, match=r"run\.name=.*on the command line: .*set PYTHONUTF8=1"):
+        load_recipe(overrides=[os.fsdecode(b"run.name=\xff\xfe")])
+
+
+@pytest.mark.parametrize("override", ["train", "train=3", "=3", "steps=3"])
+def test_an_override_is_section_key_value(override: str) -> None:
+    assert refused(None, override) == (
+        f"'{override}' on the command line: wanted section.key=value, as in train.steps=10"
+    )
+
+
+def test_the_table_has_every_key_with_a_meaning_and_its_default() -> None:
+    rows = {row.key: row for row in recipe_table()}
+    sections = {spec.name: getattr(Recipe(), spec.name) for spec in fields(Recipe)}
+    assert list(rows) == [f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)]
+    assert all(row.meaning and row.type for row in rows.values())
+    assert rows["memory.host"][1:3] == ("size such as 8GiB or null, 1 to 2**60 bytes", "null")
+    assert rows["train.dtype"][1:3] == ("auto | bf16 | fp16 | fp32", "auto")
+    assert rows["optim.betas"][1:3] == ("[float, float], >= 0 and < 1", "[0.9, 0.95]")
+    for row in rows.values():  # what the table shows can be written
+        assert load_recipe(overrides=[f"{row.key}={row.default}"]) == Recipe()
+
+
+def test_configs_check_themselves_without_a_file() -> None:
+    with pytest.raises(SettingError, match=r"versions: got 3; wanted 1 \| 2"):
+        MemoryConfig(versions=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n_layers"):
+        GPTConfig(n_layers=0)
+    with pytest.raises(RecipeError, match="name"):
+        replace(RunConfig(), name="..")
+
+
+def test_bounds_say_what_they_accept() -> None:
+    half_open = Valid(above=0, most=1)
+    assert [half_open.accepts(x) for x in (0, 0.5, 1, 1.5, float("nan"))] == [False, True, True, False, False]
+    assert str(half_open) == "> 0 and <= 1"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_that_come_with_the_project_are_valid(path: Path) -> None:
+    needs = ["model.path=DIR"] if path.stem == "finetune" else []
+    assert load_recipe(path, needs) != Recipe()
+
+
+def test_an_override_below_a_key_is_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "memory: {host: 1GiB}")
+    assert refused(path, "memory.device.x=3").startswith("memory.device on the command line: got {'x': 3}")
+    assert refused(path, "optim.momentum.x=3").startswith("optim.momentum on the command line: unknown key")
+
+
+def test_a_value_that_is_no_yaml_names_its_override_and_how_to_quote_it() -> None:
+    with pytest.raises(
+        RecipeError, match=r"'data\.files=\[/x/\[ab\]\*\.py\]' on the command line.*quote text"
+    ):
+        load_recipe(overrides=["train.steps=3", "data.files=[/x/[ab]*.py]"])
+    assert load_recipe(overrides=['data.files=["/x/[ab]*.py"]']).data.files == ("/x/[ab]*.py",)
+
+
+def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
+    path = ROOT / "configs" / "finetune.yaml"
+    with pytest.raises(RecipeError, match=r"model\.path.*model\.path=DIR"):
+        load_recipe(path)
+    assert load_recipe(path, ["model.path=base"]).model.path == "base"
