@@ -180,7 +180,8 @@ def _stream_weights(
 
     with contextlib.ExitStack() as held:
         buffers = [
-            held.enter_context(tiers.pool.lease(size, who="exporting weights")) for _ in chunks[:_READ_AHEAD]
+            held.enter_context(tiers.storage.host_pool.lease(size, who="exporting weights"))
+            for _ in chunks[:_READ_AHEAD]
         ]
         landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
         for (unit, begin, nbytes), lease in landed:
