@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "planner": 5293,
     "predict": 2766,
     "recipes": 2548,
-    "shards": 5520,
+    "shards": 5400,
 }
 
 
