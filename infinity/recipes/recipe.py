@@ -1,4 +1,16 @@
-"""Configuration files of other tools that are given as a recipe: where a recipe says the same."""
+"""Recipes: the configuration of a run, read from a YAML file and the command line.
+
+:class:`Recipe` is composed of the configs that live beside the parts they configure. A file lists
+only what differs from the defaults::
+
+    memory: {host: 8GiB, nvme: [/mnt/nvme0, /mnt/nvme1]}
+    train: {steps: 1000, dtype: bf16}
+
+OmegaConf parses files and overrides and resolves ``${...}``; this is the only module that imports it.
+Types are checked by the configs (:mod:`infinity.core.config`), because OmegaConf's structured configs convert
+what should be an error (``1`` to ``true``, ``1.5`` to text), know no sizes such as ``8GiB``, and cannot say
+which file or argument a value came from.
+"""
 
 import difflib
 import typing
