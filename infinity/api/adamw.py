@@ -482,7 +482,7 @@ _BETA = Valid(least=0, below=1)
 
 
 def _is_number(value: Any, valid: Valid) -> bool:
-    """Return whether ``value`` is a number (no bool, no text) in a range; one tensor of one element is, too."""
+    """Return whether ``value`` is a number in a range (no bool, no text), or a tensor of one such element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)

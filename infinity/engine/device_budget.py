@@ -137,7 +137,7 @@ class _Limits:
 
     @property
     def most(self) -> int | None:
-        """Return the most that units may take with their states; None: that of activations is not known yet."""
+        """Return the most that units may take with states; None: what activations take is not known yet."""
         if self.shared:
             return self.ceiling if self.planned else None
         if self.total is not None or self.after_step is None:

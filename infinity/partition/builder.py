@@ -384,7 +384,7 @@ class UnitBuilder:
         self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
-        """Take in, at the end, modules that saw no ``__init__`` of their own; drop those that were replaced."""
+        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced."""
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
         used = {id(p) for root in roots for p in root.parameters()}

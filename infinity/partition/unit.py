@@ -616,7 +616,7 @@ def is_placeholder(data: Tensor) -> bool:
 
 
 def _filled(placeholder: Tensor) -> bool:
-    """Return whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder in host memory."""
+    """Return whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder on the host."""
     if placeholder.device.type != "cpu":
         return False
     address = placeholder.untyped_storage().data_ptr()

@@ -104,8 +104,8 @@ class Lifetimes:
         backward: First position of backward, recomputations included.
         traffic: Bytes that units read and write, by position.
         operators: Operator of each position; of a recomputation, the one before which it runs.
-        recomputations: By position.
-        padding_nbytes: What a storage takes beyond its size once it has been loaded.
+        recomputations: Recomputations of blocks, by position.
+        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
     """
 
     times: np.ndarray
@@ -138,7 +138,7 @@ class Lifetimes:
 
 
 class ProfileIndex:
-    """What :func:`lifetimes_of` looks up in a profile, whatever is recomputed.
+    """Lookups in a profile that :func:`lifetimes_of` needs, whatever is recomputed.
 
     Attributes:
         forward_end: The first operator after forward.
@@ -174,7 +174,7 @@ def lifetimes_of(
     """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``.
 
     Args:
-        index: Of the profile, for those who ask for many lifetimes.
+        index: The index of the profile, for callers that ask for many lifetimes.
     """
     return _Builder(index or ProfileIndex(profile), recomputed).build()
 

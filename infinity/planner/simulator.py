@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """From ``at_s`` on, ``nbytes`` are in device memory."""
+    """A sample: from ``at_s`` on, ``nbytes`` are in device memory."""
 
     at_s: float
     nbytes: int
@@ -64,9 +64,9 @@ class StepTimeline:
     Attributes:
         memory: Bytes of the step's own storages on the device; a step function.
         channels: Transfers of each channel that moved something, in order.
-        stalls: When compute waited, and for which slot.
-        recomputed: When a block's forward ran again.
-        backward_s: When backward began (s).
+        stalls: Intervals in which compute waited, and for which slot.
+        recomputed: Intervals in which a block's forward ran again.
+        backward_s: The time at which backward began (s).
     """
 
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
@@ -133,7 +133,7 @@ class _Slot:
     """A storage that a plan stores; see [Note: where bytes are].
 
     Attributes:
-        is_away: Its bytes are not in memory: it is STORED, and forward is done with it.
+        is_away: The bytes are not in memory: the slot is STORED, and forward is done with it.
         is_wanted: Backward has asked for it; a store that ends now frees nothing.
         is_released: Backward is done with it, and its store is not.
     """
@@ -193,7 +193,7 @@ class _Slots:
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
-        """Whether the slot and all that were packed before it need not be stored any more."""
+        """Return whether the slot and all that were packed before it need not be stored any more."""
         last = self.all[index].period.key
         return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
 
@@ -215,7 +215,7 @@ class _Slots:
         return not self.is_resident(index)
 
     def is_resident(self, index: int) -> bool:
-        """Whether backward can read the slot now."""
+        """Return whether backward can read the slot now."""
         return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
@@ -279,7 +279,7 @@ class _Slots:
 
 
 class _Do(IntEnum):
-    """What is to be done before a position, in this order."""
+    """Kinds of actions before a position, in their order."""
 
     PACK = auto()
     END_FORWARD_USE = auto()
@@ -293,7 +293,7 @@ class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
     Args:
-        lifetimes: Of the step that recomputes the plan's blocks.
+        lifetimes: Lifetimes in the step that recomputes the plan's blocks.
         plan: Names slots of ``lifetimes`` only.
         hardware: Rates of the channels.
         timeline: Filled while the step runs.
@@ -514,7 +514,7 @@ class Simulator:
 def _agenda(
     lifetimes: Lifetimes, slots: _Slots, waits: Iterable[StoreWait]
 ) -> dict[int, list[tuple[_Do, int]]]:
-    """What is to be done before each position, in order."""
+    """Return the actions before each position, in order."""
     found: dict[int, list[tuple[_Do, int]]] = {}
     asked = {after for after in slots.loads if after is not None} | slots.all.keys()
     for index, slot in sorted(slots.all.items(), key=lambda item: item[1].period.key):
