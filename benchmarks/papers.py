@@ -20,7 +20,7 @@ from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError
 from infinity.planner.clock import play_step
-from infinity.planner.virtual_clock import COMPUTE, StepCost
+from infinity.planner.events import COMPUTE, StepCost
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.recipes.recipe import Recipe, load_recipe

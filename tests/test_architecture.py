@@ -287,8 +287,8 @@ ROOM_BUDGETS = {
     "observe": 968,
     "optim": 1095,
     "partition": 3190,
-    "planner": 5296,
-    "predict": 2754,
+    "planner": 5293,
+    "predict": 2766,
     "recipes": 2548,
     "shards": 5520,
 }
@@ -320,10 +320,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 MANY_ATTRIBUTES = 12
 
 #: What is beyond these limits, by name, and how far it may go: each number only falls, and no name is added.
-LONG_FILES: dict[str, int] = {
-    "planner/simulator.py": 750,
-    "predict/dry_run.py": 765,
-}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
     "engine/executor.py StepExecutor": 17,

@@ -34,12 +34,11 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.planner.channels import Channel
+from infinity.planner.events import DECODE, LINKS, DeviceMemory, Job, StepCost, VirtualClock
 from infinity.planner.machines import COLLECTIVE_S
 from infinity.planner.played_updates import PlayedUpdates
 from infinity.planner.prefetch_plan import Event, Kind
-from infinity.planner.simulator import Job
 from infinity.planner.step import MicroBatch, StepScript, StepSetup, StepTrace, Stored, tries
-from infinity.planner.virtual_clock import DECODE, LINKS, DeviceMemory, StepCost, VirtualClock
 
 #: Steps are played until so many take about as long as each other, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10

@@ -15,19 +15,6 @@ others is cancelled (here all but the first wait; the cache has a few in flight)
 holds frees nothing. Host memory is taken when a slot is packed, and given back when backward has used it for
 the last time, or when its store is cancelled.
 
-[Note: rates]
-Between two events every rate is constant. A channel moves one transfer after the other, in the order in which
-they were submitted, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was
-submitted, also if it waited for others meanwhile: the cache has several of them on their way. Compute beside
-transfers loses ``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system
-gives it a share of the cores.
-
-[Note: units go first]
-Bytes of units go before bytes of activations. In a real step both are served in the order of submission, but
-there compute waits for a unit that is late, and here it does not, since the measured step has waited for
-units already. So units come when they came, and activations bear the whole delay. Units slow compute no
-more than they did when it was measured.
-
 [Note: stops]
 The simulator stops only at positions where something is to be done; in between it lets compute run as far as
 transfers allow. Of the positions that run meanwhile the fullest counts, with what was away before them. With
@@ -35,7 +22,7 @@ a timeline it stops at every position, which changes nothing else.
 """
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,17 +31,11 @@ from typing import NamedTuple
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
-from infinity.planner.channels import LEAST_SPEED, LOAD, STORE, Channel, delay_s_per_byte, mixed_rates
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait
+from infinity.planner.channels import LOAD, STORE, Channel
+from infinity.planner.events import NEVER_S, TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
-#: As indices: looking a member of an enum up costs more than the arithmetic around it.
-_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
-#: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
-_NOW_S = 1e-12
-_NEVER_S = float("inf")
-#: Times that agree in so many digits after the point are the same.
-DIGITS = 9
 #: Sums of times differ by less than this share.
 _ROUNDING = 1e-9
 
@@ -129,202 +110,6 @@ def _simulator(
             "it was made for another one; plan again"
         )
     return Simulator(lifetimes, plan, hardware, timeline)
-
-
-# --- transfers ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """Bytes on their way.
-
-    Attributes:
-        index: Of the slot; None: units.
-        left_nbytes: Not yet moved.
-        ready_s: When its first byte may move.
-        began_s: When its first byte moved; None: it has not.
-    """
-
-    index: int | None
-    left_nbytes: float
-    ready_s: float
-    began_s: float | None = None
-
-
-class TransferQueues:
-    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates].
-
-    Attributes:
-        now_s: Since the step began (s).
-        rates: Bytes per second of each channel alone.
-    """
-
-    def __init__(self, hardware: Hardware) -> None:
-        host = hardware.host_bytes_per_s
-        self.now_s = 0.0
-        self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
-        self._mixed = mixed_rates(hardware)
-        self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
-        self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
-        self._units = [_Transfer(None, 0.0, 0.0), _Transfer(None, 0.0, 0.0)]  # written and read
-        self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
-        self._next_s = self._speed = 0.0
-
-    def submit(self, channel: Channel, index: int, nbytes: int) -> None:
-        """Queue the transfer of slot ``index``."""
-        self._queues[channel].append(_Transfer(index, float(nbytes), self.now_s + self._latency_s))
-        self._moving = None
-
-    def submit_units(self, traffic: Traffic) -> None:
-        """Queue what units move; see [Note: units go first]."""
-        self._units[_READ].left_nbytes += traffic.nbytes_read
-        self._units[_WRITE].left_nbytes += traffic.nbytes_written
-        self._moving = None
-
-    def cancel(self, channel: Channel, index: int) -> bool:
-        """Take back a transfer that waits for another one; False: it is the first, on its way."""
-        queue = self._queues[channel]
-        for at, transfer in enumerate(queue):
-            if transfer.index == index and at:
-                del queue[at]
-                return True
-        return False
-
-    def state(self) -> list[list[tuple[int, float]]]:
-        """Bytes that each channel has to move, and the seconds before they may; rounded."""
-        return [
-            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
-            for queue in self._queues
-        ]
-
-    def speed(self) -> float:
-        """Speed of compute beside what moves now, at most 1."""
-        if self._moving is None:
-            self._settle()
-        return self._speed
-
-    def next_s(self) -> float:
-        """Seconds until a transfer ends or rates change; infinite if nothing moves."""
-        if self._moving is None:
-            self._settle()
-        return self._next_s
-
-    def moving(self) -> list[tuple[int, _Transfer, float]]:
-        """What moves bytes now: channel, transfer and bytes per second."""
-        return self._settle() if self._moving is None else self._moving
-
-    def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
-        """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
-        moving = self._settle() if self._moving is None else self._moving
-        ended: list[tuple[int, int | None, float]] = []
-        self.now_s += passed_s
-        if passed_s >= self._next_s:
-            self._moving = None
-        self._next_s -= passed_s
-        for channel, transfer, rate in moving:
-            transfer.left_nbytes -= rate * passed_s
-            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
-            if transfer.left_nbytes <= 0.5:
-                transfer.left_nbytes, self._moving = 0.0, None
-                assert transfer.began_s is not None
-                ended.append((channel, transfer.index, transfer.began_s))
-                if transfer.index is None:
-                    transfer.began_s = None  # units will move again
-                else:
-                    self._queues[channel].popleft()
-        return ended
-
-    def _settle(self) -> list[tuple[int, _Transfer, float]]:
-        """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
-        moving: list[tuple[int, _Transfer, float]] = []
-        next_s, beside, rates = _NEVER_S, 0.0, self.rates
-        for channel, queue in enumerate(self._queues):
-            if channel < 2 and self._units[channel].left_nbytes:
-                moving.append((channel, self._units[channel], rates[channel]))
-            elif queue:
-                first = queue[0]
-                wait_s = first.ready_s - self.now_s
-                if wait_s <= _NOW_S:
-                    moving.append((channel, first, rates[channel]))
-                elif wait_s < next_s:
-                    next_s = wait_s
-        if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
-            read, write = self._mixed
-            moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
-        moving = [each for each in moving if each[2] > 0]
-        for _, transfer, rate in moving:
-            if transfer.began_s is None:
-                transfer.began_s = self.now_s
-            left_s = transfer.left_nbytes / rate
-            if left_s < next_s:
-                next_s = left_s
-            if transfer.index is not None:
-                beside += rate
-        self._moving, self._next_s = moving, next_s
-        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
-        return moving
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """What a server does next.
-
-    Attributes:
-        threads: That it keeps busy, without an accelerator: see [Note: shared cores] of
-            :mod:`infinity.planner.clock`.
-        ready: It can begin; those behind it wait until it can.
-    """
-
-    time_s: float
-    then: Callable[[], None]
-    threads: float = 1.0
-    ready: bool = True
-
-
-class Server:
-    """Serves jobs one after the other, in the order in which they were submitted.
-
-    Attributes:
-        left_s: Until the first job ends (s); infinite: none has begun.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
-        self.left_s = _NEVER_S
-
-    @property
-    def busy(self) -> bool:
-        return self.left_s < _NEVER_S
-
-    @property
-    def threads(self) -> float:
-        """Threads that it keeps busy now."""
-        return self._jobs[0].threads if self.busy else 0.0
-
-    def submit(self, job: Job) -> None:
-        self._jobs.append(job)
-        self._begin()
-
-    def ready(self, job: Job) -> None:
-        """What ``job`` waited for is there."""
-        job.ready = True
-        self._begin()
-
-    def state(self) -> list[float]:
-        """Seconds that its jobs take, in order."""
-        times_s = (job.time_s if job.ready else _NEVER_S for job in self._jobs)
-        return [round(time_s, DIGITS) for time_s in (self.left_s, *times_s)]
-
-    def end(self) -> Callable[[], None]:
-        """The first job has ended: return what follows."""
-        then = self._jobs.popleft().then
-        self.left_s = _NEVER_S
-        self._begin()
-        return then
-
-    def _begin(self) -> None:
-        if self.left_s == _NEVER_S and self._jobs and self._jobs[0].ready:
-            self.left_s = self._jobs[0].time_s
 
 
 # --- the tensor cache --------------------------------------------------------------------------------
@@ -503,7 +288,7 @@ class Simulator:
         timeline: StepTimeline | None = None,
     ) -> None:
         self._lifetimes, self._timeline = lifetimes, timeline
-        self._backlog_nbytes = _NEVER_S if plan.backlog_nbytes is None else plan.backlog_nbytes
+        self._backlog_nbytes = NEVER_S if plan.backlog_nbytes is None else plan.backlog_nbytes
         self._memory: list[int] = lifetimes.memory.tolist()
         self._queues = TransferQueues(hardware)
         self._slots = _Slots(lifetimes, plan, self._queues)
@@ -529,7 +314,7 @@ class Simulator:
         assert outcome is not None
         return outcome
 
-    def run_within(self, limit_s: float = _NEVER_S, most_nbytes: float = _NEVER_S) -> Outcome | None:
+    def run_within(self, limit_s: float = NEVER_S, most_nbytes: float = NEVER_S) -> Outcome | None:
         """Run the step; None once it is known to take ``limit_s`` or more, or more memory than given."""
         lifetimes, queues, end = self._lifetimes, self._queues, len(self._memory)
         begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
@@ -551,7 +336,7 @@ class Simulator:
         self._stop(end)
         step_s = queues.now_s
         self._note(0)
-        while queues.next_s() < _NEVER_S:
+        while queues.next_s() < NEVER_S:
             self._pass(queues.next_s(), end)
             self._note(0)
         if step_s >= limit_s or self.peak_nbytes > most_nbytes:
@@ -621,7 +406,7 @@ class Simulator:
         began_s = queues.now_s
         while not until():
             self._note(between)
-            assert queues.next_s() < _NEVER_S, "compute waits, and nothing moves"
+            assert queues.next_s() < NEVER_S, "compute waits, and nothing moves"
             self._pass(queues.next_s(), at)
         if queues.now_s > began_s:
             self._note(between)

@@ -17,8 +17,8 @@ from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
 from infinity.observe.summary import PredictedStep
 from infinity.planner.clock import play_step
+from infinity.planner.events import COMPUTE, StepCost
 from infinity.planner.machines import Machine
-from infinity.planner.virtual_clock import COMPUTE, StepCost
 from infinity.predict.machines import describe_machine, load_machine, probe
 from infinity.recipes.recipe import Recipe, load_recipe
 

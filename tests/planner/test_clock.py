@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
-from infinity.planner import clock, virtual_clock
+from infinity.planner import clock, events
 from infinity.planner.clock import play_step
+from infinity.planner.events import COMPUTE, DECODE, LINKS, UPDATE, Job, Server, StepCost
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -20,9 +21,7 @@ from infinity.planner.machines import (
     rank_rates,
 )
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
-from infinity.planner.simulator import Job, Server
 from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape
-from infinity.planner.virtual_clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
@@ -240,18 +239,18 @@ def test_cost_grows_like_the_model() -> None:
         made = setup(units, window=units // 5, micro_batches=2)
         queues: list[int] = []
 
-        class Counted(virtual_clock.TransferQueues):
+        class Counted(events.TransferQueues):
             def advance(
                 self, passed_s: float, queues: list[int] = queues
             ) -> list[tuple[int, int | None, float]]:
                 queues.append(1)
                 return super().advance(passed_s)
 
-        before, virtual_clock.TransferQueues = virtual_clock.TransferQueues, Counted  # type: ignore[misc]
+        before, events.TransferQueues = events.TransferQueues, Counted  # type: ignore[misc]
         try:
             play_step(trace(units), made)
         finally:
-            virtual_clock.TransferQueues = before  # type: ignore[misc]
+            events.TransferQueues = before  # type: ignore[misc]
         counts.append(len(queues))
     assert counts[2] / counts[1] < 1.2 * 2
     assert counts[1] / counts[0] < 1.2 * 2

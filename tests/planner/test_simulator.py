@@ -26,10 +26,11 @@ from infinity.core.plan import (
 )
 from infinity.planner import simulator
 from infinity.planner.channels import Channel
+from infinity.planner.events import TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, lifetimes_of
 from infinity.planner.migration import least_memory
 from infinity.planner.search import bounded, least_s, with_loads, within
-from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, play, play_in_detail
+from infinity.planner.simulator import Simulator, StepTimeline, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")

@@ -22,8 +22,8 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.planner.clock import play_step
+from infinity.planner.events import DECODE
 from infinity.planner.step import plan_of
-from infinity.planner.virtual_clock import DECODE
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.recipes.models.causal import CausalLoss
@@ -174,7 +174,7 @@ def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch
         tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
     )
     planned = dry_run(recipe, MACHINE, 1)
-    monkeypatch.setattr("infinity.predict.dry_run.record_micro_batch", None)  # it would be called
+    monkeypatch.setattr("infinity.predict.model.record_micro_batch", None)  # it would be called
     assert shapes_of(recipe, MACHINE, 1) == planned.units
 
 

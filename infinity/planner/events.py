@@ -1,0 +1,424 @@
+"""The event core of predictions: queues of transfers and of jobs, and a clock on which they end.
+
+The simulator of activations plays on the queues of transfers, that of a step on the clock of a rank.
+
+[Note: rates]
+Between two events every rate is constant. A channel moves one transfer after the other, in the order in which
+they were submitted, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was
+submitted, also if it waited for others meanwhile: the cache has several of them on their way. Compute beside
+transfers loses ``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system
+gives it a share of the cores.
+
+[Note: units go first]
+Bytes of units go before bytes of activations. In a real step both are served in the order of submission, but
+there compute waits for a unit that is late, and here it does not, since the measured step has waited for
+units already. So units come when they came, and activations bear the whole delay. Units slow compute no
+more than they did when it was measured.
+
+[Note: shared cores]
+Without an accelerator compute, updates, decoding and collectives run on threads of their own. Where more of
+them run than the rank has cores, each has the same share, and compute waits for the slowest of its threads.
+What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.channels`).
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.plan import Hardware, Traffic
+from infinity.planner.channels import LEAST_SPEED, Channel, delay_s_per_byte, mixed_rates
+from infinity.planner.machines import RankRates
+
+NEVER_S = float("inf")
+#: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
+_NOW_S = 1e-12
+#: Times that agree in so many digits after the point are the same.
+_DIGITS = 9
+#: As indices: looking a member of an enum up costs more than the arithmetic around it.
+_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
+#: Names of what moves and computes.
+COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
+_LABELS = [channel.label for channel in Channel]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Bytes on their way.
+
+    Attributes:
+        index: Of the slot; None: units.
+        left_nbytes: Not yet moved.
+        ready_s: When its first byte may move.
+        began_s: When its first byte moved; None: it has not.
+    """
+
+    index: int | None
+    left_nbytes: float
+    ready_s: float
+    began_s: float | None = None
+
+
+class TransferQueues:
+    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates].
+
+    Attributes:
+        now_s: Since the step began (s).
+        rates: Bytes per second of each channel alone.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        host = hardware.host_bytes_per_s
+        self.now_s = 0.0
+        self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
+        self._mixed = mixed_rates(hardware)
+        self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
+        self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
+        self._units = [_Transfer(None, 0.0, 0.0), _Transfer(None, 0.0, 0.0)]  # written and read
+        self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
+        self._next_s = self._speed = 0.0
+
+    def submit(self, channel: Channel, index: int, nbytes: int) -> None:
+        """Queue the transfer of slot ``index``."""
+        self._queues[channel].append(_Transfer(index, float(nbytes), self.now_s + self._latency_s))
+        self._moving = None
+
+    def submit_units(self, traffic: Traffic) -> None:
+        """Queue what units move; see [Note: units go first]."""
+        self._units[_READ].left_nbytes += traffic.nbytes_read
+        self._units[_WRITE].left_nbytes += traffic.nbytes_written
+        self._moving = None
+
+    def cancel(self, channel: Channel, index: int) -> bool:
+        """Take back a transfer that waits for another one; False: it is the first, on its way."""
+        queue = self._queues[channel]
+        for at, transfer in enumerate(queue):
+            if transfer.index == index and at:
+                del queue[at]
+                return True
+        return False
+
+    def state(self) -> list[list[tuple[int, float]]]:
+        """Bytes that each channel has to move, and the seconds before they may; rounded."""
+        return [
+            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
+            for queue in self._queues
+        ]
+
+    def speed(self) -> float:
+        """Speed of compute beside what moves now, at most 1."""
+        if self._moving is None:
+            self._settle()
+        return self._speed
+
+    def next_s(self) -> float:
+        """Seconds until a transfer ends or rates change; infinite if nothing moves."""
+        if self._moving is None:
+            self._settle()
+        return self._next_s
+
+    def moving(self) -> list[tuple[int, _Transfer, float]]:
+        """What moves bytes now: channel, transfer and bytes per second."""
+        return self._settle() if self._moving is None else self._moving
+
+    def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
+        """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
+        moving = self._settle() if self._moving is None else self._moving
+        ended: list[tuple[int, int | None, float]] = []
+        self.now_s += passed_s
+        if passed_s >= self._next_s:
+            self._moving = None
+        self._next_s -= passed_s
+        for channel, transfer, rate in moving:
+            transfer.left_nbytes -= rate * passed_s
+            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
+            if transfer.left_nbytes <= 0.5:
+                transfer.left_nbytes, self._moving = 0.0, None
+                assert transfer.began_s is not None
+                ended.append((channel, transfer.index, transfer.began_s))
+                if transfer.index is None:
+                    transfer.began_s = None  # units will move again
+                else:
+                    self._queues[channel].popleft()
+        return ended
+
+    def _settle(self) -> list[tuple[int, _Transfer, float]]:
+        """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
+        moving: list[tuple[int, _Transfer, float]] = []
+        next_s, beside, rates = NEVER_S, 0.0, self.rates
+        for channel, queue in enumerate(self._queues):
+            if channel < 2 and self._units[channel].left_nbytes:
+                moving.append((channel, self._units[channel], rates[channel]))
+            elif queue:
+                first = queue[0]
+                wait_s = first.ready_s - self.now_s
+                if wait_s <= _NOW_S:
+                    moving.append((channel, first, rates[channel]))
+                elif wait_s < next_s:
+                    next_s = wait_s
+        if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
+            read, write = self._mixed
+            moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
+        moving = [each for each in moving if each[2] > 0]
+        for _, transfer, rate in moving:
+            if transfer.began_s is None:
+                transfer.began_s = self.now_s
+            left_s = transfer.left_nbytes / rate
+            if left_s < next_s:
+                next_s = left_s
+            if transfer.index is not None:
+                beside += rate
+        self._moving, self._next_s = moving, next_s
+        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        return moving
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a server does next.
+
+    Attributes:
+        threads: That it keeps busy, without an accelerator: see [Note: shared cores].
+        ready: It can begin; those behind it wait until it can.
+    """
+
+    time_s: float
+    then: Callable[[], None]
+    threads: float = 1.0
+    ready: bool = True
+
+
+class Server:
+    """Serves jobs one after the other, in the order in which they were submitted.
+
+    Attributes:
+        left_s: Until the first job ends (s); infinite: none has begun.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self.left_s = NEVER_S
+
+    @property
+    def busy(self) -> bool:
+        return self.left_s < NEVER_S
+
+    @property
+    def threads(self) -> float:
+        """Threads that it keeps busy now."""
+        return self._jobs[0].threads if self.busy else 0.0
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+        self._begin()
+
+    def ready(self, job: Job) -> None:
+        """What ``job`` waited for is there."""
+        job.ready = True
+        self._begin()
+
+    def state(self) -> list[float]:
+        """Seconds that its jobs take, in order."""
+        times_s = (job.time_s if job.ready else NEVER_S for job in self._jobs)
+        return [round(time_s, _DIGITS) for time_s in (self.left_s, *times_s)]
+
+    def end(self) -> Callable[[], None]:
+        """The first job has ended: return what follows."""
+        then = self._jobs.popleft().then
+        self.left_s = NEVER_S
+        self._begin()
+        return then
+
+    def _begin(self) -> None:
+        if self.left_s == NEVER_S and self._jobs and self._jobs[0].ready:
+            self.left_s = self._jobs[0].time_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step takes on one rank, once steps repeat.
+
+    Attributes:
+        step_s: Its time (s).
+        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute,
+            and stored weights are decoded.
+        nbytes: Bytes that each channel moves; of the links, full buffers.
+        stall_s: Seconds for which compute waits, by cause.
+        device_peak_nbytes: The most that units, gradients and updates take of device memory.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    nbytes: dict[str, int]
+    stall_s: dict[str, float]
+    device_peak_nbytes: int
+
+    @property
+    def bottleneck(self) -> str:
+        """What is busy for the largest share of the step."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name])
+
+    def plus(self, other: "StepCost", times: float) -> "StepCost":
+        """This cost and ``times`` another one; peaks stay."""
+
+        def added(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+            return {name: a.get(name, 0.0) + times * b.get(name, 0.0) for name in a | b}
+
+        nbytes = {
+            name: round(self.nbytes.get(name, 0) + times * other.nbytes.get(name, 0))
+            for name in self.nbytes | other.nbytes
+        }
+        return StepCost(
+            self.step_s + times * other.step_s, added(self.busy_s, other.busy_s), nbytes,
+            added(self.stall_s, other.stall_s), self.device_peak_nbytes,
+        )  # fmt: skip
+
+
+class VirtualClock:
+    """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it.
+
+    Attributes:
+        servers: What does one thing after the other beside compute, by name.
+        busy_s: As in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
+        skipped_s: Seconds of micro-batches that were not played.
+    """
+
+    def __init__(self, rates: RankRates) -> None:
+        self._rates, self._computing = rates, False
+        self._queues = TransferQueues(rates.channels)
+        #: What follows each transfer of a channel, where they end in order.
+        self._then: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Channel)
+        self.servers = {LINKS: Server(), UPDATE: Server(), DECODE: Server()}
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: Counter[str] = Counter()
+        self.stall_s: defaultdict[str, float] = defaultdict(float)
+        self.skipped_s = 0.0
+
+    def wait(self, until: Callable[[], bool], cause: str) -> None:
+        """Let time pass until something has happened."""
+        began_s = self._queues.now_s
+        while not until():
+            if self.elapse(NEVER_S) == NEVER_S:
+                break  # a lease beyond the budget: the runtime would give back what is kept in vain
+        self.stall_s[cause] += self._queues.now_s - began_s
+
+    def compute(self, work_s: float) -> None:
+        """Let the training thread compute what takes ``work_s`` if nothing else runs."""
+        self.busy_s[COMPUTE] += work_s
+        self._computing = True
+        while work_s > 1e-12:
+            speed = self._queues.speed() * self._share()
+            if not self._rates.cores and self.servers[DECODE].busy:
+                speed *= 0.5  # they share the device
+            work_s -= speed * self.elapse(work_s / speed)
+        self._computing = False
+
+    def move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Count and send bytes."""
+        self.count(channel, nbytes)
+        self.send(channel, nbytes, then)
+
+    def count(self, channel: Channel, nbytes: int) -> None:
+        """Count bytes of this step, whenever they move."""
+        self.nbytes[_LABELS[channel]] += nbytes
+
+    def send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Queue the transfer of bytes that were counted."""
+        if not self._queues.rates[channel] > 0 or nbytes <= 0:
+            then()
+            return
+        self._then[channel].append(then)
+        self._queues.submit(channel, 0, nbytes)
+
+    def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
+        """Queue what one of the servers does in ``time_s``."""
+        self.servers[name].submit(Job(time_s, then, threads))
+
+    def elapse(self, most_s: float) -> float:
+        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        share, queues, servers = self._share(), self._queues, self.servers.items()
+        passed_s = min(most_s, queues.next_s())
+        for _, server in servers:
+            if server.left_s < share * passed_s:
+                passed_s = server.left_s / share
+        if passed_s == NEVER_S:
+            return passed_s
+        busy_s, ends = self.busy_s, False
+        for channel, _, _ in queues.moving():
+            busy_s[_LABELS[channel]] += passed_s
+        for name, server in servers:
+            if server.left_s < NEVER_S:
+                busy_s[name] += passed_s
+                server.left_s -= share * passed_s
+                ends = ends or server.left_s <= 1e-12
+        ended = queues.advance(passed_s)
+        for _, server in servers if ends else ():  # what ends may submit to another one
+            while server.left_s <= 1e-12:
+                server.end()()
+        for channel, _, _ in ended:
+            self._then[channel].popleft()()
+        return passed_s
+
+    def _share(self) -> float:
+        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
+        rates = self._rates
+        if not rates.cores:
+            return 1.0
+        threads = sum(server.threads for server in self.servers.values()) + rates.threads * self._computing
+        return min(1.0, rates.cores / threads) if threads else 1.0
+
+    def mark(self, device_peak_nbytes: int) -> StepCost:
+        """What has passed until now."""
+        passed_s, busy_s = self._queues.now_s + self.skipped_s, dict(self.busy_s)
+        return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), device_peak_nbytes)
+
+    def skip(self, each: StepCost, times: int) -> None:
+        """Let the same pass some times more."""
+        self.skipped_s += times * each.step_s
+        for name, time_s in each.busy_s.items():
+            self.busy_s[name] += times * time_s
+        for name, nbytes in each.nbytes.items():
+            self.nbytes[name] += times * nbytes
+        for cause, time_s in each.stall_s.items():
+            self.stall_s[cause] += times * time_s
+
+    def state(self) -> tuple[object, ...]:
+        """All that is under way, equal up to rounding."""
+        return self._queues.state(), *(server.state() for server in self.servers.values())
+
+
+class DeviceMemory:
+    """Counts what is leased of the device budget, as the pools do.
+
+    Attributes:
+        turn: Of gradients: another one begins with each of them; see [Note: gradients that pass].
+    """
+
+    def __init__(self, division: DeviceBudget, *, on_accelerator: bool) -> None:
+        self._total_nbytes, self._on_accelerator = division.total, on_accelerator
+        self._leased_nbytes = self.peak_nbytes = division.states
+        self._passing_nbytes = self.turn = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._leased_nbytes + self._passing_nbytes + rounded(nbytes) <= self._total_nbytes
+
+    def take(self, nbytes: int) -> None:
+        self._leased_nbytes += rounded(nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._leased_nbytes + self._passing_nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        self._leased_nbytes -= rounded(nbytes)
+
+    def give_back_late(self, nbytes: int, turn: int) -> None:
+        """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""
+        self.give_back(nbytes)
+        if turn == self.turn and not self._on_accelerator:
+            self._passing_nbytes += rounded(nbytes)
+
+    def end_turn(self) -> None:
+        """The next gradient has begun."""
+        self.turn += 1
+        self._passing_nbytes = 0
+
+    def state(self) -> tuple[int, int]:
+        return self._leased_nbytes, self._passing_nbytes
