@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2846,
     "api": 1994,
     "app": 1616,
-    "checkpoint": 5295,
+    "checkpoint": 5299,
     "comm": 1055,
     "core": 2695,
     "device": 1307,
@@ -286,11 +286,11 @@ ROOM_BUDGETS = {
     "nvme": 1558,
     "observe": 968,
     "optim": 1095,
-    "partition": 3190,
-    "planner": 5293,
-    "predict": 2766,
-    "recipes": 2548,
-    "shards": 5520,
+    "partition": 3189,
+    "planner": 5098,
+    "predict": 2768,
+    "recipes": 2560,
+    "shards": 5409,
 }
 
 

@@ -133,7 +133,7 @@ class QuantizedLayout:
         self.close()
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str | None]:
-        """Return the model's tensor, by key, that gives each of :attr:`tensors` its values; None: it is copied.
+        """Return the model's tensor, by key, that gives each of :attr:`tensors` its values; None: a copy.
 
         Args:
             shapes: Shapes of the model's tensors, by the keys under which it is exported.

@@ -98,13 +98,8 @@ class Lifetimes:
         backward: First position of backward, recomputations included.
         traffic: Bytes that units read and write, by position.
         operators: Operator of each position; of a recomputation, the one before which it runs.
-<<<<<<< HEAD
-        recomputations: Recomputations of blocks, by position.
-        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
-=======
         recomputations: In the order of positions.
         padding_nbytes: What a storage takes beyond its size once it has been loaded.
->>>>>>> main
     """
 
     times: np.ndarray

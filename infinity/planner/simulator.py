@@ -264,20 +264,6 @@ class _Slots:
 # --- compute -----------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-class _Do(IntEnum):
-    """Kinds of actions before a position, in their order."""
-
-    PACK = auto()
-    END_FORWARD_USE = auto()
-    RELEASE = auto()
-    WAIT = auto()
-    BEGIN_BACKWARD = auto()
-    ASK = auto()
-
-
-=======
->>>>>>> main
 class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
@@ -462,30 +448,3 @@ class Simulator:
     def _name(self, index: int) -> str:
         key = self._lifetimes.periods[index].key
         return f"{key.region}.{key.ordinal}"
-<<<<<<< HEAD
-
-
-def _agenda(
-    lifetimes: Lifetimes, slots: _Slots, waits: Iterable[StoreWait]
-) -> dict[int, list[tuple[_Do, int]]]:
-    """Return the actions before each position, in order."""
-    found: dict[int, list[tuple[_Do, int]]] = {}
-    asked = {after for after in slots.loads if after is not None} | slots.all.keys()
-    for index, slot in sorted(slots.all.items(), key=lambda item: item[1].period.key):
-        period = slot.period
-        found.setdefault(period.packed_at + 1, []).append((_Do.PACK, index))
-        found.setdefault(period.begin, []).append((_Do.END_FORWARD_USE, index))
-        if slot.place is Place.HOST:
-            found.setdefault(max(period.packed_at, period.released_at) + 1, []).append((_Do.RELEASE, index))
-    for wait in waits:
-        period = lifetimes.periods[lifetimes.index[wait.at]]
-        at = period.end if wait.backward else period.packed_at + 1
-        found.setdefault(at, []).append((_Do.WAIT, lifetimes.index[wait.slot]))
-    found.setdefault(lifetimes.backward, []).append((_Do.BEGIN_BACKWARD, -1))
-    for index in sorted(asked):
-        found.setdefault(lifetimes.periods[index].end, []).append((_Do.ASK, index))
-    for do in found.values():
-        do.sort(key=lambda each: each[0])
-    return found
-=======
->>>>>>> main
