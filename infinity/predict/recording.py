@@ -108,8 +108,7 @@ class Record:
         """The most bytes of the step's own storages at one time.
 
         Args:
-            micro_batches: Micro-batches that go through a block together: see [Note: micro-batches in a
-                block].
+            micro_batches: Micro-batches that go through a block together; see the module's note on them.
             apart: Sequences have positions or a mask of their own.
         """
         lives = filter(_is_own, self.profiled.storages.lives)
