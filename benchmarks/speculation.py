@@ -25,6 +25,8 @@ from report import Claim, print_claims, print_table
 from turns import Actor
 from worker import Infinity, Job
 
+from infinity.planner.updates import Speculation
+
 SIZES = {
     shape.name: shape
     for shape in (llama.Shape("23M", 512, 6, 1376, vocabulary=4_000), llama.MEDIUM, llama.LARGE)
@@ -49,14 +51,13 @@ ROLLED_BACK = Way("clipping, always rolled back", ALWAYS, predicts=True)
 WAYS = [FREE, SPECULATING, HOLDING, ROLLED_BACK]
 
 
-class Fixed:
-    """A predictor that learns nothing."""
+class Fixed(Speculation):
+    """Speculation whose prediction learns nothing."""
 
-    def __init__(self, right: bool) -> None:
-        self.right = right
-
-    def learn(self, right: bool) -> None:
-        pass
+    def learn(self, started: int, *, right: bool) -> None:
+        counter = self.counter
+        super().learn(started, right=right)
+        self.counter = counter
 
 
 class Trainer(Infinity):
@@ -67,7 +68,8 @@ class Trainer(Infinity):
         super().__init__(shape, job)
         self.shape, self.tokens, self.number = shape, tokens, 0
         if predicts is not None:
-            self.optimizer.runtime.executor().updates.speculation.predictor = Fixed(predicts)
+            speculation = self.optimizer.runtime.executor().updates.speculation
+            speculation.__class__, speculation.counter = Fixed, 3 * predicts
 
     def __enter__(self) -> "Trainer":
         return self

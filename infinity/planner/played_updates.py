@@ -1,8 +1,7 @@
 """Updates of shards by the clock: a driver of the decisions that training drives with threads and engines.
 
-What starts, is stored, stands and gives memory back is decided by
-:class:`infinity.planner.updates.ShardUpdate`, which chunk moves next by
-:class:`infinity.planner.chunk_queue.ChunkQueue`; here an action takes time, and its end is the next event.
+What starts, is stored, stands and gives memory back is decided by :mod:`infinity.planner.updates`, and which
+chunk moves next. Here an action takes time, and its end is the next event.
 """
 
 from collections.abc import Callable
@@ -10,24 +9,10 @@ from dataclasses import dataclass, field
 
 from infinity.core.lifecycle import UpdateState
 from infinity.planner.channels import Channel
-from infinity.planner.chunk_queue import (
-    Action,
-    Actions,
-    ChunkInFlight,
-    ChunkQueue,
-    Compute,
-    Computed,
-    Ended,
-    Expected,
-    Job,
-    Read,
-    ReadRest,
-    Write,
-)
 from infinity.planner.events import UPDATE, DeviceMemory, VirtualClock
 from infinity.planner.prefetch_plan import Kind
 from infinity.planner.step import StepScript, StepSetup
-from infinity.planner.updates import Do, ShardUpdate
+from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Expected, Job, Move, Moves, ShardUpdate
 
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
@@ -199,44 +184,40 @@ class PlayedUpdates:
 
     # --- what the queue says ---------------------------------------------------------------------
 
-    def _play(self, actions: Actions) -> None:
+    def _play(self, moves: Moves) -> None:
         """Carry out what follows from an event, and begin what can begin now."""
-        for action in actions:
-            self._carry_out(action)
-        while (begins := self._queue.next()) is not None:
+        self._carry_out(moves)
+        while begins := self._queue.next():
             self._carry_out(begins)
 
-    def _carry_out(self, action: Action | Computed | Ended) -> None:
-        match action:
-            case Read(chunk):
-                unit, rest = int(chunk.name), _job(chunk).rest_nbytes if chunk.job else 0
-                state_nbytes = round(self._setup.units[unit].state_nbytes / self._chunks(unit))
-                self._send(chunk, Channel.NVME_READ, state_nbytes + rest)
-            case ReadRest(chunk):
-                if _job(chunk).rest_nbytes:
-                    self._send(chunk, Channel.NVME_READ, _job(chunk).rest_nbytes)
-            case Compute(chunk):
-                computed = lambda: self._play(self._queue.computed(chunk))  # noqa: E731
-                threads = self._setup.rates.background_threads
-                self._clock.serve(UPDATE, _job(chunk).compute_s, computed, threads)
-            case Write(chunk):
-                self._send(chunk, Channel.NVME_WRITE, _job(chunk).written_nbytes)
-            case Computed(_ShardJob(pending=pending)):
-                self._on(pending, pending.update.computed())
-                follows, pending.computed = pending.computed or (), None
-                for call in follows:
-                    call()
-            case Ended(_ShardJob(pending=pending)):
-                self._on(pending, pending.update.landed())
-                for call in pending.landed:
-                    call()
-                pending.landed.clear()
+    def _carry_out(self, moves: Moves) -> None:
+        for move, target in moves:
+            match move:
+                case Move.READ:
+                    unit, rest = int(target.name), target.job.rest_nbytes if target.job else 0
+                    state_nbytes = round(self._setup.units[unit].state_nbytes / self._chunks(unit))
+                    self._send(target, Channel.NVME_READ, state_nbytes + rest)
+                case Move.REST if target.job.rest_nbytes:
+                    self._send(target, Channel.NVME_READ, target.job.rest_nbytes)
+                case Move.COMPUTE:
+                    computed = lambda each=target: self._play(self._queue.computed(each))  # noqa: E731
+                    threads = self._setup.rates.background_threads
+                    self._clock.serve(UPDATE, target.job.compute_s, computed, threads)
+                case Move.WRITE:
+                    self._send(target, Channel.NVME_WRITE, target.job.written_nbytes)
+                case Move.COMPUTED:
+                    pending = target.pending
+                    self._on(pending, pending.update.computed())
+                    follows, pending.computed = pending.computed or (), None
+                    for call in follows:
+                        call()
+                case Move.ENDED:
+                    pending = target.pending
+                    self._on(pending, pending.update.landed())
+                    for call in pending.landed:
+                        call()
+                    pending.landed.clear()
 
     def _send(self, chunk: ChunkInFlight, channel: Channel, nbytes: int) -> None:
         chunk.moving += 1
         self._clock.send(channel, nbytes, lambda: self._play(self._queue.moved(chunk)))
-
-
-def _job(chunk: ChunkInFlight) -> _ShardJob:
-    assert isinstance(chunk.job, _ShardJob)
-    return chunk.job

@@ -1,5 +1,9 @@
 """Decisions about updates, without threads: when a gradient is complete, what follows, and where.
 
+Training drives them with threads, streams and engines (:mod:`infinity.shards.updates` and
+:mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.planner.clock`). Both tell what
+has happened, and carry out the actions that follow from it.
+
 [Note: when gradients are complete]
 When every trainable parameter of the unit has fired, or when the backward pass ends. Then the unit's weights
 have no reader left in this step and go to the update with the gradient. Where there may be one, it is later:
@@ -8,9 +12,6 @@ have no reader left in this step and go to the update with the gradient. Where t
 - A recomputed forward reads all parameters of a unit, also those whose gradients have come. If some of them
   are frozen, the last gradient is not the last read: such a unit waits for the end of the pass.
 - Under ``no_sync`` no gradient of the step is complete, only that of a micro-batch.
-
-Training drives it with threads, streams and engines (:mod:`infinity.shards.updates`), a plan with a virtual
-clock (:mod:`infinity.planner.clock`). Both tell it what has happened, and carry out the actions it returns.
 
 [Note: when an update starts]
 With two versions a unit's update starts as soon as its gradient exists, inside backward: it reads the
@@ -24,21 +25,46 @@ What an update needs to know is known at ``step`` only: the clip coefficient, wh
 gradients. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it
 is not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
 again from the committed one, with the right numbers. So gradients are kept until ``step``, as they are
-without speculation; an optimizer that never clips gives them back as soon as they were read.
-
-Every step tells whether speculation was right, or would have been. While the prediction is that it will not
-be (see :class:`Predictor`), updates start at ``step``.
+without speculation; an optimizer that never clips gives them back as soon as they were read. While the
+prediction is that speculation will not be right, updates start at ``step``.
 
 [Note: gradients on NVMe]
 Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
 as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
-back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, by
-chunks. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
-writes it.
+back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, chunk
+by chunk, so that no memory grows with the shard. Each gradient has one place, which no commit names. The next
+write to it waits for all that reads or writes it.
+
+[Note: chunks in flight]
+A chunk is a part of a shard that fits one staging buffer. Up to ``depth`` of them are in flight::
+
+    READING    its state (and its weights and gradient, where they are not at hand) flies into the buffer
+    COMPUTING  the rule runs over the buffer
+    WRITING    the new weights and the new state fly to the next version; then the buffer is given back
+    DROPPED    read in vain; its buffer is given back when no byte is in flight
+
+The first chunk of the job with the lowest priority number starts next; of the chunks whose reads have ended,
+in whatever order, the most urgent is computed next, one at a time.
+
+[Note: what may be read ahead]
+The state of a committed version changes only by the unit's own update, so it can be read as soon as the
+earlier update has landed. It is read in the order in which jobs will come, and only into buffers that leave
+:data:`RESERVE` chunks for jobs that come in another order. Chunks that read a gradient, too, have larger
+buffers: fewer of them fit the pool, and fewer are read ahead. A job takes what was read for it only where it
+reads the same source; anything else is dropped. Code that writes states in another way (``load_state_dict``)
+lets nothing be expected first, which forgets it all.
+
+[Note: a cancelled job]
+starts no further chunk, and what was read for it is dropped. It has ended when its writes in flight have
+landed, so that the next job may write to the same extents.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
+from typing import Any
 
 from infinity.core.lifecycle import Lifecycle, UpdateState
 from infinity.planner.prefetch_plan import Event, Kind
@@ -156,53 +182,35 @@ class Completions:
         self._counts.clear()
 
 
-class Predictor:
-    """Whether updates that start inside backward will be right: a saturating counter of two bits.
-
-    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
-
-    Attributes:
-        counter: 0 to 3.
-    """
-
-    def __init__(self) -> None:
-        self.counter = 2
-
-    @property
-    def right(self) -> bool:
-        """The prediction for this step; the same all through it."""
-        return self.counter >= 2
-
-    def learn(self, right: bool) -> None:
-        """Take in what this step showed."""
-        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
-
-
 class Speculation:
     """Whether the updates of a step start before its norm is known: see [Note: speculation].
+
+    A saturating counter of two bits predicts whether they will be right.
 
     Args:
         two_versions: An update may start inside backward.
         clips: The step may scale gradients, so they are kept until then.
 
     Attributes:
+        counter: 0 to 3; from 2 on the prediction is that they will be right.
         started: Updates of the last step that started before its norm was known.
         rolled_back: Those of them that were void.
+
+    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """
 
     def __init__(self, *, two_versions: bool, clips: bool) -> None:
         self._two_versions, self.clips = two_versions, clips
-        self.predictor = Predictor()
-        self.started = self.rolled_back = 0
+        self.counter, self.started, self.rolled_back = 2, 0, 0
 
     @property
     def early(self) -> bool:
         """Whether updates of this step start inside backward, if there is an optimizer."""
-        return self._two_versions and self.predictor.right
+        return self._two_versions and self.counter >= 2
 
     def learn(self, started: int, *, right: bool) -> None:
         """Take in what a step showed: whether its updates had, or would have had, the right numbers."""
-        self.predictor.learn(right)
+        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
         self.started, self.rolled_back = started, 0 if right else started
 
     def forget(self, started: int) -> None:
@@ -331,3 +339,265 @@ class ShardUpdate:
             return ()
         self._has_gradient = False
         return (Do.FREE_GRADIENT,)
+
+
+# --- chunks ----------------------------------------------------------------------------------------
+
+#: Chunks in flight that what is read ahead never takes from jobs that have come.
+RESERVE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Expected:
+    """A job that will come.
+
+    Attributes:
+        name: Of its unit.
+        chunks: As many.
+        source: What they are read from.
+        fits: Chunks of it that memory holds at one time; None: as many as of others.
+    """
+
+    name: str
+    chunks: int
+    source: Any = None
+    fits: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """The computation of one shard's update.
+
+    Attributes:
+        name: Of its unit.
+        chunks: As many; a cancelled job has as many as are written.
+        priority: Lower goes first: the position of the shard's next use.
+        source: What its chunks are read from.
+        started: Chunks that are read, or were; ``computed`` and ``landed`` likewise.
+        unread: Indices of chunks that were not read when the job was cancelled; ``unwritten`` likewise.
+    """
+
+    name: str
+    chunks: int = 0
+    priority: int = 0
+    source: Any = None
+    started: int = field(default=0, init=False)
+    computed: int = field(default=0, init=False)
+    landed: int = field(default=0, init=False)
+    unread: range = field(default=range(0), init=False)
+    unwritten: tuple[int, ...] = field(default=(), init=False)
+    cancelled: bool = field(default=False, init=False)
+    order: tuple[int, int] = field(default=(0, 0), init=False)  # priority, then order of submission
+
+
+class Stage(Enum):
+    """Where a chunk in flight is: see [Note: chunks in flight]."""
+
+    READING = "reading"
+    COMPUTING = "computing"
+    WRITING = "writing"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True, eq=False)
+class ChunkInFlight:
+    """A chunk in flight, which has a buffer.
+
+    Attributes:
+        name: Of its unit.
+        source: What it is read from.
+        index: Among the chunks of its job.
+        job: That it belongs to; None: it was read ahead, or for a job that was cancelled.
+        moving: Transfers that have not ended; the driver counts those that it starts.
+    """
+
+    name: str
+    source: Any
+    index: int
+    job: Any = None
+    stage: Stage = Stage.READING
+    moving: int = 0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it waits for a job that has not come."""
+        return self.job is None and self.stage is Stage.READING
+
+
+class Move(Enum):
+    """An action on a chunk in flight, and the last two on a job, that the driver of a queue carries out."""
+
+    READ = "lease a buffer, and read the state; of a job that has come the rest, too; no buffer: refuse()"
+    REST = "the job of a chunk that was read ahead has come: read what only the job knows"
+    COMPUTE = "compute the new values; then computed()"
+    WRITE = "write them to the next version"
+    FREE = "give back the buffer"
+    COMPUTED = "tell that the new weights of a job exist: what the job was given is read no more"
+    ENDED = "tell that the last write of a job has landed"
+
+
+Moves = list[tuple[Move, Any]]
+
+
+class ChunkQueue:
+    """Decides what a pipeline of updates does next. It belongs to one thread.
+
+    Args:
+        depth: Chunks in flight at one time.
+    """
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; a pipeline holds at least 1 chunk")
+        self.depth = depth
+        self.in_flight: list[ChunkInFlight] = []
+        self.jobs: dict[tuple[int, int], Job] = {}  # those that have not ended
+        self._waiting: list[tuple[tuple[int, int], Job]] = []  # a heap of jobs with chunks to start
+        self._unended: Counter[str] = Counter()  # jobs, by name
+        self._expected: dict[str, Expected] = {}  # those that have not come, in order
+        self._ahead = 0  # chunks of the first of them that are being read, or were
+        self._submitted = 0
+        self._refused = self._computing = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is left, and nothing is in flight."""
+        return not self.jobs and not self.in_flight
+
+    def state(self) -> tuple[object, ...]:
+        """Return everything that the next decisions follow from, in values that can be compared."""
+        jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs.values()]
+        flying = [(each.index, each.stage, each.moving, each.ahead) for each in self.in_flight]
+        return tuple(self._expected), self._ahead, jobs, flying
+
+    # --- what has happened -----------------------------------------------------------------------
+
+    def expect(self, expected: Iterable[Expected]) -> Moves:
+        """These jobs will come, in this order; what was expected before is over."""
+        self._expected, self._ahead, self._refused = {each.name: each for each in expected}, 0, False
+        return self._drop([chunk for chunk in self.in_flight if chunk.ahead])
+
+    def submit(self, job: Job) -> Moves:
+        """A job has come: it takes what was read ahead for it, which are its first chunks."""
+        self._submitted += 1
+        self._refused = False
+        job.order = job.priority, self._submitted
+        self.jobs[job.order] = job
+        self._unended[job.name] += 1
+        if next(iter(self._expected), None) == job.name:
+            self._ahead = 0
+        self._expected.pop(job.name, None)
+        ahead = [chunk for chunk in self.in_flight if chunk.ahead and chunk.name == job.name]
+        if any(chunk.source != job.source for chunk in ahead):
+            moves = self._drop(ahead)
+        else:
+            job.started = len(ahead)
+            for chunk in ahead:
+                chunk.job = job
+            moves = [(Move.REST, chunk) for chunk in ahead]
+        if not job.chunks:
+            return [*moves, (Move.COMPUTED, job), *self._end(job)]
+        heappush(self._waiting, (job.order, job))
+        return moves
+
+    def cancel(self, job: Job) -> Moves:
+        """A job is not wanted any more: see [Note: a cancelled job]."""
+        if job.order not in self.jobs or job.cancelled:
+            return []
+        mine = [chunk for chunk in self.in_flight if chunk.job is job]
+        reading = [chunk for chunk in mine if chunk.stage is Stage.READING]
+        job.unread = range(job.started, job.chunks)
+        job.unwritten = (*job.unread, *(chunk.index for chunk in reading))
+        job.cancelled, job.chunks = True, job.landed + len(mine) - len(reading)
+        job.started = job.chunks
+        moves = self._drop(reading)
+        return moves + (self._end(job) if job.landed == job.chunks else [])
+
+    def refuse(self, chunk: ChunkInFlight) -> Moves:
+        """There is no buffer for a chunk that was to be read: it is tried again after the next event."""
+        self._refused = True
+        self.in_flight.remove(chunk)
+        if chunk.job is None:
+            self._ahead -= 1
+            return []
+        chunk.job.started -= 1
+        # Where others hold the reserve a job that has come goes before those that will come.
+        return self.expect(()) if all(each.ahead for each in self.in_flight) else []
+
+    def moved(self, chunk: ChunkInFlight) -> Moves:
+        """One of a chunk's transfers has ended."""
+        self._refused = False
+        chunk.moving -= 1
+        if chunk.moving or chunk.stage in (Stage.READING, Stage.COMPUTING):
+            return []
+        self.in_flight.remove(chunk)
+        job = chunk.job
+        if job is None:
+            return [(Move.FREE, chunk)]
+        job.landed += 1
+        return [(Move.FREE, chunk), *(self._end(job) if job.landed == job.chunks else [])]
+
+    def computed(self, chunk: ChunkInFlight) -> Moves:
+        """The new values of a chunk exist."""
+        job = chunk.job
+        self._computing, chunk.stage = False, Stage.WRITING
+        job.computed += 1
+        ends = job.computed == job.chunks and not job.cancelled
+        return [(Move.WRITE, chunk), *([(Move.COMPUTED, job)] if ends else [])]
+
+    # --- what may begin --------------------------------------------------------------------------
+
+    def next(self) -> Moves:
+        """Return what begins now, a read or a computation; empty: nothing can until something happens."""
+        read = None if self._refused or len(self.in_flight) >= self.depth else self._next_read()
+        if read is not None:
+            self.in_flight.append(read)
+            return [(Move.READ, read)]
+        if not self._computing:
+            ready = [
+                chunk
+                for chunk in self.in_flight
+                if chunk.job is not None and chunk.stage is Stage.READING and not chunk.moving
+            ]
+            if ready:
+                chunk = min(ready, key=lambda each: (each.job.order, each.index))
+                self._computing, chunk.stage = True, Stage.COMPUTING
+                return [(Move.COMPUTE, chunk)]
+        return []
+
+    def _next_read(self) -> ChunkInFlight | None:
+        while self._waiting and self._waiting[0][1].started == self._waiting[0][1].chunks:
+            heappop(self._waiting)
+        if self._waiting:
+            job = self._waiting[0][1]
+            job.started += 1
+            return ChunkInFlight(job.name, job.source, job.started - 1, job)
+        # See [Note: what may be read ahead].
+        first = next(iter(self._expected.values()), None)
+        if first is not None and self._ahead == first.chunks:
+            del self._expected[first.name]
+            self._ahead = 0
+            return self._next_read()
+        if first is None or self._unended[first.name]:  # the earlier update has not landed
+            return None
+        if len(self.in_flight) >= min(self.depth, first.fits or self.depth) - RESERVE:
+            return None
+        self._ahead += 1
+        return ChunkInFlight(first.name, first.source, self._ahead - 1)
+
+    # --- the ends --------------------------------------------------------------------------------
+
+    def _drop(self, chunks: list[ChunkInFlight]) -> Moves:
+        moves: Moves = []
+        for chunk in chunks:
+            chunk.job, chunk.stage = None, Stage.DROPPED
+            if not chunk.moving:
+                self.in_flight.remove(chunk)
+                moves.append((Move.FREE, chunk))
+                self._refused = False
+        return moves
+
+    def _end(self, job: Job) -> Moves:
+        del self.jobs[job.order]
+        self._unended[job.name] -= 1
+        return [(Move.ENDED, job)]

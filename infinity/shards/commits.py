@@ -23,7 +23,7 @@ from typing import Any
 
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
-from infinity.planner.updates import Predictor
+from infinity.planner.updates import Speculation
 from infinity.shards.journal import CommitRecord, Journal, check_state, pack, unpack
 
 #: A part of the state, and what returns the rest of it later; None: that is all.
@@ -37,21 +37,21 @@ class StepState:
     that schedulers set after it when the next forward pass begins.
 
     Args:
-        predictor: Of clipped steps; belongs to the state.
+        speculation: Its prediction belongs to the state.
 
     Attributes:
         packed: As bytes; empty: no step has one.
         step: Whose state it is.
     """
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, speculation: Speculation) -> None:
         self.packed, self.step = b"", 0
-        self._predictor = predictor
+        self._speculation = speculation
         self._parts: Parts | None = None
 
     def take(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
         """Take what is known when a step ends, or when a state was loaded; ``late`` returns the rest."""
-        self._parts = {**state, "predictor": self._predictor.counter}, late
+        self._parts = {**state, "predictor": self._speculation.counter}, late
 
     @property
     def is_taken(self) -> bool:
@@ -80,7 +80,7 @@ class StepState:
     def restore(self, packed: bytes, step: int) -> None:
         """Go on with the state of a saved step."""
         self.packed, self.step = packed, step
-        self._predictor.counter = unpack(packed)["predictor"]
+        self._speculation.counter = unpack(packed)["predictor"]
 
 
 #: Part of the time that commits may cost.

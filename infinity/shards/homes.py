@@ -41,7 +41,7 @@ from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout, store_master
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
-from infinity.shards.hypers import Run
+from infinity.shards.pipeline import Run
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 

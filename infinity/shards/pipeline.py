@@ -1,22 +1,28 @@
 """The update pipeline: read i+1, compute i and write i-1 at the same time, on a thread of its own.
 
-What is read, computed and written next is decided by :class:`infinity.planner.chunk_queue.ChunkQueue`. Here
-are the buffers, the transfers, the rule and the thread, which takes events from one inbox: jobs that come,
-and transfers that have ended. It sleeps until there is one.
+What is read, computed and written next is decided by :class:`infinity.planner.updates.ChunkQueue`. Here are
+the buffers, the transfers, the rule and the thread, which takes events from one inbox: jobs that come, and
+transfers that have ended. It sleeps until there is one.
 
 [Note: one error ends all]
 After a disk error only the committed version is known to be whole, since no job writes to it. So the first
 error fails the job that met it and every other job, given or still to come, with that same error. Transfers
 in flight are awaited before their buffers are given back, because the kernel may still write into them.
+
+[Note: step counts]
+The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
+its own, which grows when an update of it is committed, and a shard is updated by runs of segments that have
+both group and count in common: one run, or one for each group, as long as every step uses every parameter.
 """
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,24 +32,138 @@ from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
-from infinity.optim.rules import Rule
-from infinity.planner.chunk_queue import (
-    Actions,
-    ChunkInFlight,
-    ChunkQueue,
-    Compute,
-    Computed,
-    Ended,
-    Expected,
-    Free,
-    Job,
-    Read,
-    ReadRest,
-    Stage,
-    Write,
-)
-from infinity.shards.hypers import Run
+from infinity.optim.rules import Rule, UpdateRule
+from infinity.partition.unit import Segment, Unit
+from infinity.planner.updates import ChunkInFlight, ChunkQueue, Expected, Job, Move, Moves, Stage
 from infinity.shards.store import ChunkExtents, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements ``[start, stop)`` of the shard, updated with one group's ``hyper``.
+
+    Elements in no run are frozen or padding: their weights and state are carried over unchanged.
+    """
+
+    start: int
+    stop: int
+    hyper: Tensor
+
+
+def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
+    """Cut the shard's elements by the numbers of their update.
+
+    Frozen parameters, those without a gradient, and padding are in no run.
+
+    Args:
+        hyper_of: By index of the segment; parameters that have all numbers in common share the tensor.
+    """
+    runs: list[Run] = []
+    low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+    joined = False  # only padding lies between the last run and this segment; it stays zero
+    for segment in unit.segments:
+        hyper = hyper_of.get(segment.index)
+        start, stop = max(low, segment.offset) - low, min(high, segment.stop) - low
+        if hyper is None:
+            joined = False
+        elif start < stop:
+            if joined and runs[-1].hyper is hyper:
+                start = runs.pop().start
+            runs.append(Run(start, stop, hyper))
+            joined = True
+    return tuple(runs)
+
+
+class StepHypers:
+    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
+
+    Args:
+        rule: Makes numbers of the groups.
+
+    Attributes:
+        groups: The optimizer's ``param_groups``.
+        loss_scale: Of the gradients.
+    """
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self._rule = rule
+        self.groups: Sequence[Mapping[str, Any]] = ()
+        self.loss_scale = 1.0
+        self._read: list[dict[str, Any]] | None = None  # the options of each group; None: not in this step
+        self._read_from: object = None  # the groups that were read
+        self._group_of: dict[int, int] = {}  # by id of the parameter
+        self._tensors: dict[tuple[int, int, float], Tensor] = {}  # by group, step count and gradient scale
+        self._lock = threading.Lock()
+
+    def begin_step(self) -> None:
+        """Read the groups, unless this step has done so."""
+        with self._lock:
+            if self._read is None:
+                self._read_from, self._tensors = self.groups, {}
+                self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
+                self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
+
+    def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
+        """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
+
+        Args:
+            used: Parameters that have a gradient; those in no group are left alone, too.
+            grad_scale: What gradients are multiplied by, beside the loss scale.
+        """
+        self.begin_step()
+        with self._lock:
+            groups = ((segment, self._group_of.get(id(segment.whole))) for segment in used)
+            return runs_of(
+                unit,
+                {s.index: self._tensor(g, s.steps + 1, grad_scale) for s, g in groups if g is not None},
+            )
+
+    def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
+        assert self._read is not None
+        key = group, step, grad_scale
+        if key not in self._tensors:
+            scale = grad_scale / self.loss_scale
+            self._tensors[key] = self._rule.hyper(self._read[group], step=step, grad_scale=scale)
+        return self._tensors[key]
+
+    def count(self, used: Iterable[Segment]) -> None:
+        """Take note that the update of these parameters is committed; after :meth:`runs`."""
+        for segment in used:
+            segment.steps += id(segment.whole) in self._group_of
+
+    @property
+    def changed(self) -> bool:
+        """Whether the groups are not what they were when this step read them."""
+        if self._read is None:
+            return False
+        now, was = (
+            [self._rule.numbers(group, 1, 1.0) for group in groups] for groups in (self.groups, self._read)
+        )
+        return self._read_from is not self.groups or now != was
+
+    def end_step(self) -> None:
+        """Read the groups anew when the next update starts."""
+        self._read = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """What an update reads of one shard, chunk by chunk.
+
+    Attributes:
+        version: Its chunks do not overlap.
+        gradient: Where the gradient lies on NVMe, in ``grad_dtype``; None: it is at hand.
+    """
+
+    version: Version
+    gradient: Extent | None = None
+    grad_dtype: torch.dtype = torch.float32
+
+    def gradient_of(self, chunk: ChunkExtents) -> Extent:
+        """Return what a chunk reads of the gradient; empty: it is at hand."""
+        if self.gradient is None:
+            return Extent(())
+        return self.gradient.part(*(self.grad_dtype.itemsize * each for each in (chunk.start, chunk.numel)))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,11 +171,10 @@ class UpdateJob(Job):
     """The update of one shard on NVMe.
 
     Attributes:
-        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads its own, too.
-        grad: ``(shard_numel,)``, or the dtype of a gradient that each chunk reads its part of.
-        reads: The version that is updated; its chunks do not overlap.
+        source: The version that is updated.
         writes: The version that the new values go to, in the same chunks.
-        gradient: Where that lies on NVMe.
+        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads its own, too.
+        grad: ``(shard_numel,)``; None: each chunk reads its own.
         runs: Ascending, not overlapping.
         in_place: The new weights are put there, too, before ``on_computed``; it may be ``weight`` itself.
         on_computed: Called when the last chunk has been computed: ``weight`` and ``grad`` are used no more.
@@ -64,72 +183,30 @@ class UpdateJob(Job):
             pipeline's thread.
     """
 
-    weight: Tensor | None
-    grad: Tensor | torch.dtype
-    reads: Version
+    source: ShardSource
     writes: Version
-    gradient: Extent | None = None
+    weight: Tensor | None
+    grad: Tensor | None
     runs: tuple[Run, ...]
     in_place: Tensor | None = None
     on_computed: Callable[[], None]
     on_done: Callable[[BaseException | None], None]
 
     def __post_init__(self) -> None:
-        self.chunks, self.source = len(self.reads.chunks), (self.reads, self.gradient)
-
-    def grad_read(self, chunk: ChunkExtents) -> Extent | None:
-        """Return what a chunk reads of the gradient; None: it is at hand."""
-        if self.gradient is None or isinstance(self.grad, Tensor):
-            return None
-        itemsize = self.grad.itemsize
-        return self.gradient.part(itemsize * chunk.start, itemsize * chunk.numel)
+        self.chunks = len(self.writes.chunks)
 
     @property
     def unread_nbytes(self) -> int:
         """Bytes that a cancelled job did not read."""
-        return sum(self._read_nbytes(self.reads.chunks[index]) for index in self.unread)
+        chunks = [self.source.version.chunks[index] for index in self.unread]
+        weights = 0 if self.weight is not None else sum(chunk.weight.nbytes for chunk in chunks)
+        return weights + sum(chunk.state.nbytes + self.source.gradient_of(chunk).nbytes for chunk in chunks)
 
     @property
     def unwritten_nbytes(self) -> int:
         """Bytes that a cancelled job did not write."""
         chunks = [self.writes.chunks[index] for index in self.unwritten]
         return sum(chunk.state.nbytes + chunk.weight.nbytes for chunk in chunks)
-
-    def _read_nbytes(self, chunk: ChunkExtents) -> int:
-        gradient, weight_nbytes = self.grad_read(chunk), 0 if self.weight is not None else chunk.weight.nbytes
-        return chunk.state.nbytes + weight_nbytes + (gradient.nbytes if gradient is not None else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpectedUpdate(Expected):
-    """An update that will come.
-
-    Attributes:
-        reads: The version that it will read.
-        grad_itemsize: Bytes per element of a gradient that its chunks will read; 0: it will be at hand.
-    """
-
-    reads: Version
-    grad_itemsize: int = 0
-
-
-@dataclass(slots=True)
-class PipelineStats:
-    """What the pipeline's thread did since it was made, in seconds of wall clock, and bytes moved.
-
-    Attributes:
-        buffer_wait_s: Nothing in flight, and no staging buffer to be had.
-        read_wait_s: Nothing to compute, and reads in flight.
-        write_wait_s: Nothing to compute, and only writes in flight.
-        update_s: In the rule.
-    """
-
-    buffer_wait_s: float = 0.0
-    read_wait_s: float = 0.0
-    write_wait_s: float = 0.0
-    update_s: float = 0.0
-    nbytes_read: int = 0
-    nbytes_written: int = 0
 
 
 @dataclass(slots=True)
@@ -162,25 +239,19 @@ class UpdatePipeline:
         layout: What the state holds.
         rule: Updates a slice of a chunk.
         depth: Chunks in flight at one time.
-        name: Of the thread.
-
-    Attributes:
-        stats: What the thread did so far.
     """
 
     def __init__(
-        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *,
-        depth: int = 3, name: str = "infinity-update",
-    ) -> None:  # fmt: skip
+        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *, depth: int = 3
+    ) -> None:
         self._engine, self._pool, self._layout, self._rule = engine, pool, layout, rule
-        self.stats = PipelineStats()
-        self._inbox: SimpleQueue[Callable[[], Actions]] = SimpleQueue()  # what has happened
+        self._inbox: SimpleQueue[Callable[[], Moves]] = SimpleQueue()  # what has happened
         self._lock = threading.Lock()  # guards the next one, and the order of what is put beside it
         self._refusal: BaseException | None = None  # of what comes: it failed, or is closed
         self._drained: list[Transfer] = []  # end when the queue is idle
         self._queue = ChunkQueue(depth)  # the thread's, as what follows
         self._buffers: dict[ChunkInFlight, _Buffer] = {}
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name="infinity-update", daemon=True)
         self._thread.start()
 
     # --- any thread --------------------------------------------------------------------------
@@ -197,13 +268,21 @@ class UpdatePipeline:
     def cancel(self, job: UpdateJob) -> None:
         """End a job soon; returns at once. ``on_done`` is called as ever.
 
-        See [Note: a cancelled job] in :mod:`infinity.planner.chunk_queue`.
+        See [Note: a cancelled job] in :mod:`infinity.planner.updates`.
         """
         self._inbox.put(partial(self._queue.cancel, job))
 
-    def expect(self, expected: Iterable[ExpectedUpdate]) -> None:
-        """Jobs that will come, in order: their states may be read now. What was expected before is over."""
-        self._inbox.put(partial(self._queue.expect, [*expected]))
+    def expect(self, sources: Iterable[tuple[str, ShardSource]]) -> None:
+        """Let states be read now of jobs that will come, in order; what was expected before is over.
+
+        Args:
+            sources: With the name of each unit.
+        """
+        expected = [
+            Expected(name=name, chunks=len(each.version.chunks), source=each, fits=self._fits(each))
+            for name, each in sources
+        ]
+        self._inbox.put(partial(self._queue.expect, expected))
 
     def drain(self) -> None:
         """Block until every submitted job is done, and nothing that was read ahead is kept.
@@ -212,7 +291,12 @@ class UpdatePipeline:
             BaseException: The error that ended the pipeline.
         """
         drained = Transfer()
-        self._tell(partial(self._begin_drain, drained))
+
+        def begin() -> Moves:
+            self._drained.append(drained)
+            return self._queue.expect(())
+
+        self._tell(begin)
         drained.wait()
 
     def abandon(self, error: BaseException) -> None:
@@ -226,11 +310,19 @@ class UpdatePipeline:
         self.expect(())
         self._thread.join()
 
-    def _tell(self, event: Callable[[], Actions]) -> None:
+    def _tell(self, event: Callable[[], Moves]) -> None:
         with self._lock:
             if self._refusal is not None:
                 raise copied(self._refusal)
             self._inbox.put(event)
+
+    def _fits(self, source: ShardSource) -> int | None:
+        """Return how many chunks that read a gradient have the room of ``depth`` others."""
+        if source.gradient is None:
+            return None
+        chunk = source.version.chunks[0]
+        nbytes = self._layout.nbytes(chunk.numel)
+        return self._queue.depth * rounded(nbytes) // rounded(nbytes + source.gradient_of(chunk).nbytes)
 
     # --- the pipeline's thread ---------------------------------------------------------------
 
@@ -248,125 +340,81 @@ class UpdatePipeline:
         if self._queue.idle:
             while self._drained:
                 self._drained.pop().finish()
-        action = self._queue.next()
-        if action is not None:
-            self._carry_out([action])
-        elif not (self._refusal and self._queue.idle):
-            self._carry_out(self._sleep()())
+        moves = self._queue.next()
+        if not moves and not (self._refusal and self._queue.idle):
+            moves = self._inbox.get()()
+        self._carry_out(moves)
 
-    def _sleep(self) -> Callable[[], Actions]:
-        began, stats = time.perf_counter(), self.stats
-        event = self._inbox.get()
-        waited_s, chunks = time.perf_counter() - began, self._queue.in_flight
-        if any(chunk.job is not None and chunk.stage is Stage.READING for chunk in chunks):
-            stats.read_wait_s += waited_s
-        elif any(chunk.stage is Stage.WRITING for chunk in chunks):
-            stats.write_wait_s += waited_s
-        return event
-
-    def _begin_drain(self, drained: Transfer) -> Actions:
-        self._drained.append(drained)
-        return self._queue.expect(())
-
-    def _carry_out(self, actions: Actions) -> None:
-        for action in actions:
-            match action:
-                case Read(chunk):
-                    self._read(chunk)
-                case ReadRest(chunk):
-                    self._read_rest(chunk)
-                case Compute(chunk):
-                    self._compute(chunk)
-                case Write(chunk):
-                    self._write(chunk)
-                case Free(chunk):
-                    self._free(chunk)
-                case Computed(UpdateJob() as job):
-                    job.on_computed()
-                case Ended(UpdateJob() as job):
-                    job.on_done(None)
-
-    # --- a chunk -----------------------------------------------------------------------------
+    def _carry_out(self, moves: Moves) -> None:
+        for move, target in moves:
+            match move:
+                case Move.READ:
+                    self._read(target)
+                case Move.REST:
+                    self._read_rest(target)
+                case Move.COMPUTE:
+                    self._compute(target)
+                case Move.WRITE:
+                    self._write(target)
+                case Move.FREE:
+                    self._buffers.pop(target).lease.release()
+                case Move.COMPUTED:
+                    target.on_computed()
+                case Move.ENDED:
+                    target.on_done(None)
 
     def _read(self, chunk: ChunkInFlight) -> None:
         """Lease a buffer and read the state into it; of a job that has come the rest, too."""
-        job = chunk.job
-        if isinstance(job, UpdateJob):
-            extents = job.reads.chunks[chunk.index]
-            gradient = job.grad_read(extents)
-            grad_nbytes = 0 if gradient is None else gradient.nbytes
-        else:
-            expected = chunk.expected
-            assert isinstance(expected, ExpectedUpdate)
-            extents = expected.reads.chunks[chunk.index]
-            grad_nbytes = expected.grad_itemsize * extents.numel
-        lease = self._lease(chunk, self._chunk_nbytes(extents.numel) + grad_nbytes, f"update of {chunk.name}")
-        if lease is None:
-            self._carry_out(self._queue.refuse(chunk))
-            return
-        self._buffers[chunk] = _Buffer(lease, extents)
-        self._read_into(chunk, extents.state, 0)
-        if job is not None:
-            self._read_rest(chunk)
-
-    def _lease(self, chunk: ChunkInFlight, nbytes: int, who: str) -> Lease | None:
-        """Return a buffer; None if one will come with the end of another chunk in flight."""
+        extents = chunk.source.version.chunks[chunk.index]
+        nbytes = self._layout.nbytes(extents.numel) + chunk.source.gradient_of(extents).nbytes
+        who = f"update of {chunk.name}"
         lease = self._pool.try_lease(nbytes, who=who)
-        if lease is None and chunk.job is not None and len(self._queue.in_flight) == 1:
-            began = time.perf_counter()
-            lease = self._pool.lease(nbytes, who=who)
-            self.stats.buffer_wait_s += time.perf_counter() - began
-        return lease
-
-    def fits(self, numel: int, grad_itemsize: int) -> int:
-        """Return how many chunks that read a gradient have the room of ``depth`` others."""
-        nbytes = self._chunk_nbytes(numel)
-        return self._queue.depth * rounded(nbytes) // rounded(nbytes + grad_itemsize * numel)
-
-    def _chunk_nbytes(self, numel: int) -> int:
-        return self._layout.state_nbytes(numel) + self._layout.weight_nbytes(numel)
+        if lease is None and (chunk.job is None or len(self._queue.in_flight) > 1):
+            self._carry_out(self._queue.refuse(chunk))  # one will come with the end of another chunk
+            return
+        self._buffers[chunk] = _Buffer(lease or self._pool.lease(nbytes, who=who), extents)
+        self._start(chunk, self._engine.read, extents.state, 0)
+        if chunk.job is not None:
+            self._read_rest(chunk)
 
     def _read_rest(self, chunk: ChunkInFlight) -> None:
         """Read weights and gradient, where they are not at hand."""
-        job, extents = _job(chunk), self._buffers[chunk].extents
+        job, extents = chunk.job, self._buffers[chunk].extents
         begin = extents.state.nbytes
         if job.weight is None:
-            self._read_into(chunk, extents.weight, begin)
-        gradient = job.grad_read(extents)
-        if gradient is not None:
-            self._read_into(chunk, gradient, begin + extents.weight.nbytes)
+            self._start(chunk, self._engine.read, extents.weight, begin)
+        gradient = job.source.gradient_of(extents)
+        if gradient.pieces:
+            self._start(chunk, self._engine.read, gradient, begin + extents.weight.nbytes)
 
-    def _read_into(self, chunk: ChunkInFlight, extent: Extent, begin: int) -> None:
-        memory = self._buffers[chunk].lease.memory[begin : begin + extent.nbytes]
-        self._follow(chunk, self._engine.read(extent, memory))
-        self.stats.nbytes_read += extent.nbytes
-
-    def _follow(self, chunk: ChunkInFlight, transfer: Transfer) -> None:
-        """Let the thread know when a transfer of a chunk ends."""
-        self._buffers[chunk].transfers.append(transfer)
+    def _start(
+        self, chunk: ChunkInFlight, move: Callable[[Extent, memoryview], Transfer], extent: Extent, begin: int
+    ) -> None:
+        """Start a transfer of a chunk's buffer from byte ``begin`` on; the thread learns when it ends."""
+        buffer = self._buffers[chunk]
+        transfer = move(extent, buffer.lease.memory[begin : begin + extent.nbytes])
+        buffer.transfers.append(transfer)
         chunk.moving += 1
-        transfer.then(partial(self._inbox.put, partial(self._moved, chunk, transfer)))
 
-    def _moved(self, chunk: ChunkInFlight, transfer: Transfer) -> Actions:
-        if chunk.stage is not Stage.DROPPED:
-            transfer.wait()
-        return self._queue.moved(chunk)
+        def moved() -> Moves:
+            if chunk.stage is not Stage.DROPPED:
+                transfer.wait()
+            return self._queue.moved(chunk)
+
+        transfer.then(partial(self._inbox.put, moved))
 
     def _compute(self, chunk: ChunkInFlight) -> None:
         """Run the rule over the chunk's runs; elsewhere carry the weights over."""
-        began, job, held = time.perf_counter(), _job(chunk), self._buffers[chunk]
+        job, held = chunk.job, self._buffers[chunk]
         extents, buffer = held.extents, held.lease.tensor
-        middle = self._layout.state_nbytes(extents.numel)
-        end = middle + self._layout.weight_nbytes(extents.numel)
+        middle, end = self._layout.state_nbytes(extents.numel), self._layout.nbytes(extents.numel)
         state = self._layout.views(buffer[:middle], extents.numel)
         new = buffer[middle:end].view(self._layout.dtype)
         whole = slice(extents.start, extents.start + extents.numel)
         old = new if job.weight is None else job.weight[whole]
-        if isinstance(job.grad, Tensor):
-            grad = job.grad[whole]
-        else:
-            grad = buffer[end : end + extents.numel * job.grad.itemsize].view(job.grad)
-        for begin, stop, hyper in pieces(job.runs, whole.start, whole.stop):
+        read = job.source.gradient_of(extents).nbytes
+        grad = buffer[end : end + read].view(job.source.grad_dtype) if read else job.grad[whole]
+        for begin, stop, hyper in _cut(job.runs, whole.start, whole.stop):
             part = slice(begin - whole.start, stop - whole.start)
             if hyper is not None:
                 parts = tuple(each[part] for each in state)
@@ -375,22 +423,13 @@ class UpdatePipeline:
                 new[part].copy_(old[part])
         if job.in_place is not None:
             job.in_place[whole].copy_(new)
-        self.stats.update_s += time.perf_counter() - began
         self._carry_out(self._queue.computed(chunk))
 
     def _write(self, chunk: ChunkInFlight) -> None:
-        buffer, extents = self._buffers[chunk], _job(chunk).writes.chunks[chunk.index]
-        memory, state = buffer.lease.memory, extents.state
-        buffer.transfers.clear()
-        self._follow(chunk, self._engine.write(state, memory[: state.nbytes]))
-        end = state.nbytes + extents.weight.nbytes
-        self._follow(chunk, self._engine.write(extents.weight, memory[state.nbytes : end]))
-        self.stats.nbytes_written += end
-
-    def _free(self, chunk: ChunkInFlight) -> None:
-        self._buffers.pop(chunk).lease.release()
-
-    # --- the end of all ----------------------------------------------------------------------
+        extents = chunk.job.writes.chunks[chunk.index]
+        self._buffers[chunk].transfers.clear()
+        self._start(chunk, self._engine.write, extents.state, 0)
+        self._start(chunk, self._engine.write, extents.weight, extents.state.nbytes)
 
     def _fail(self, error: BaseException) -> None:
         """End every job with ``error``; see [Note: one error ends all]."""
@@ -398,12 +437,12 @@ class UpdatePipeline:
             self._refusal = error
         for buffer in self._buffers.values():
             buffer.settle()
-        failed: list[Job] = []
+        failed: list[UpdateJob] = []
         while not self._inbox.empty():  # jobs that came meanwhile, or were cancelled
             with suppress(BaseException):
-                failed += [each.job for each in self._inbox.get()() if isinstance(each, Ended)]
-        failed += [self._queue.jobs[order] for order in sorted(self._queue.jobs)]
-        for job in failed:
+                failed += [job for move, job in self._inbox.get()() if move is Move.ENDED]
+        jobs = self._queue.jobs
+        for job in (*failed, *(jobs[order] for order in sorted(jobs))):
             assert isinstance(job, UpdateJob)
             try:
                 job.on_done(error)
@@ -413,25 +452,19 @@ class UpdatePipeline:
             drained.finish(error)
 
 
-def _job(chunk: ChunkInFlight) -> UpdateJob:
-    assert isinstance(chunk.job, UpdateJob)
-    return chunk.job
-
-
-def _raise(error: BaseException) -> Actions:
+def _raise(error: BaseException) -> Moves:
     raise error
 
 
-def pieces(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
+def _cut(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
     """Cut ``[start, stop)`` into ``(begin, end, hyper)``; ``hyper`` is None where no run is."""
     at = start
     for run in runs:
         begin, end = max(run.start, at), min(run.stop, stop)
-        if begin >= end:
-            continue
-        if at < begin:
-            yield at, begin, None
-        yield begin, end, run.hyper
-        at = end
+        if begin < end:
+            if at < begin:
+                yield at, begin, None
+            yield begin, end, run.hyper
+            at = end
     if at < stop:
         yield at, stop, None

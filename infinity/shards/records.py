@@ -14,7 +14,7 @@ from typing import Any
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
-from infinity.planner.updates import Predictor
+from infinity.planner.updates import Speculation
 from infinity.shards.commits import CommitInterval, Commits, StepState
 from infinity.shards.homes import HostHome
 from infinity.shards.journal import CommitRecord
@@ -48,7 +48,7 @@ class Records:
         units: All of the model's.
         commits: Writes the records; None if no process could go on with the run.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        predictor: Belongs to the small state of a step.
+        speculation: Its prediction belongs to the small state of a step.
 
     Attributes:
         interval: Says which steps are recorded.
@@ -59,10 +59,10 @@ class Records:
 
     def __init__(
         self, tiers: Tiers, units: Sequence[Unit], commits: Commits | None, every: int | None,
-        predictor: Predictor,
+        speculation: Speculation,
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
-        self._small = StepState(predictor)
+        self._small = StepState(speculation)
         self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
         self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet

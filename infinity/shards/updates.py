@@ -20,6 +20,7 @@ there. For a commit it is brought home first, and its next update waits for noth
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,8 +36,7 @@ from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.commits import Commits
 from infinity.shards.homes import HostHome, ShardHome
-from infinity.shards.hypers import Run, StepHypers
-from infinity.shards.pipeline import ExpectedUpdate, UpdateJob, UpdatePipeline
+from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
 
@@ -92,14 +92,6 @@ class PendingUpdate:
     place: int | None = None
     job: UpdateJob | None = None
     stored: Transfer | None = None
-
-
-@dataclass(slots=True)
-class PlannedBytes:
-    """Bytes that are to be read and written; what was begun in vain is taken off."""
-
-    read: int = 0
-    written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +201,7 @@ class Updates:
         ready: Updates of this step, by index of the unit.
         records: Of the steps that were committed.
         stored_gradients: Those that wait on NVMe.
-        planned: Bytes that the updates of all steps were to move.
+        planned: Bytes that the updates of all steps were to ``read`` and ``write``.
     """
 
     def __init__(
@@ -224,10 +216,10 @@ class Updates:
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
-        self.planned = PlannedBytes()
+        self.planned: Counter[str] = Counter()
         for unit in units:
             unit.home.updating = None  # of an optimizer before
-        self.records = Records(tiers, units, commits, every, speculation.predictor)
+        self.records = Records(tiers, units, commits, every, speculation)
         self.stored_gradients = StoredGradients(tiers, units)
         self._lock = threading.Lock()  # guards the states of updates
 
@@ -288,7 +280,7 @@ class Updates:
     def _store(self, pending: PendingUpdate) -> None:
         nbytes = self.tiers.gradient_nbytes(pending.unit)
         pending.stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
-        self.planned.written += nbytes
+        self.planned["write"] += nbytes
         pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def place_gradients(self, indices: frozenset[int]) -> None:
@@ -318,19 +310,14 @@ class Updates:
         """Let the states of a step's updates be read before their gradients exist."""
         if self.pipeline is not None and not self._expecting:
             self._expecting = True
-            self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
+            spilled = frozenset() if self.early else self.stored_gradients.chosen
+            coming = [self.units[index] for index in self._coming()]
+            self.pipeline.expect([(unit.name, self._source(unit, unit.index in spilled)) for unit in coming])
 
-    def _expected(self, unit: Unit) -> ExpectedUpdate:
-        assert self.pipeline is not None
-        reads = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
-        gradient, itemsize, fits = None, 0, None
-        if unit.index in self.stored_gradients.chosen and not self.early:
-            gradient, itemsize = self.tiers.gradient(unit), self.tiers.gradient_dtype(unit).itemsize
-            fits = self.pipeline.fits(reads.chunks[0].numel, itemsize)
-        return ExpectedUpdate(
-            name=unit.name, chunks=len(reads.chunks), source=(reads, gradient), fits=fits, reads=reads,
-            grad_itemsize=itemsize,
-        )  # fmt: skip
+    def _source(self, unit: Unit, spilled: bool) -> ShardSource:
+        """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
+        gradient = self.tiers.gradient(unit) if spilled else None
+        return ShardSource(self.tiers.version(unit), gradient, self.tiers.gradient_dtype(unit))
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
@@ -379,8 +366,8 @@ class Updates:
             pending.future.wait()
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
-            self.planned.read -= pending.job.unread_nbytes
-            self.planned.written -= pending.job.unwritten_nbytes
+            self.planned["read"] -= pending.job.unread_nbytes
+            self.planned["write"] -= pending.job.unwritten_nbytes
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
@@ -490,26 +477,25 @@ class Updates:
     def _update_in_pipeline(self, pending: PendingUpdate) -> None:
         """Update a unit on NVMe, chunk by chunk, from its committed version to the next."""
         assert self.pipeline is not None
-        unit, grad, gradient = pending.unit, pending.grad, None
-        pending.place = self.records.next_place(unit)
+        unit, spilled = pending.unit, pending.update.reads_stored_gradient
         earlier = unit.home.updating
+        pending.place = self.records.next_place(unit)
         if earlier is not None:
             earlier.wait()
-        if pending.update.reads_stored_gradient:
+        if spilled:
             assert pending.stored is not None
             pending.stored.wait()  # at once after land_held
-            gradient = self.tiers.gradient(unit)
-            self.planned.read += gradient.nbytes
-        weight_nbytes, state_nbytes = self._sizes(unit)
-        self.planned.read += state_nbytes + (weight_nbytes if pending.weights.values is None else 0)
-        self.planned.written += weight_nbytes + state_nbytes
+        weights, layout, n = pending.weights, self.tiers.layout, unit.shard_numel
+        self.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
+        self.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
+        self.planned["write"] += layout.nbytes(n)
         future = UpdateFuture(pending.update)
         job = pending.job = UpdateJob(
-            name=unit.name, weight=pending.weights.values, grad=grad if gradient is None else grad.dtype,
-            reads=self.tiers.version(unit), writes=self.tiers.version(unit, pending.place), gradient=gradient,
-            runs=self._runs(pending), priority=self.order.first_use(unit.index),
+            name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
+            writes=self.tiers.version(unit, pending.place), weight=weights.values, in_place=weights.stay,
+            grad=None if spilled else pending.grad, priority=self.order.first_use(unit.index),
             on_computed=partial(self._computed, pending, future),
-            on_done=partial(self._landed, pending, future), in_place=pending.weights.stay,
+            on_done=partial(self._landed, pending, future),
         )  # fmt: skip
         pending.future = unit.home.updating = future  # from here on fetches wait for it
         try:
@@ -535,10 +521,6 @@ class Updates:
         if error is not None:
             self.on_failure(error)
         future.finish(error)
-
-    def _sizes(self, unit: Unit) -> tuple[int, int]:
-        layout = self.tiers.layout
-        return layout.weight_nbytes(unit.shard_numel), layout.state_nbytes(unit.shard_numel)
 
     # --- the end of a step ---------------------------------------------------------------------
 

@@ -4,21 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planner.chunk_queue import (
-    RESERVE,
-    Actions,
-    ChunkInFlight,
-    ChunkQueue,
-    Compute,
-    Computed,
-    Ended,
-    Expected,
-    Free,
-    Job,
-    Read,
-    ReadRest,
-    Write,
-)
+from infinity.planner.updates import RESERVE, ChunkInFlight, ChunkQueue, Expected, Job, Move, Moves
 
 
 class Driver:
@@ -32,37 +18,34 @@ class Driver:
         self.moving: list[ChunkInFlight] = []
         self.computing: list[ChunkInFlight] = []
 
-    def on(self, actions: Actions) -> None:
-        for action in actions:
-            match action:
-                case Read(chunk):
-                    if self.buffers:
-                        self.buffers -= 1
-                        self.read.append((chunk.name, chunk.index))
-                        self.move(chunk)
-                    else:
-                        self.on(self.queue.refuse(chunk))
-                case ReadRest(chunk):
-                    self.move(chunk)
-                case Compute(chunk):
-                    self.computing.append(chunk)
-                case Write(chunk):
-                    self.written.append((chunk.job.name, chunk.index))
-                    self.move(chunk)
-                case Free():
+    def on(self, moves: Moves) -> None:
+        for move, target in moves:
+            match move:
+                case Move.READ if self.buffers:
+                    self.buffers -= 1
+                    self.read.append((target.name, target.index))
+                    self.move(target)
+                case Move.READ:
+                    self.on(self.queue.refuse(target))
+                case Move.REST:
+                    self.move(target)
+                case Move.COMPUTE:
+                    self.computing.append(target)
+                case Move.WRITE:
+                    self.written.append((target.job.name, target.index))
+                    self.move(target)
+                case Move.FREE:
                     self.buffers += 1
-                case Computed(job):
-                    self.told.append(("computed", job.name))
-                case Ended(job):
-                    self.told.append(("ended", job.name))
+                case Move.COMPUTED | Move.ENDED:
+                    self.told.append((move.name.lower(), target.name))
 
     def move(self, chunk: ChunkInFlight) -> None:
         chunk.moving += 1
         self.moving.append(chunk)
 
     def begin(self) -> None:
-        while action := self.queue.next():
-            self.on([action])
+        while moves := self.queue.next():
+            self.on(moves)
 
     def end_move(self, at: int = 0) -> None:
         self.on(self.queue.moved(self.moving.pop(at)))

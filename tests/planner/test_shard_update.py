@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import UpdateState
-from infinity.planner.updates import Do, Predictor, ShardUpdate
+from infinity.planner.updates import Do, ShardUpdate, Speculation
 
 STORE, START, CANCEL, GRADIENT, WEIGHTS = Do.STORE, Do.START, Do.CANCEL, Do.FREE_GRADIENT, Do.FREE_WEIGHTS
 
@@ -176,14 +176,14 @@ def test_in_any_order_of_events_memory_is_given_back_once_and_never_while_it_is_
 
 
 def test_one_clipped_step_among_many_does_not_pause_speculation():
-    predictor = Predictor()
+    one = Speculation(two_versions=True, clips=True)
     for right in [True, True, False, True, True, False]:
-        assert predictor.right
-        predictor.learn(right)
+        assert one.early
+        one.learn(4, right=right)
     for _ in range(9):
-        predictor.learn(False)
-    assert not predictor.right
-    predictor.learn(True)
-    assert not predictor.right
-    predictor.learn(True)
-    assert predictor.right
+        one.learn(4, right=False)
+    assert not one.early
+    one.learn(4, right=True)
+    assert not one.early
+    one.learn(4, right=True)
+    assert one.early

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from infinity.optim.layout import GRAIN_NUMEL
 from infinity.optim.rules import ADAMW
-from infinity.planner.chunk_queue import RESERVE
-from infinity.shards.pipeline import ExpectedUpdate
+from infinity.planner.updates import RESERVE
+from infinity.shards.pipeline import ShardSource
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import comes_true
@@ -16,14 +16,9 @@ from tests.shards.test_pipeline import DTYPES, make_shard, playing
 LAYOUT = ADAMW.layout(DTYPES[0])
 
 
-def expected(shard, pipeline) -> ExpectedUpdate:
+def expected(shard) -> tuple[str, ShardSource]:
     """The shard's update, before it comes."""
-    job = shard.job
-    itemsize = 0 if job.gradient is None else job.grad.itemsize
-    return ExpectedUpdate(
-        name=job.name, chunks=job.chunks, source=job.source, reads=job.reads, grad_itemsize=itemsize,
-        fits=pipeline.fits(GRAIN_NUMEL, itemsize),
-    )  # fmt: skip
+    return shard.job.name, shard.job.source
 
 
 def done(*shards) -> bool:
@@ -48,7 +43,7 @@ def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(
     engine = FakeEngine()
     shards = shards_of(engine, 5, at_hand=at_hand, grad_at_hand=grad_at_hand)
     with playing(engine, LAYOUT, depth=depth) as (pipeline, _):
-        pipeline.expect([expected(shards[i], pipeline) for i in foreseen])
+        pipeline.expect([expected(shards[i]) for i in foreseen])
         for i in order:
             pipeline.submit(shards[i].job)
         assert comes_true(lambda: done(*shards))
@@ -56,7 +51,7 @@ def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(
             5 * 3 * nbytes(GRAIN_NUMEL) for nbytes in (LAYOUT.state_nbytes, LAYOUT.weight_nbytes)
         )
         gradient = weight  # of the same dtype
-        assert pipeline.stats.nbytes_read == state + (not at_hand) * weight + (not grad_at_hand) * gradient
+        assert engine.nbytes_read == state + (not at_hand) * weight + (not grad_at_hand) * gradient
         pipeline.drain()
         for shard in shards:
             shard.check(engine, LAYOUT)
@@ -67,11 +62,11 @@ def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(
 def test_what_is_read_ahead_leaves_as_much_room_beside_larger_buffers_for_gradients(depth):
     engine = FakeEngine()
     shards = shards_of(engine, 7, grad_at_hand=False)
-    chunk_nbytes = LAYOUT.weight_nbytes(GRAIN_NUMEL) + LAYOUT.state_nbytes(GRAIN_NUMEL)
+    chunk_nbytes = LAYOUT.nbytes(GRAIN_NUMEL)
     with playing(engine, LAYOUT, depth=depth, grains=depth) as (pipeline, pool):
         most = depth * 12 // 14 - RESERVE  # of chunks with gradients, in the room of depth others
-        pipeline.expect([expected(shard, pipeline) for shard in shards])
-        assert comes_true(lambda: pipeline.stats.nbytes_read == most * LAYOUT.state_nbytes(GRAIN_NUMEL))
+        pipeline.expect([expected(shard) for shard in shards])
+        assert comes_true(lambda: engine.nbytes_read == most * LAYOUT.state_nbytes(GRAIN_NUMEL))
         held = [pool.try_lease(chunk_nbytes, who="another") for _ in range(RESERVE)]  # a save, say
         assert all(held)
         for lease in held:
@@ -86,12 +81,12 @@ def test_what_is_read_ahead_leaves_as_much_room_beside_larger_buffers_for_gradie
 def test_a_drained_pipeline_reads_again_what_was_written_in_another_way():
     engine = FakeEngine()
     [shard] = shards_of(engine, 1)
-    chunk = shard.job.reads.chunks[0]
+    chunk = shard.job.source.version.chunks[0]
     good = engine.get(chunk.state)
     with playing(engine, LAYOUT, depth=9) as (pipeline, _):
         engine.put(chunk.state, bytes(len(good)))
-        pipeline.expect([expected(shard, pipeline)])
-        assert comes_true(lambda: pipeline.stats.nbytes_read == 3 * LAYOUT.state_nbytes(GRAIN_NUMEL))
+        pipeline.expect([expected(shard)])
+        assert comes_true(lambda: engine.nbytes_read == 3 * LAYOUT.state_nbytes(GRAIN_NUMEL))
         pipeline.drain()
         engine.put(chunk.state, good)
         pipeline.submit(shard.job)
@@ -102,11 +97,11 @@ def test_a_drained_pipeline_reads_again_what_was_written_in_another_way():
 def test_a_job_that_has_come_gets_the_buffers_of_what_was_read_ahead_where_others_hold_the_rest():
     engine = FakeEngine()
     early, late = shards_of(engine, 2)
-    nbytes = LAYOUT.state_nbytes(GRAIN_NUMEL) + LAYOUT.weight_nbytes(GRAIN_NUMEL)
+    nbytes = LAYOUT.nbytes(GRAIN_NUMEL)
     with playing(engine, LAYOUT, depth=9, grains=3) as (pipeline, pool):
         with pool.lease(2 * nbytes, who="somebody"):
-            pipeline.expect([expected(late, pipeline)])
-            assert comes_true(lambda: pipeline.stats.nbytes_read == LAYOUT.state_nbytes(GRAIN_NUMEL))
+            pipeline.expect([expected(late)])
+            assert comes_true(lambda: engine.nbytes_read == LAYOUT.state_nbytes(GRAIN_NUMEL))
             pipeline.submit(early.job)
             assert comes_true(lambda: done(early))
         early.check(engine, LAYOUT)

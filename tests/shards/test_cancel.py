@@ -37,7 +37,7 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
     engine = FakeEngine(threads=3, seconds=0.0005)
     shards = shards_of(engine, 4, at_hand=at_hand, grad_at_hand=grad_at_hand)
     with playing(engine, LAYOUT, depth=depth + ahead) as (pipeline, pool):
-        pipeline.expect([expected(shard, pipeline) for shard in shards[:ahead]])
+        pipeline.expect([expected(shard) for shard in shards[:ahead]])
         wrong = [replace(s.job, grad=s.job.grad + 1) if grad_at_hand else s.job for s in shards]
         for job in wrong:
             pipeline.submit(job)
@@ -52,14 +52,14 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
         assert pool.leased_nbytes == 0
         for shard, (_, ends), first in zip(shards, second, wrong, strict=True):
             assert (shard.ends.done, ends.done, ends.computed) == ([None], [None], 1)
-            assert shard.ends.computed == (first.computed == len(first.reads.chunks))
+            assert shard.ends.computed == (first.computed == len(first.source.version.chunks))
             shard.check(engine, LAYOUT)
-        n = sum(chunk.numel for shard in shards for chunk in shard.job.reads.chunks)
+        n = sum(chunk.numel for shard in shards for chunk in shard.job.source.version.chunks)
         state, weight = LAYOUT.state_nbytes(1), LAYOUT.weight_nbytes(1)
         gradient = 0 if grad_at_hand else weight  # of the same dtype
         planned = n * (2 * state + (1 if at_hand else 2) * weight + 2 * gradient)
-        assert pipeline.stats.nbytes_read == planned - sum(each.unread_nbytes for each in wrong)
-        assert pipeline.stats.nbytes_written == 2 * n * (state + weight) - sum(
+        assert engine.nbytes_read == planned - sum(each.unread_nbytes for each in wrong)
+        assert engine.nbytes_written == 2 * n * (state + weight) - sum(
             each.unwritten_nbytes for each in wrong
         )
 
@@ -81,7 +81,7 @@ def test_a_queued_job_moves_nothing_and_is_done_before_those_that_run():
         engine.let_go()
         pipeline.drain()
         running.check(engine, LAYOUT)
-        assert pipeline.stats.nbytes_written == running.job.grad.numel() * 12
+        assert engine.nbytes_written == running.job.grad.numel() * 12
 
 
 def test_a_job_that_is_done_may_be_cancelled_in_vain():

@@ -14,8 +14,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
 from infinity.optim.rules import ADAMW, IDLE, HostRule
-from infinity.shards.hypers import Run
-from infinity.shards.pipeline import UpdateJob, UpdatePipeline
+from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
 from infinity.shards.store import ChunkExtents, Version
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -90,7 +89,9 @@ class Shard:
             for each in (read, 1 - read)
         )
         given = {"on_computed": lambda: None, "on_done": lambda error: None} | more
-        return UpdateJob(name="u", weight=weight, grad=grad, reads=reads, writes=writes, **given)
+        return UpdateJob(
+            name="u", weight=weight, grad=grad, source=ShardSource(reads), writes=writes, **given
+        )
 
     def check(self, disk: Disk, version: int) -> None:
         for (weight, state), start in zip(self.versions[version], range(0, NUMEL, CHUNK), strict=True):

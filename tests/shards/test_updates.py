@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.partition.unit import Unit, layout
-from infinity.shards.hypers import runs_of
+from infinity.shards.pipeline import runs_of
 from tests.helpers.cases import examples
 
 fast = examples(150)
