@@ -18,7 +18,7 @@ from infinity.checkpoint.export import Series
 from infinity.checkpoint.portable import PortableSave
 from infinity.checkpoint.portable_values import PortableValues
 from infinity.comm.ranks import all_ranks_or_raise
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import BudgetError, CheckpointError, DiskError, PeerError, StateError
 from infinity.core.files import user_path
 from infinity.engine.runtime import Runtime, runtime_of
@@ -190,7 +190,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """Portable checkpoints: the one that a run starts from, and those that it saves beside training."""
 
     load: str | None = setting(
@@ -199,18 +199,15 @@ class CheckpointConfig:
         "counts; null: none",
         path=True,
     )
-    every: str | None = setting(
+    every: str | None = option(
         None,
         'time between portable checkpoints: "500 steps", 30min, 2h, 90s; auto: as often as costs at most '
         "3.5 % of the time; null: none",
-        numeric=False,
     )
-    keep: int = setting(
-        2, "portable checkpoints that stay, the newest", valid=Valid(least=1, most=10**6), numeric=False
-    )
+    keep: int = option(2, "portable checkpoints that stay, the newest", Valid(1, 10**6))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         self.interval()
 
     def interval(self) -> Interval | None:

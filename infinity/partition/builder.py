@@ -40,40 +40,33 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionConfig:
+class PartitionConfig(Config):
     """Collectives between ranks."""
 
     reduce_dtype: Literal["fp32", "compute"] = setting(
-        "fp32",
-        "dtype in which gradients are summed over ranks; compute: half the bytes, more rounding",
-        valid=Valid(choices=("fp32", "compute")),
+        "fp32", "dtype in which gradients are summed over ranks; compute: half the bytes, more rounding"
     )
-    leaf: tuple[str, ...] = setting(
-        (),
-        "classes gathered as one: ranks may use different parts of them; lists of experts are found",
-        numeric=False,
+    leaf: tuple[str, ...] = option(
+        (), "classes gathered as one: ranks may use different parts of them; lists of experts are found"
     )
     tile: str = setting(
         "auto",
         "gather weights of experts, linear layers and embeddings in tiles; auto: where memory.device cannot "
         "hold them whole; never; or a size such as 64MiB: all that are larger, in tiles of that size",
     )
-    timeout_s: float = setting(
-        300.0,
-        "a rank that is silent for this long ends the run (s)",
-        valid=Valid(least=0.1, most=10**7),
-        numeric=False,
+    timeout_s: float = option(
+        300.0, "a rank that is silent for this long ends the run (s)", Valid(0.1, 10**7)
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.tile not in ("auto", "never"):
             try:
                 valid = self.tile_nbytes > 0

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from infinity.core.config import Valid, check, setting
+from infinity.core.config import Config, Valid, option
 from infinity.core.nbytes import Extent, Piece
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.nvme.volume import Volume
@@ -30,27 +30,20 @@ Resume = Literal["auto", "never", "must"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DurabilityConfig:
+class DurabilityConfig(Config):
     """Commits of steps: what they survive, and how often one is recorded."""
 
-    survives: Literal["process", "power"] = setting(
+    survives: Literal["process", "power"] = option(
         "process",
         "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
         "drives in every step",
-        valid=Valid(choices=("process", "power")),
-        numeric=False,
     )
-
-    every: int | None = setting(
+    every: int | None = option(
         None,
         "steps from one recorded commit to the next; null: 1 if all states live on NVMe, else as many as "
         "keep the cost of writing those in host memory below 3.5 % of the time",
-        valid=Valid(least=1, most=10**9),
-        numeric=False,
+        Valid(1, 10**9),
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 _NOWHERE = Extent(())
