@@ -13,9 +13,10 @@ Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,36 +76,29 @@ class InactivePeriod:
         return self.can_leave and self.begin < self.end
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputation:
-    """A block that runs its forward again.
-
-    Attributes:
-        times: Seconds of each of its operators.
-        memory: Bytes of the step's own storages during each of them, if nothing is stored.
-    """
+class Recomputation(NamedTuple):
+    """Positions ``[begin, end)`` in which a block runs its forward again."""
 
     block: BlockCall
-    times: np.ndarray
-    memory: np.ndarray
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Lifetimes:
     """A step as the planner sees it.
 
-    Positions are operators, with one more position in front of the backward of each recomputed block.
+    Positions are operators; a recomputed block's forward has its own in front of the block's backward.
 
     Attributes:
         times: Seconds of each position.
         until_s: Seconds before each position, and of the whole step.
-        memory: Bytes of the step's own storages during each position if nothing is stored; at the fullest
-            operator of a recomputation.
+        memory: Bytes of the step's own storages during each position if nothing is stored.
         periods: Inactive periods of saved storages, in the order in which backward needs them.
         backward: First position of backward, recomputations included.
         traffic: Bytes that units read and write, by position.
         operators: Operator of each position; of a recomputation, the one before which it runs.
-        recomputations: By position.
+        recomputations: In the order of positions.
         padding_nbytes: What a storage takes beyond its size once it has been loaded.
     """
 
@@ -115,7 +109,7 @@ class Lifetimes:
     backward: int
     traffic: Mapping[int, Traffic]
     operators: np.ndarray
-    recomputations: Mapping[int, Recomputation]
+    recomputations: tuple[Recomputation, ...]
     padding_nbytes: int
 
     @cached_property
@@ -123,22 +117,14 @@ class Lifetimes:
         """Index in ``periods`` of each storage that a plan can name."""
         return {period.key: i for i, period in enumerate(self.periods) if period.is_named}
 
-    @cached_property
-    def again(self) -> dict[int, tuple[list[float], list[int]]]:
-        """Of each recomputation, by position: seconds until each operator ends, and bytes during it."""
-        return {
-            at: (np.cumsum(again.times).tolist(), again.memory.tolist())
-            for at, again in self.recomputations.items()
-        }
-
-    @cached_property
+    @property
     def recomputed(self) -> frozenset[int]:
         """Regions of the recomputed blocks."""
-        return frozenset(again.block.region for again in self.recomputations.values())
+        return frozenset(again.block.region for again in self.recomputations)
 
 
 class ProfileIndex:
-    """What :func:`lifetimes_of` looks up in a profile, whatever is recomputed.
+    """Lookups in a profile that :func:`lifetimes_of` needs, whatever is recomputed.
 
     Attributes:
         forward_end: The first operator after forward.
@@ -174,7 +160,7 @@ def lifetimes_of(
     """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``.
 
     Args:
-        index: Of the profile, for those who ask for many lifetimes.
+        index: The index of the profile, for callers that ask for many lifetimes.
     """
     return _Builder(index or ProfileIndex(profile), recomputed).build()
 
@@ -205,37 +191,28 @@ class _Builder:
 
     def build(self) -> Lifetimes:
         self._pack_all()
-        profile = self._profile
-        starts = sorted(block.backward[0] for block in self._blocks)
-        # The position of operator k is k plus the recomputations up to it.
-        shift = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(profile.operators)), "right")
-        position = np.arange(len(profile.operators)) + shift
-        length = len(profile.operators) + len(starts)
-        operators = np.zeros(length, dtype=np.int64)
-        operators[position] = np.arange(len(profile.operators))
-        of_operators = self._index.times
-        times = np.zeros(length)
-        times[position] = of_operators
-        resident = np.zeros(length, dtype=np.int64)
-        resident[position] = self._memory()
-        recomputations: dict[int, Recomputation] = {}
-        for block in self._blocks:  # the first block's recomputation is the last one before its operator
-            at = int(position[block.backward[0]]) - 1
-            while at in recomputations:
-                at -= 1
-            work = of_operators[slice(*block.forward)]
-            recomputations[at] = Recomputation(block, work, self._memory_again(block, resident[at + 1]))
-            operators[at], times[at] = block.backward[0], work.sum()
-            resident[at] = recomputations[at].memory.max(initial=0)
+        profile, index = self._profile, self._index
+        operators, memory = np.arange(len(profile.operators)), self._memory()
+        blocks = sorted(self._blocks, key=lambda block: block.backward[0])
+        starts, lengths = (
+            np.array(numbers, dtype=np.int64)
+            for numbers in ([b.backward[0] for b in blocks], [b.forward[1] - b.forward[0] for b in blocks])
+        )
+        inserted, ends = np.repeat(starts, lengths), starts + np.cumsum(lengths)
+        position = operators + np.searchsorted(inserted, operators, "right")
+        recomputations = tuple(map(Recomputation, blocks, (ends - lengths).tolist(), ends.tolist()))
+        again_s = [time_s for block in blocks for time_s in index.times[slice(*block.forward)]]
+        times = np.insert(index.times, inserted, again_s)
+        again = [n for block in blocks for n in self._memory_again(block, memory[block.backward[0]])]
         periods = sorted(self._periods(position, recomputations), key=lambda p: (p.end, p.key))
         return Lifetimes(
             times=times,
             until_s=[0.0, *np.cumsum(times).tolist()],
-            memory=resident,
+            memory=np.insert(memory, inserted, again),
             periods=tuple(periods),
             backward=int(position[self._forward_end - 1]) + 1 if self._forward_end else 0,
             traffic=self._traffic(position),
-            operators=operators,
+            operators=np.insert(operators, inserted, inserted),
             recomputations=recomputations,
             padding_nbytes=profile.padding_nbytes,
         )
@@ -327,9 +304,9 @@ class _Builder:
         return np.asarray(following - fresh + np.cumsum(working[:-1]))
 
     def _periods(
-        self, position: np.ndarray, recomputations: Mapping[int, Recomputation]
+        self, position: np.ndarray, recomputations: Sequence[Recomputation]
     ) -> Iterator[InactivePeriod]:
-        first = {again.block.backward[0]: at for at, again in recomputations.items()}
+        first = {again.block.backward[0]: again.begin for again in recomputations}
         for storage, packing in self._packed.items():
             slot, use = packing.slot, self._profile.storages[storage]
             packed_at = max(slot.packed_at, use.born)

@@ -93,7 +93,7 @@ def _forced(
 
 
 def _covered(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """In how many of the gaps each of ``length`` positions is."""
+    """Count for each of ``length`` positions the gaps that it is in."""
     change = np.bincount(begins, minlength=length + 1) - np.bincount(ends, minlength=length + 1)
     return np.cumsum(change[:length])
 
@@ -142,11 +142,11 @@ class Migration:
     """An inactive period that a storage can spend away from device memory.
 
     Attributes:
-        period: Its index among those that were given.
-        place: Where the storage is meanwhile.
+        period: The index of the period among those that were given.
+        place: The place of the storage meanwhile.
         gone: The first operator that finds its memory free.
         back: The operator with which it starts to come back; its memory is taken from then on.
-        value: Its benefit per cost when it was chosen.
+        value: The benefit per cost when it was chosen.
     """
 
     period: int
@@ -169,7 +169,7 @@ def migrate(
     Args:
         times: Seconds of each operator.
         memory: Bytes during each operator; not changed.
-        timelines: Of the channels; the migrations are booked on them.
+        timelines: The timelines of the channels, on which migrations are booked.
         host_nbytes: Host memory that migrations may take.
 
     Returns:
@@ -212,7 +212,7 @@ class Pressure:
         self._least = np.array([_least_above(excess) for excess in self._excess])
 
     def is_high(self) -> bool:
-        """Whether memory is above capacity anywhere."""
+        """Return whether memory is above capacity anywhere."""
         return self._above > 0
 
     def high_s(self, begin: int, end: int) -> float:

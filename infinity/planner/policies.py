@@ -173,7 +173,7 @@ def device_error(
     """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
 
     Args:
-        logits: How ``memory.logits=auto`` had them computed; None: it chose nothing.
+        logits: The way in which ``memory.logits=auto`` had them computed; None: it chose nothing.
     """
     least = smallest_budget(profile, hardware)
     return BudgetError(

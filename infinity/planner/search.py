@@ -358,7 +358,7 @@ class PlanSearch:
         return best
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
-        """Whether it is about as fast as keeping everything."""
+        """Return whether it is about as fast as keeping everything."""
         return candidate is not None and candidate.outcome.step_s <= self.keep.outcome.step_s * (
             1 + NEGLIGIBLE
         )

@@ -17,19 +17,17 @@ the last time, or when its store is cancelled.
 
 [Note: stops]
 The simulator stops only at positions where something is to be done; in between it lets compute run as far as
-transfers allow. With a timeline it stops at every position, which changes nothing else.
+transfers allow. Of the positions that run meanwhile the fullest counts, with what was away before them. With
+a timeline it stops at every position, which changes nothing else.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum, auto
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
@@ -51,7 +49,7 @@ class Interval(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """From ``at_s`` on, ``nbytes`` are in device memory."""
+    """A sample: from ``at_s`` on, ``nbytes`` are in device memory."""
 
     at_s: float
     nbytes: int
@@ -64,9 +62,9 @@ class StepTimeline:
     Attributes:
         memory: Bytes of the step's own storages on the device; a step function.
         channels: Transfers of each channel that moved something, in order.
-        stalls: When compute waited, and for which slot.
-        recomputed: When a block's forward ran again.
-        backward_s: When backward began (s).
+        stalls: Intervals in which compute waited, and for which slot.
+        recomputed: Intervals in which a block's forward ran again.
+        backward_s: The time at which backward began (s).
     """
 
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
@@ -133,7 +131,7 @@ class _Slot:
     """A storage that a plan stores; see [Note: where bytes are].
 
     Attributes:
-        is_away: Its bytes are not in memory: it is STORED, and forward is done with it.
+        is_away: The bytes are not in memory: the slot is STORED, and forward is done with it.
         is_wanted: Backward has asked for it; a store that ends now frees nothing.
         is_released: Backward is done with it, and its store is not.
     """
@@ -157,7 +155,6 @@ class _Slots:
         all: The slots that the plan stores.
         loads: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
         away_nbytes: Device memory that slots do not take.
-        changes: The first position that finds each change of ``away_nbytes``, and by how much.
         backlog: Bytes whose store has not ended.
         host: Bytes in host memory.
         nbytes_stored: Written to NVMe.
@@ -179,10 +176,7 @@ class _Slots:
         late = set() if plan.capacity_nbytes is None else {SlotState.STORING}
         self._unreadable = {SlotState.LOADING} | late
         self.backlog, self.host = _Gauge(), _Gauge()
-        self.changes: list[tuple[int, int]] = []
         self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
-
-    # --- called by compute -------------------------------------------------------------------
 
     def pack(self, index: int) -> None:
         """Start to store the slot, which forward saves."""
@@ -193,29 +187,28 @@ class _Slots:
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
-        """Whether the slot and all that were packed before it need not be stored any more."""
+        """Return whether the slot and all that were packed before it need not be stored any more."""
         last = self.all[index].period.key
         return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
 
-    def end_forward_use(self, index: int, at: int) -> None:
-        """Free the slot's memory before position ``at`` if it has been stored."""
+    def end_forward_use(self, index: int) -> None:
+        """Free the slot's memory if it has been stored."""
         slot = self.all[index]
         if slot.state is SlotState.STORED and not slot.is_away:
-            self._leave(slot, at)
+            self._leave(slot)
 
-    def start_loads(self, after: int | None, at: int) -> None:
+    def start_loads(self, after: int | None) -> None:
         """Start the loads tied to slot ``after``; None: to the beginning of backward."""
         for index in self.loads.pop(after, ()):
-            self._fetch(index, at)
+            self._fetch(index)
 
-    def ask(self, index: int, at: int) -> bool:
-        """Backward needs the slot before position ``at``: return whether it must wait."""
-        self.start_loads(index, at)
-        self._fetch(index, at)
-        return not self.is_resident(index)
+    def ask(self, index: int) -> None:
+        """Backward needs the slot, and starts what is tied to it."""
+        self.start_loads(index)
+        self._fetch(index)
 
     def is_resident(self, index: int) -> bool:
-        """Whether backward can read the slot now."""
+        """Return whether backward can read the slot now."""
         return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
@@ -226,35 +219,32 @@ class _Slots:
         else:
             self.host.add(-slot.host_nbytes)
 
-    # --- called when a transfer has ended ----------------------------------------------------
-
-    def end(self, channel: int, index: int, running: int, first: int) -> None:
-        """A transfer has ended while position ``running`` ran; ``first`` is the first that finds it ended."""
+    def end(self, channel: int, index: int, at: int) -> None:
+        """A transfer has ended after the stop at position ``at``."""
         slot = self.all[index]
+        on_nvme = slot.period.nbytes if slot.place is Place.NVME else 0
         if channel == LOAD[slot.place]:
             slot.state = SlotState.RESIDENT
-            self.nbytes_loaded += slot.period.nbytes if slot.place is Place.NVME else 0
+            self.nbytes_loaded += on_nvme
             return
         self.backlog.add(-slot.period.nbytes)
-        self.nbytes_stored += slot.period.nbytes if slot.place is Place.NVME else 0
+        self.nbytes_stored += on_nvme
         if slot.is_released:
             self.host.add(-slot.host_nbytes)
         if slot.is_wanted or slot.is_released or not slot.period.is_freed:
             slot.state = SlotState.RESIDENT
             return
         slot.state = SlotState.STORED
-        if slot.period.begin <= running:
-            self._leave(slot, first)
+        if slot.period.begin <= at:
+            self._leave(slot)
 
-    # --- parts -------------------------------------------------------------------------------
-
-    def _fetch(self, index: int, at: int) -> None:
+    def _fetch(self, index: int) -> None:
         slot = self.all.get(index)
         if slot is None or slot.is_released:
             return
         if slot.is_away:
             slot.state, slot.is_away = SlotState.LOADING, False
-            self._change(at, -slot.period.nbytes)
+            self.away_nbytes -= slot.period.nbytes
             self._queues.submit(LOAD[slot.place], index, slot.period.nbytes)
         elif slot.state is SlotState.STORED:
             slot.state = SlotState.RESIDENT
@@ -266,37 +256,25 @@ class _Slots:
                 self.host.add(-slot.host_nbytes)
                 slot.place = Place.KEEP
 
-    def _leave(self, slot: _Slot, at: int) -> None:
+    def _leave(self, slot: _Slot) -> None:
         slot.is_away = True
-        self._change(at, slot.period.nbytes)
-
-    def _change(self, at: int, nbytes: int) -> None:
-        self.away_nbytes += nbytes
-        self.changes.append((at, nbytes))
+        self.away_nbytes += slot.period.nbytes
 
 
 # --- compute -----------------------------------------------------------------------------------------
-
-
-class _Do(IntEnum):
-    """What is to be done before a position, in this order."""
-
-    PACK = auto()
-    END_FORWARD_USE = auto()
-    RELEASE = auto()
-    WAIT = auto()
-    BEGIN_BACKWARD = auto()
-    ASK = auto()
 
 
 class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
     Args:
-        lifetimes: Of the step that recomputes the plan's blocks.
+        lifetimes: Lifetimes in the step that recomputes the plan's blocks.
         plan: Names slots of ``lifetimes`` only.
         hardware: Rates of the channels.
         timeline: Filled while the step runs.
+
+    Attributes:
+        peak_nbytes: The most that the step's own storages have taken of device memory so far.
 
     Raises:
         RecipeError: The plan uses a channel that moves nothing.
@@ -309,12 +287,14 @@ class Simulator:
         hardware: Hardware,
         timeline: StepTimeline | None = None,
     ) -> None:
-        self._lifetimes, self._backlog_nbytes, self._timeline = lifetimes, plan.backlog_nbytes, timeline
+        self._lifetimes, self._timeline = lifetimes, timeline
+        self._backlog_nbytes = NEVER_S if plan.backlog_nbytes is None else plan.backlog_nbytes
+        self._memory: list[int] = lifetimes.memory.tolist()
         self._queues = TransferQueues(hardware)
         self._slots = _Slots(lifetimes, plan, self._queues)
-        self._agenda = _agenda(lifetimes, self._slots, plan.waits)
-        self._stall_s = self._recompute_s = 0.0
-        self._peak_nbytes = 0
+        self._agenda = self._actions(plan.waits)
+        self._stall_s = 0.0
+        self.peak_nbytes = 0
         for place in {slot.place for slot in self._slots.all.values()}:
             for channel in (STORE[place], LOAD[place]):
                 if not self._queues.rates[channel] > 0:
@@ -328,11 +308,6 @@ class Simulator:
         """The most bytes that have waited to be stored at one time."""
         return self._slots.backlog.peak_nbytes
 
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that the step's own storages have taken of device memory, as far as it is known."""
-        return self._peak_nbytes
-
     def run(self) -> Outcome:
         """Run the step."""
         outcome = self.run_within()
@@ -341,36 +316,38 @@ class Simulator:
 
     def run_within(self, limit_s: float = NEVER_S, most_nbytes: float = NEVER_S) -> Outcome | None:
         """Run the step; None once it is known to take ``limit_s`` or more, or more memory than given."""
-        lifetimes, queues, end = self._lifetimes, self._queues, len(self._lifetimes.times)
+        lifetimes, queues, end = self._lifetimes, self._queues, len(self._memory)
+        begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
+        ends = {again.end for again in begun.values()}
         every = range(0 if self._timeline is None else end)
-        again = (each for at in lifetimes.recomputations for each in (at, at + 1))
-        stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *again, *every})
+        stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *begun, *ends, *every})
         until_s = lifetimes.until_s
         latest_s = limit_s * (1 + _ROUNDING) - until_s[end]  # compute that is left takes its time at least
+        again_s: list[Interval] = []
         for at, following in pairwise(stops):
             self._stop(at)
-            began_s = queues.now_s
-            if began_s - until_s[at] >= latest_s or self._peak_nbytes > most_nbytes:
+            if at in begun:
+                again_s.append(Interval(queues.now_s, queues.now_s, begun[at].block.name))
+            if queues.now_s - until_s[at] >= latest_s or self.peak_nbytes > most_nbytes:
                 return None
-            self._compute_positions(at, following)
-            if at in lifetimes.recomputations:
-                self._recompute_s += queues.now_s - began_s
-                if self._timeline is not None:
-                    name = lifetimes.recomputations[at].block.name
-                    self._timeline.recomputed.append(Interval(began_s, queues.now_s, name))
+            self._compute(at, following)
+            if following in ends:
+                again_s[-1] = again_s[-1]._replace(end_s=queues.now_s)
         self._stop(end)
         step_s = queues.now_s
         self._note(0)
         while queues.next_s() < NEVER_S:
-            self._pass(queues.next_s(), end, end, 0)
-        self._peak_nbytes = max(self._peak_nbytes, self._highest())
-        if step_s >= limit_s or self._peak_nbytes > most_nbytes:
+            self._pass(queues.next_s(), end)
+            self._note(0)
+        if step_s >= limit_s or self.peak_nbytes > most_nbytes:
             return None
+        if self._timeline is not None:
+            self._timeline.recomputed = again_s
         return Outcome(
             step_s=step_s,
             stall_s=self._stall_s,
-            recompute_s=self._recompute_s,
-            peak_nbytes=self._peak_nbytes,
+            recompute_s=sum(again.end_s - again.begin_s for again in again_s),
+            peak_nbytes=self.peak_nbytes,
             host_peak_nbytes=self._slots.host.peak_nbytes,
             nbytes_stored=self._slots.nbytes_stored,
             nbytes_loaded=self._slots.nbytes_loaded,
@@ -378,158 +355,96 @@ class Simulator:
 
     # --- between positions -------------------------------------------------------------------
 
+    def _actions(self, waits: Iterable[StoreWait]) -> dict[int, list[Callable[[], None]]]:
+        """What is to be done before each position: pack, leave, release, wait, begin backward, ask."""
+        lifetimes, slots = self._lifetimes, self._slots
+        found: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        packed = sorted(slots.all.items(), key=lambda item: item[1].period.key)
+        for index, slot in packed:
+            at = slot.period.packed_at + 1
+            found[at].append(partial(self._pack, index, at))
+        for index, slot in packed:
+            found[slot.period.begin].append(partial(slots.end_forward_use, index))
+        for index, slot in packed:
+            if slot.place is Place.HOST:
+                at = max(slot.period.packed_at, slot.period.released_at) + 1
+                found[at].append(partial(slots.release, index))
+        for wait in waits:
+            period, last = lifetimes.periods[lifetimes.index[wait.at]], lifetimes.index[wait.slot]
+            at = period.end if wait.backward else period.packed_at + 1
+            found[at].append(partial(self._wait, at, "stores", partial(slots.has_stored, last)))
+        found[lifetimes.backward].append(self._begin_backward)
+        for index in sorted({after for after in slots.loads if after is not None} | slots.all.keys()):
+            at = lifetimes.periods[index].end
+            found[at].append(partial(self._ask, index, at))
+        return found
+
     def _stop(self, at: int) -> None:
         """Do what is to be done before position ``at``."""
-        slots = self._slots
-        for do, index in self._agenda.get(at, ()):
-            if do is _Do.PACK:
-                slots.pack(index)
-                self._wait(at, None, self._is_within_backlog)
-            elif do is _Do.END_FORWARD_USE:
-                slots.end_forward_use(index, at)
-            elif do is _Do.RELEASE:
-                slots.release(index)
-            elif do is _Do.WAIT:
-                self._wait(at, None, partial(slots.has_stored, index))
-            elif do is _Do.BEGIN_BACKWARD:
-                if self._timeline is not None:
-                    self._timeline.backward_s = self._queues.now_s
-                slots.start_loads(None, at)
-            elif slots.ask(index, at):
-                self._note(self._between(at))
-                self._wait(at, index, partial(slots.is_resident, index))
+        for do in self._agenda.get(at, ()):
+            do()
         if at in self._lifetimes.traffic:
             self._queues.submit_units(self._lifetimes.traffic[at])
 
-    def _is_within_backlog(self) -> bool:
-        return self._backlog_nbytes is None or self._slots.backlog.nbytes <= self._backlog_nbytes
+    def _pack(self, index: int, at: int) -> None:
+        self._slots.pack(index)
+        self._wait(at, "stores", lambda: self._slots.backlog.nbytes <= self._backlog_nbytes)
 
-    def _wait(self, at: int, index: int | None, until: Callable[[], bool]) -> None:
-        queues, between = self._queues, self._between(at)
+    def _begin_backward(self) -> None:
+        if self._timeline is not None:
+            self._timeline.backward_s = self._queues.now_s
+        self._slots.start_loads(None)
+
+    def _ask(self, index: int, at: int) -> None:
+        self._slots.ask(index)
+        self._wait(at, self._name(index), lambda: self._slots.is_resident(index))
+
+    def _wait(self, at: int, cause: str, until: Callable[[], bool]) -> None:
+        """Let time pass before position ``at``, while memory is no more than its neighbours take."""
+        queues, memory = self._queues, self._memory
+        between = min(memory[at - 1], memory[at]) if 0 < at < len(memory) else 0
         began_s = queues.now_s
         while not until():
-            assert queues.next_s() < float("inf"), "compute waits, and nothing moves"
-            self._pass(queues.next_s(), at, at, between)
+            self._note(between)
+            assert queues.next_s() < NEVER_S, "compute waits, and nothing moves"
+            self._pass(queues.next_s(), at)
         if queues.now_s > began_s:
+            self._note(between)
             self._stall_s += queues.now_s - began_s
             if self._timeline is not None:
-                name = "stores" if index is None else self._name(index)
-                self._timeline.stalls.append(Interval(began_s, queues.now_s, name))
+                self._timeline.stalls.append(Interval(began_s, queues.now_s, cause))
 
-    def _between(self, at: int) -> int:
-        """Bytes before position ``at`` if nothing were away: no more than its neighbours take."""
-        memory = self._lifetimes.memory
-        return int(min(memory[at - 1], memory[at])) if 0 < at < len(memory) else 0
-
-    # --- compute -----------------------------------------------------------------------------
-
-    def _compute_positions(self, at: int, following: int) -> None:
-        """Compute the positions from ``at`` up to ``following``."""
-        done_s = self._lifetimes.until_s[at]
-        if at in self._lifetimes.recomputations and self._timeline is None:
-            self._recompute(at, done_s)
-            return
-        for nbytes, work_s in self._parts(at, following):
-            self._note(nbytes)
-            self._compute(at, following, done_s, done_s + work_s, nbytes)
-            done_s += work_s
-
-    def _recompute(self, at: int, began_s: float) -> None:
-        """Recompute a block; of the operators between two ends of transfers the fullest counts."""
-        queues, (ends_s, memory) = self._queues, self._lifetimes.again[at]
-        done_s, running, goal_s = 0.0, 0, ends_s[-1] if ends_s else 0.0
-        if not goal_s:
-            self._note(max(memory, default=0))
+    def _compute(self, at: int, following: int) -> None:
+        """Compute the positions from ``at`` up to ``following``; see [Note: stops]."""
+        queues, until_s, memory = self._queues, self._lifetimes.until_s, self._memory
+        done_s, goal_s, begun = until_s[at], until_s[following], at
         while done_s < goal_s:
             speed, next_s = queues.speed(), queues.next_s()
             left_s = (goal_s - done_s) / speed
             done_s = goal_s if left_s <= next_s else done_s + next_s * speed
-            # with an operator that begins at that time, or rounding would decide
-            until = min(bisect_right(ends_s, done_s * (1 + _ROUNDING), running), len(memory) - 1)
-            self._note(max(memory[running : until + 1]))
-            running = until
-            first = bisect_left(self._lifetimes.until_s, began_s + done_s, at, at + 1)
-            self._pass(min(left_s, next_s), at, first, memory[running])
+            running, begun = max(at, begun - 1), max(at + 1, bisect_left(until_s, done_s, at, following))
+            self._note(max(memory[running:begun]))
+            self._pass(min(left_s, next_s), at)
+        if begun < following:
+            self._note(max(memory[begun:following]))
 
-    def _parts(self, at: int, following: int) -> Iterator[tuple[int, float]]:
-        """Bytes and seconds of a position, of the operators that it recomputes, or of several positions.
-
-        Bytes of several positions are left out: see :meth:`_highest`.
-        """
-        lifetimes = self._lifetimes
-        if at in lifetimes.recomputations:
-            again = lifetimes.recomputations[at]
-            yield from zip(again.memory.tolist(), again.times.tolist(), strict=True)
-        else:
-            nbytes = int(lifetimes.memory[at]) if following == at + 1 else 0
-            yield nbytes, lifetimes.until_s[following] - lifetimes.until_s[at]
-
-    def _compute(self, at: int, following: int, done_s: float, goal_s: float, nbytes: int) -> None:
-        """Let compute run from ``done_s`` to ``goal_s`` of its time; it holds ``nbytes`` if none is away."""
-        queues, until_s = self._queues, self._lifetimes.until_s
-        while done_s < goal_s:
-            speed, next_s = queues.speed(), queues.next_s()
-            left_s = (goal_s - done_s) / speed
-            done_s = goal_s if left_s <= next_s else done_s + next_s * speed
-            first = bisect_left(until_s, done_s, at, following)
-            self._pass(min(left_s, next_s), max(at, first - 1), first, nbytes)
-
-    def _pass(self, passed_s: float, running: int, first: int, nbytes: int) -> None:
-        """Let time pass while ``running`` runs; ``first`` is the first position that finds what has ended."""
-        before = self._slots.away_nbytes
+    def _pass(self, passed_s: float, at: int) -> None:
+        """Let time pass after the stop at position ``at``."""
         for channel, index, began_s in self._queues.advance(passed_s):
             if self._timeline is not None:
                 name = "units" if index is None else self._name(index)
                 moved = self._timeline.channels.setdefault(Channel(channel).label, [])
                 moved.append(Interval(began_s, self._queues.now_s, name))
             if index is not None:
-                self._slots.end(channel, index, running, first)
-        if self._slots.away_nbytes != before:
-            self._note(nbytes)
-
-    # --- memory ------------------------------------------------------------------------------
+                self._slots.end(channel, index, at)
 
     def _note(self, nbytes: int) -> None:
         """The device would hold ``nbytes`` if nothing were away."""
         there = nbytes - self._slots.away_nbytes
-        self._peak_nbytes = max(self._peak_nbytes, there)
+        self.peak_nbytes = max(self.peak_nbytes, there)
         if self._timeline is not None and there != self._timeline.memory[-1].nbytes:
             self._timeline.memory.append(Sample(self._queues.now_s, there))
-
-    def _highest(self) -> int:
-        """The most bytes at the beginning of a position; those of recomputations have been noted."""
-        lifetimes = self._lifetimes
-        away = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
-        for at, nbytes in self._slots.changes:
-            away[at] += nbytes
-        there = lifetimes.memory - np.cumsum(away[:-1])
-        there[list(lifetimes.recomputations)] = 0
-        return int(there.max(initial=0))
 
     def _name(self, index: int) -> str:
         key = self._lifetimes.periods[index].key
         return f"{key.region}.{key.ordinal}"
-
-
-def _agenda(
-    lifetimes: Lifetimes, slots: _Slots, waits: Iterable[StoreWait]
-) -> dict[int, list[tuple[_Do, int]]]:
-    """What is to be done before each position, in order."""
-    found: dict[int, list[tuple[_Do, int]]] = {}
-    asked = {after for after in slots.loads if after is not None} | slots.all.keys()
-    for index, slot in sorted(slots.all.items(), key=lambda item: item[1].period.key):
-        period = slot.period
-        found.setdefault(period.packed_at + 1, []).append((_Do.PACK, index))
-        found.setdefault(period.begin, []).append((_Do.END_FORWARD_USE, index))
-        if slot.place is Place.HOST:
-            found.setdefault(max(period.packed_at, period.released_at) + 1, []).append((_Do.RELEASE, index))
-    for wait in waits:
-        period = lifetimes.periods[lifetimes.index[wait.at]]
-        at = period.end if wait.backward else period.packed_at + 1
-        found.setdefault(at, []).append((_Do.WAIT, lifetimes.index[wait.slot]))
-    found.setdefault(lifetimes.backward, []).append((_Do.BEGIN_BACKWARD, -1))
-    for index in sorted(asked):
-        found.setdefault(lifetimes.periods[index].end, []).append((_Do.ASK, index))
-    for do in found.values():
-        do.sort(key=lambda each: each[0])
-    return found

@@ -90,14 +90,14 @@ def test_a_recomputed_block_keeps_its_input_drops_the_rest_and_pays_its_forward_
     kept, again = lifetimes_of(profile), lifetimes_of(profile, frozenset({1}))
     block = profile.blocks[0]
     at = block.backward[0]
-    assert again.times[at] == 3.0
-    assert again.operators[at] == again.operators[at + 1] == at
+    assert again.times[at : at + 2].tolist() == [1.0, 2.0]
+    assert again.operators[at : at + 3].tolist() == [at, at, at]
     # The middle one (20 bytes) is away after its last use in forward, until the block runs again.
     away = slice(block.forward[1], at)
     assert (kept.memory[away] - again.memory[away]).tolist() == [20] * (at - block.forward[1])
-    assert again.memory[at + 1 :].tolist() == kept.memory[at:].tolist()
-    # While it runs again: input and middle one, the gradient that waits, and the output once more.
-    assert again.memory[at] == 10 + 20 + 10 + 10
+    assert again.memory[at + 2 :].tolist() == kept.memory[at:].tolist()
+    # While it runs again: input and middle one, the gradient that waits, and at last the output once more.
+    assert again.memory[at : at + 2].tolist() == [10 + 20 + 10, 10 + 20 + 10 + 10]
     assert SlotKey(1, 0) in {saved.key for saved in again.periods}
     assert SlotKey(1, 1) not in {saved.key for saved in again.periods}
 
