@@ -107,7 +107,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
     """Publish the model, or the adapters, that a run of ``infinity train`` kept, as ``out``.
 
     Args:
-        stored_as: As for :func:`export`.
+        stored_as: The stored form, as for :func:`export`.
 
     Raises:
         CheckpointError: The run has none, ``out`` is not free, or the model does not fit the stored form.
@@ -137,7 +137,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
 
 
 def _newest_run(folder: Path) -> Path | None:
-    """Of the runs in ``folder``, the one that kept its model last."""
+    """Return the run in ``folder`` that kept its model last."""
     kept = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in folder.glob(f"*/{name}")]
     return max(kept, key=lambda path: path.stat().st_mtime).parent if kept else None
 

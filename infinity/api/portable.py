@@ -18,7 +18,7 @@ from infinity.checkpoint.export import Series
 from infinity.checkpoint.portable import PortableSave
 from infinity.checkpoint.portable_values import PortableValues
 from infinity.comm.ranks import all_ranks_or_raise
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import BudgetError, CheckpointError, DiskError, PeerError, StateError
 from infinity.core.files import user_path
 from infinity.engine.runtime import Runtime, runtime_of
@@ -44,7 +44,7 @@ def save_checkpoint(
 
     Args:
         model: Built under :class:`infinity.Init`.
-        optimizer: Of this model; None: only weights are saved.
+        optimizer: The model's optimizer; None: only weights are saved.
         path: Must not exist, or be empty; rank 0's value is used.
         background: Return before it is written.
 
@@ -112,8 +112,8 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
     Args:
         model: Built under :class:`infinity.Init`.
-        optimizer: Of this model. Moments and step counts that the checkpoint lacks become zero. None: only
-            weights are loaded.
+        optimizer: The model's optimizer. Moments and step counts that the checkpoint lacks become zero. None:
+            only weights are loaded.
         path: The directory.
 
     Returns:
@@ -183,14 +183,14 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Interval(NamedTuple):
-    """How much lies between two checkpoints: steps, or seconds, or what costs little (neither)."""
+    """The distance between two checkpoints: steps, or seconds, or (neither) whatever costs little."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """Portable checkpoints: the one that a run starts from, and those that it saves beside training."""
 
     load: str | None = setting(
@@ -199,18 +199,15 @@ class CheckpointConfig:
         "counts; null: none",
         path=True,
     )
-    every: str | None = setting(
+    every: str | None = option(
         None,
         'time between portable checkpoints: "500 steps", 30min, 2h, 90s; auto: as often as costs at most '
         "3.5 % of the time; null: none",
-        numeric=False,
     )
-    keep: int = setting(
-        2, "portable checkpoints that stay, the newest", valid=Valid(least=1, most=10**6), numeric=False
-    )
+    keep: int = option(2, "portable checkpoints that stay, the newest", Valid(1, 10**6))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         self.interval()
 
     def interval(self) -> Interval | None:
@@ -237,8 +234,8 @@ class Checkpoints:
 
     Args:
         folder: The run's.
-        step: That the run begins after.
-        steps: Of the run; after the last one a checkpoint is due, unless ``every`` is auto.
+        step: The step after which the run begins.
+        steps: The run's number of steps; after the last one a checkpoint is due, unless ``every`` is auto.
         agree: Returns the mean of a number over all ranks, so that they decide alike.
         say: Gets a line for people about each checkpoint; on rank 0.
     """
@@ -336,7 +333,7 @@ class Checkpoints:
         return self._agree(float(wanted)) > 0
 
     def _is_time(self, last: bool) -> bool:
-        """Whether it is time by rank 0's clock."""
+        """Return whether it is time by rank 0's clock."""
         if self._interval == Interval():
             return not last and self._pace.allows(AUTO_SHARE, time.monotonic())
         seconds = self._interval.seconds
@@ -352,7 +349,7 @@ class Pace:
     Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
 
     Attributes:
-        last_s: When the last save began, or the run.
+        last_s: The time at which the last save began, or the run.
     """
 
     def __init__(self, expected_s: float, now_s: float) -> None:
@@ -385,6 +382,6 @@ class Pace:
         return took_s
 
     def allows(self, share: float, now_s: float) -> bool:
-        """Whether all saves, with one that begins now, cost at most ``share`` of the time."""
+        """Return whether all saves, with one that begins now, cost at most ``share`` of the time."""
         spent_s = self._spent_s + self._expected_s
         return spent_s <= share * (now_s - self._begun_s + self._expected_s)

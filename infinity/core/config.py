@@ -1,19 +1,19 @@
 """Fields of configuration classes with their types, meaning and valid values; the memory budgets.
 
-A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field and stores
-its meaning and valid values in the field's metadata. :func:`check` converts and validates the values, from a
-recipe or from Python; :func:`describe` says what it accepts, in errors and in ``infinity recipe``.
+A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field, and
+:class:`Config` converts and validates all of them, given by a recipe or by Python. :func:`settings_of`
+describes them, in errors and in ``infinity recipe``.
 """
 
 import errno
 import functools
+import operator
 import os
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from infinity.core.errors import RecipeError
 from infinity.core.files import expand_user
@@ -21,9 +21,14 @@ from infinity.core.nbytes import parse_nbytes
 
 #: The most that a message shows of a wrong value (characters).
 _SHOWN_CHARS = 200
-_PLURALS = {"path": "paths", "text": "texts"}
 #: The longest text of a setting (bytes); of a path, the system says more.
 _TEXT_NBYTES = 4095
+_BOUNDS = {
+    "least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
 
 
 class SettingError(RecipeError):
@@ -31,7 +36,7 @@ class SettingError(RecipeError):
 
     Attributes:
         key: Name of the field.
-        got: Its value.
+        got: The value of the field.
         wanted: Description of the valid values.
     """
 
@@ -40,41 +45,102 @@ class SettingError(RecipeError):
         super().__init__(f"{key}: got {shown(got)}; wanted {wanted}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Valid:
-    """Valid values of a field: bounds of a number, or a list of choices."""
+    """Bounds of a number; without any, all numbers are valid."""
 
     least: float | None = None
-    above: float | None = None
     most: float | None = None
+    above: float | None = None
     below: float | None = None
-    choices: Sequence[object] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Return True if ``value``, which has the field's type, is valid; NaN is not if there are bounds."""
-        if self.choices:
-            return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        """Return True if ``value`` is in the bounds; NaN is in none."""
+        bounds = ((holds, getattr(self, name)) for name, (_, holds) in _BOUNDS.items())
+        return all(holds(value, bound) for holds, bound in bounds if bound is not None)
 
     def __str__(self) -> str:
-        if self.choices:
-            return " | ".join(str(choice) for choice in self.choices)
         if self.least is not None and self.most is not None:
             return f"{_bound(self.least)} to {_bound(self.most)}"
-        bounds = ((">=", self.least), (">", self.above), ("<=", self.most), ("<", self.below))
+        bounds = ((sign, getattr(self, name)) for name, (sign, _) in _BOUNDS.items())
         return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in bounds if bound is not None)
+
+
+def _bound(bound: Any) -> str:
+    """Return a bound as text; large powers of two as such."""
+    if isinstance(bound, float):
+        return f"{bound:g}"
+    for number, rest in ((bound, ""), (bound + 1, " - 1")):
+        if number >= 2**20 and number.bit_count() == 1:
+            return f"2**{number.bit_length() - 1}{rest}"
+    return f"{bound:,}"
+
+
+class Setting(NamedTuple):
+    """A field of a config: its name, and what :func:`setting` was given; ``hint`` is its type."""
+
+    name: str
+    hint: Any
+    help: str
+    valid: Valid
+    nbytes: bool
+    path: bool
+    numeric: bool
+
+    def __str__(self) -> str:
+        """Describe the values that are accepted, as in ``int or null, 1 to 1024``."""
+        bounds = f"{self.valid}{' bytes' if self.nbytes else ''}"
+        return f"{self._kind()}, {bounds}" if bounds else self._kind()
+
+    def _kind(self) -> str:
+        kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
+        if kind in (types.UnionType, typing.Union):
+            return f"{self._replace(hint=args[0])._kind()} or null"
+        if kind is Literal:
+            return " | ".join(str(choice) for choice in args)
+        if kind is tuple:
+            items = [self._replace(hint=arg)._kind() for arg in args if arg is not Ellipsis]
+            return f"list of {items[0]}s" if Ellipsis in args else f"[{', '.join(items)}]"
+        if self.nbytes:
+            return "size such as 8GiB"
+        return "path" if self.path else {bool: "true | false", str: "text"}.get(self.hint, self.hint.__name__)
+
+    def converted(self, value: Any) -> Any:
+        """Return ``value`` as the type; YAML's own types stay apart, so ``steps: 1.5`` is an error.
+
+        A size may be text, a list may be its only item, and a float or a text may be an int.
+
+        Raises:
+            ValueError: The value is not accepted.
+        """
+        kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
+        if kind in (types.UnionType, typing.Union):
+            return None if value is None else self._replace(hint=args[0]).converted(value)
+        if kind is tuple:
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if args[-1] is not Ellipsis and len(items) != len(args):
+                raise ValueError(value)
+            if "???" in items:  # OmegaConf's mark of a mandatory value, which it does not write in a list
+                raise _TextError("??? marks a value that must be given")
+            return tuple(self._replace(hint=args[0]).converted(item) for item in items)
+        if self.hint is str:
+            return _text(value, path=self.path)
+        if kind is Literal:
+            valid = any(value == choice and type(value) is type(choice) for choice in args)
+        else:
+            value = parse_nbytes(value) if self.nbytes else value
+            value = float(value) if self.hint is float and type(value) is int else value
+            valid = isinstance(value, self.hint) and (self.hint is bool or not isinstance(value, bool))
+        if not valid or not self.valid.accepts(value):
+            raise ValueError(value)
+        return value
 
 
 def setting(
     default: Any,
     help: str,
+    valid: Valid = Valid(),
     *,
-    valid: Valid | None = None,
     nbytes: bool = False,
     path: bool = False,
     numeric: bool = True,
@@ -84,46 +150,43 @@ def setting(
     Args:
         default: The default value; None usually means "derived" or "off".
         help: The meaning, in one line.
-        valid: Valid values; for a tuple, of each item.
+        valid: Valid numbers; for a tuple, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
         numeric: The value changes the numbers of a run, so one that is gone on with must keep it.
     """
-    metadata = {"help": help, "valid": valid or Valid(), "nbytes": nbytes, "path": path, "numeric": numeric}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"setting": (help, valid, nbytes, path, numeric)})
 
 
-def check(config: Any) -> None:
-    """Convert and validate every :func:`setting` of ``config``; called in ``__post_init__``.
+#: A setting that changes no number of a run.
+option = functools.partial(setting, numeric=False)
 
-    A size may be text, a list may be its only item, and a float or a text may be an int, as in a recipe.
+
+@functools.cache
+def settings_of(cls: type) -> tuple[Setting, ...]:
+    """Return every :func:`setting` of a config, in order."""
+    hints = typing.get_type_hints(cls)
+    specs = (spec for spec in fields(cls) if "setting" in spec.metadata)
+    return tuple(Setting(spec.name, hints[spec.name], *spec.metadata["setting"]) for spec in specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base class of configs, which converts and validates every :func:`setting`.
 
     Raises:
         SettingError: A field has an invalid value; names the first such field.
     """
-    cls: type = type(config)
-    for spec, hint in settings_of(cls):
-        value = getattr(config, spec.name)
-        try:
-            object.__setattr__(config, spec.name, _converted(value, spec, hint))
-        except (ValueError, OverflowError) as error:
-            why = f"; {error}" if isinstance(error, _TextError) else ""
-            raise SettingError(spec.name, value, describe(spec, hint) + why) from error
 
-
-@functools.cache
-def settings_of(cls: type) -> tuple[tuple["Field[Any]", Any], ...]:
-    """Return every :func:`setting` of a config with its type, in order."""
-    hints = typing.get_type_hints(cls)
-    return tuple((spec, hints[spec.name]) for spec in fields(cls) if "valid" in spec.metadata)
-
-
-def describe(spec: "Field[Any]", hint: Any) -> str:
-    """Describe the values that a setting accepts, as in ``int or null, 1 to 1024``."""
-    kind, bounds = _describe_type(hint, spec), str(spec.metadata["valid"])
-    if spec.metadata["nbytes"]:
-        bounds += " bytes"
-    return kind if not bounds or bounds in kind else f"{kind}, {bounds}"
+    def __post_init__(self) -> None:
+        cls: type = type(self)
+        for each in settings_of(cls):
+            value = getattr(self, each.name)
+            try:
+                object.__setattr__(self, each.name, each.converted(value))
+            except (ValueError, OverflowError) as error:
+                why = f"; {error}" if isinstance(error, _TextError) else ""
+                raise SettingError(each.name, value, f"{each}{why}") from error
 
 
 def shown(value: object) -> str:
@@ -137,33 +200,6 @@ def shown(value: object) -> str:
 
 class _TextError(ValueError):
     """The message says why a text cannot be used."""
-
-
-def _converted(value: Any, spec: "Field[Any]", hint: Any) -> Any:
-    """Return ``value`` as a ``hint``; YAML's own types stay apart, so ``steps: 1.5`` is an error."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
-        return None if value is None else _converted(value, spec, args[0])
-    if kind is tuple:
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        if args[-1] is not Ellipsis and len(items) != len(args):
-            raise ValueError(value)
-        if "???" in items:  # OmegaConf's mark of a mandatory value, which it does not write in a list
-            raise _TextError("??? marks a value that must be given")
-        return tuple(_converted(item, spec, args[0]) for item in items)
-    if spec.metadata["nbytes"]:
-        value = parse_nbytes(value)
-    elif hint is str:
-        value = _text(value, path=spec.metadata["path"])
-    elif hint is float and type(value) is int:
-        value = float(value)
-    elif kind is not Literal and (
-        not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
-    ):
-        raise ValueError(value)
-    if not spec.metadata["valid"].accepts(value):
-        raise ValueError(value)
-    return value
 
 
 def _text(value: Any, *, path: bool) -> str:
@@ -189,102 +225,56 @@ def _text(value: Any, *, path: bool) -> str:
         raise _TextError(str(error)) from error
 
 
-def _bound(bound: Any) -> str:
-    """A bound as text: large powers of two as such."""
-    if isinstance(bound, float):
-        return f"{bound:g}"
-    for number, rest in ((bound, ""), (bound + 1, " - 1")):
-        if number >= 2**20 and number.bit_count() == 1:
-            return f"2**{number.bit_length() - 1}{rest}"
-    return f"{bound:,}"
-
-
-def _describe_type(hint: Any, spec: "Field[Any]") -> str:
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
-        return f"{_describe_type(args[0], spec)} or null"
-    if kind is Literal:
-        return " | ".join(str(choice) for choice in args)
-    if kind is tuple:
-        items = [_describe_type(arg, spec) for arg in args if arg is not Ellipsis]
-        return f"list of {_PLURALS[items[0]]}" if Ellipsis in args else f"[{', '.join(items)}]"
-    if spec.metadata["nbytes"]:
-        return "size such as 8GiB"
-    if spec.metadata["path"]:
-        return "path"
-    return {bool: "true | false", int: "int", float: "float", str: "text"}[hint]
-
-
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Config):
     """Memory budgets of one rank. The number and size of all buffers follow from them and the model."""
 
-    device: int | None = setting(
+    device: int | None = option(
         None,
         "accelerator memory per rank, for model states and activations; null: the free memory",
-        valid=Valid(least=1, most=2**60),
+        Valid(1, 2**60),
         nbytes=True,
-        numeric=False,
     )
-    host: int | None = setting(
+    host: int | None = option(
         None,
         "host memory per rank, for model states and staging buffers; null: derived from the free memory",
-        valid=Valid(least=1, most=2**60),
+        Valid(1, 2**60),
         nbytes=True,
-        numeric=False,
     )
-    nvme: tuple[str, ...] = setting(
-        (),
-        "directories for states that host memory cannot hold; empty: memory only",
-        path=True,
-        numeric=False,
+    nvme: tuple[str, ...] = option(
+        (), "directories for states that host memory cannot hold; empty: memory only", path=True
     )
-    versions: Literal[1, 2] = setting(
-        2,
-        "versions of each unit on disk; 2: a crash leaves the last step intact; 1: half the disk space",
-        valid=Valid(choices=(1, 2)),
-        numeric=False,
+    versions: Literal[1, 2] = option(
+        2, "versions of each unit on disk; 2: a crash leaves the last step intact; 1: half the disk space"
     )
-    resident: bool = setting(
-        True,
-        "keep states in host memory as far as the budget allows; false: stream all of them from NVMe",
-        numeric=False,
+    resident: bool = option(
+        True, "keep states in host memory as far as the budget allows; false: stream all of them from NVMe"
     )
-    engine: Literal["auto", "libaio", "threads", "gds"] = setting(
-        "auto",
-        "I/O engine; auto: the fastest that works on this machine",
-        valid=Valid(choices=("auto", "libaio", "threads", "gds")),
-        numeric=False,
+    engine: Literal["auto", "libaio", "threads", "gds"] = option(
+        "auto", "I/O engine; auto: the fastest that works on this machine"
     )
-    activations: Literal["keep", "offload", "recompute", "plan"] | None = setting(
+    activations: Literal["keep", "offload", "recompute", "plan"] | None = option(
         None,
         "keep, store or recompute activations, or follow a plan that keeps memory.device; null: plan if "
         "memory.device is set, else keep",
-        valid=Valid(choices=("keep", "offload", "recompute", "plan")),
-        numeric=False,
     )
     logits: Literal["auto", "whole", "slices"] = setting(
         "auto",
         "compute logits whole, or, in training, in slices of rows for the loss, within rounding; auto: in "
         "slices where whole logits cannot fit",
-        valid=Valid(choices=("auto", "whole", "slices")),
     )
-    updates: Literal["auto", "host", "device"] = setting(
+    updates: Literal["auto", "host", "device"] = option(
         "auto",
         "where updates run; device, auto: states of units in host memory are in memory.device, too, as far "
         "as it has room, and are updated there; other updates run on the accelerator and back (auto: where "
         "that is faster, as measured); host: all on the CPU",
-        valid=Valid(choices=("auto", "host", "device")),
-        numeric=False,
     )
-    verify: bool = setting(
-        False,
-        "compare each block read from NVMe with a sum made when it was written; commits keep the sums",
-        numeric=False,
+    verify: bool = option(
+        False, "compare each block read from NVMe with a sum made when it was written; commits keep the sums"
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.verify and self.engine == "gds":
             wanted = "auto, libaio or threads with memory.verify=true, which needs bytes in host memory"
             raise SettingError("engine", "gds", wanted)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from infinity.core.config import check, setting
+from infinity.core.config import Config, option
 from infinity.core.errors import InfinityError
 from infinity.core.files import append_file, open_regular
 from infinity.core.transfer import Lease, Pool
@@ -76,16 +76,13 @@ _TAIL_NBYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveConfig:
+class ObserveConfig(Config):
     """Views of a run; all are written by rank 0."""
 
-    metrics: bool = setting(True, "write metrics.jsonl, one line per step", numeric=False)
-    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)", numeric=False)
-    progress: bool = setting(True, "show progress and the final summary", numeric=False)
-    timeline: bool = setting(False, "write timeline.json, for Perfetto and chrome://tracing", numeric=False)
-
-    def __post_init__(self) -> None:
-        check(self)
+    metrics: bool = option(True, "write metrics.jsonl, one line per step")
+    tensorboard: bool = option(False, "write TensorBoard events (extra: tensorboard)")
+    progress: bool = option(True, "show progress and the final summary")
+    timeline: bool = option(False, "write timeline.json, for Perfetto and chrome://tracing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

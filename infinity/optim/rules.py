@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.budget import rounded
-from infinity.core.config import Valid, check, setting
+from infinity.core.config import Config, Valid, setting
 from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.device.memory import HostBuffer
 from infinity.device.threads import LEAST_NUMEL, background_threads, compile_ahead
@@ -54,33 +54,24 @@ IDLE = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Config):
     """AdamW, its learning-rate schedule and its loss scale."""
 
-    lr: float = setting(3e-4, "peak learning rate", valid=Valid(least=0, most=10**6))
+    lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay of the first and second moment", valid=Valid(least=0, below=1)
+        (0.9, 0.95), "decay of the first and second moment", Valid(least=0, below=1)
     )
-    eps: float = setting(1e-8, "added to the root of the second moment", valid=Valid(least=1e-30, most=1))
-    weight_decay: float = setting(0.1, "decoupled weight decay", valid=Valid(least=0, most=10**6))
+    eps: float = setting(1e-8, "added to the root of the second moment", Valid(1e-30, 1))
+    weight_decay: float = setting(0.1, "decoupled weight decay", Valid(0, 10**6))
     max_grad_norm: float | None = setting(
-        1.0, "clip the global gradient norm to this; null: never clip", valid=Valid(least=1e-30, most=1e30)
+        1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)
     )
     schedule: Literal["constant", "cosine", "linear"] = setting(
-        "constant",
-        "learning rate after warm-up, until train.steps",
-        valid=Valid(choices=("constant", "cosine", "linear")),
+        "constant", "learning rate after warm-up, until train.steps"
     )
-    warmup_steps: int = setting(0, "steps in which the rate rises from 0", valid=Valid(least=0, most=10**9))
-    min_lr_ratio: float = setting(
-        0.1, "where cosine and linear end, as a share of lr", valid=Valid(least=0, most=1)
-    )
-    loss_scale: float = setting(
-        2.0**16, "first loss scale of fp16 training; it then adapts", valid=Valid(least=1, most=2**32)
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+    warmup_steps: int = setting(0, "steps in which the rate rises from 0", Valid(0, 10**9))
+    min_lr_ratio: float = setting(0.1, "where cosine and linear end, as a share of lr", Valid(0, 1))
+    loss_scale: float = setting(2.0**16, "first loss scale of fp16 training; it then adapts", Valid(1, 2**32))
 
 
 class UpdateRule(ABC):

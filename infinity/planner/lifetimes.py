@@ -140,7 +140,7 @@ def least_memory(lifetimes: Lifetimes, places: Places) -> np.ndarray:
 
 
 class ProfileIndex:
-    """What :func:`lifetimes_of` looks up in a profile, whatever is recomputed.
+    """Lookups in a profile that :func:`lifetimes_of` needs, whatever is recomputed.
 
     Attributes:
         forward_end: The first operator after forward.
@@ -176,7 +176,7 @@ def lifetimes_of(
     """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``.
 
     Args:
-        index: Of the profile, for those who ask for many lifetimes.
+        index: The index of the profile, for callers that ask for many lifetimes.
     """
     return _Builder(index or ProfileIndex(profile), recomputed).build()
 

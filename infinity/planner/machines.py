@@ -7,7 +7,7 @@ device of its own, and an equal share of its node's host memory, cores, drives a
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.plan import Hardware
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -21,44 +21,39 @@ LATENCY_S, COLLECTIVE_S = 1e-4, 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesConfig:
+class NodesConfig(Config):
     """The machine as a whole."""
 
     name: str = setting("this machine", "name in tables")
-    count: int = setting(1, "nodes", valid=Valid(least=1, most=10**5))
+    count: int = setting(1, "nodes", Valid(1, 10**5))
     price_per_h: float | None = setting(
-        None, "what an hour of one node costs; null: not known", valid=Valid(least=0, most=10**7)
+        None, "what an hour of one node costs; null: not known", Valid(0, 10**7)
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicesConfig:
+class DevicesConfig(Config):
     """The accelerators of a node. Without any, the cores compute, and the device tier is host memory."""
 
-    per_node: int = setting(0, "accelerators in a node; 0: the cores compute", valid=_COUNT)
+    per_node: int = setting(0, "accelerators in a node; 0: the cores compute", _COUNT)
     name: str = setting("cores", "what computes")
-    memory: int | None = setting(
-        None, "memory of each; null: host memory", nbytes=True, valid=Valid(least=1, most=2**60)
-    )
+    memory: int | None = setting(None, "memory of each; null: host memory", Valid(1, 2**60), nbytes=True)
     memory_bytes_per_s: float | None = setting(
-        None, "bandwidth of that memory; null: that of host memory", valid=_RATE
+        None, "bandwidth of that memory; null: that of host memory", _RATE
     )
     bf16_flops_per_s: float | None = setting(
-        None, "of dense bf16 matrix products, each device or all cores; null: emulated", valid=_RATE
+        None, "of dense bf16 matrix products, each device or all cores; null: emulated", _RATE
     )
-    fp16_flops_per_s: float | None = setting(None, "likewise of fp16", valid=_RATE)
-    fp32_flops_per_s: float = setting(1e11, "likewise of fp32", valid=_RATE)
+    fp16_flops_per_s: float | None = setting(None, "likewise of fp16", _RATE)
+    fp32_flops_per_s: float = setting(1e11, "likewise of fp32", _RATE)
     efficiency: float = setting(
-        0.6, "share of those that large matrix products of a model reach", valid=Valid(above=0, most=1)
+        0.6, "share of those that large matrix products of a model reach", Valid(above=0, most=1)
     )
-    operator_s: float = setting(5e-6, "least time of an operator (s)", valid=Valid(least=0, most=1))
-    watts: float = setting(0.0, "power of each, busy; 0: not known", valid=Valid(least=0, most=10**6))
+    operator_s: float = setting(5e-6, "least time of an operator (s)", Valid(0, 1))
+    watts: float = setting(0.0, "power of each, busy; 0: not known", Valid(0, 10**6))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.per_node and self.memory is None:
             raise SettingError("memory", None, "a size, since devices.per_node is not 0")
 
@@ -73,75 +68,60 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinksConfig:
+class LinksConfig(Config):
     """What moves bytes between devices and host memory, devices, and nodes; each way."""
 
     host_bytes_per_s: float | None = setting(
-        None, "between each device and host memory; null: no accelerator", valid=_RATE
+        None, "between each device and host memory; null: no accelerator", _RATE
     )
     node_host_bytes_per_s: float | None = setting(
-        None, "between all devices of a node and host memory; null: no further limit", valid=_RATE
+        None, "between all devices of a node and host memory; null: no further limit", _RATE
     )
     device_bytes_per_s: float | None = setting(
         None,
         "from each device, or rank on the cores, to the others of its node; null: through host memory",
-        valid=_RATE,
+        _RATE,
     )
     core_s_per_byte: float | None = setting(
         None,
         "time of cores that each byte costs which a rank on the cores sends (s); null: of one, all the time",
-        valid=Valid(least=0, most=1),
+        Valid(0, 1),
     )
-    network_bytes_per_s: float | None = setting(
-        None, "between a node and the others; null: one node", valid=_RATE
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+    network_bytes_per_s: float | None = setting(None, "between a node and the others; null: one node", _RATE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostConfig:
+class HostConfig(Config):
     """Cores and memory of a node."""
 
-    cores: int = setting(1, "cores of a node", valid=Valid(least=1, most=10**5))
-    memory: int = setting(2**30, "host memory of a node", nbytes=True, valid=Valid(least=1, most=2**60))
-    bytes_per_s: float = setting(1e10, "bandwidth of that memory", valid=_RATE)
+    cores: int = setting(1, "cores of a node", Valid(1, 10**5))
+    memory: int = setting(2**30, "host memory of a node", Valid(1, 2**60), nbytes=True)
+    bytes_per_s: float = setting(1e10, "bandwidth of that memory", _RATE)
     core_bytes_per_s: float = setting(
-        8e9, "bytes that one core reads and writes in an optimizer's update", valid=_RATE
+        8e9, "bytes that one core reads and writes in an optimizer's update", _RATE
     )
-    watts: float = setting(
-        0.0, "power of a node without its devices; 0: not known", valid=Valid(least=0, most=10**7)
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+    watts: float = setting(0.0, "power of a node without its devices; 0: not known", Valid(0, 10**7))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrivesConfig:
+class DrivesConfig(Config):
     """The NVMe drives of a node; all figures are of one drive."""
 
-    per_node: int = setting(0, "drives in a node", valid=_COUNT)
+    per_node: int = setting(0, "drives in a node", _COUNT)
     name: str = setting("NVMe", "name in tables")
-    memory: int = setting(2**40, "capacity", nbytes=True, valid=Valid(least=1, most=2**60))
-    read_bytes_per_s: float = setting(1e9, "reads alone", valid=_RATE)
-    write_bytes_per_s: float = setting(1e9, "writes alone, sustained", valid=_RATE)
+    memory: int = setting(2**40, "capacity", Valid(1, 2**60), nbytes=True)
+    read_bytes_per_s: float = setting(1e9, "reads alone", _RATE)
+    write_bytes_per_s: float = setting(1e9, "writes alone, sustained", _RATE)
     mixed_bytes_per_s: float | None = setting(
-        None, "reads and writes together; null: the mean of both", valid=_RATE
+        None, "reads and writes together; null: the mean of both", _RATE
     )
     written_bytes: float | None = setting(
-        None, "endurance: bytes that may be written (TBW x 1e12); null: not known", valid=_RATE
+        None, "endurance: bytes that may be written (TBW x 1e12); null: not known", _RATE
     )
-    price: float | None = setting(None, "price", valid=Valid(least=0, most=10**7))
+    price: float | None = setting(None, "price", Valid(0, 10**7))
     core_s_per_byte: float = setting(
-        0.0,
-        "time of a core that each byte costs (s); counts where the cores compute",
-        valid=Valid(least=0, most=1),
+        0.0, "time of a core that each byte costs (s); counts where the cores compute", Valid(0, 1)
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def both_bytes_per_s(self) -> float:
@@ -201,18 +181,18 @@ class RankRates:
     """The channels and the compute of one rank.
 
     Attributes:
-        channels: Of this rank's share of the drives, and of its link to host memory.
+        channels: Rates of this rank's share of the drives, and of its link to host memory.
         gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
         reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
         update_bytes_per_s: Bytes that the update of a shard reads and writes per second, on all cores.
-        background_bytes_per_s: Likewise beside compute, where that needs the cores, too.
+        background_bytes_per_s: The same beside compute, where that needs the cores, too.
         decode_bytes_per_s: Bytes that operators which decode stored weights read and write per second.
-        flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
-        memory_bytes_per_s: Of the memory that operators read and write.
+        flops_per_s: Flops per second of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
+        memory_bytes_per_s: Bytes per second of the memory that operators read and write.
         operator_s: Least time of an operator (s).
-        link_threads: That a collective keeps busy, without an accelerator.
-        cores: Of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
-        threads: That compute on them.
+        link_threads: Threads that a collective keeps busy, without an accelerator.
+        cores: Cores of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
+        threads: Threads that compute on them.
     """
 
     channels: Hardware
@@ -239,7 +219,7 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
     """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring.
 
     Args:
-        threads: On which each rank computes, without an accelerator; None: one for each of its cores.
+        threads: Threads of each rank, without an accelerator; None: one for each of its cores.
     """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)

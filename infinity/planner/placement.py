@@ -239,8 +239,8 @@ class Migration(NamedTuple):
     """An inactive period that a storage can spend away from device memory.
 
     Attributes:
-        period: Its index among those that were given.
-        place: Where the storage is meanwhile.
+        period: The index of the period among those that were given.
+        place: The place of the storage meanwhile.
         gone: The first operator that finds its memory free.
         back: The operator with which it starts to come back; its memory is taken from then on.
     """
@@ -264,7 +264,7 @@ def migrate(
     Args:
         times: Seconds of each operator.
         memory: Bytes during each operator; not changed.
-        timelines: Of the channels; the migrations are booked on them.
+        timelines: The timelines of the channels, on which migrations are booked.
         host_nbytes: Host memory that migrations may take.
 
     Returns:

@@ -178,7 +178,7 @@ class PlanSearch:
         return best
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
-        """Whether it is about as fast as keeping everything."""
+        """Return whether it is about as fast as keeping everything."""
         return candidate is not None and candidate.outcome.step_s <= self.keep.outcome.step_s * (
             1 + NEGLIGIBLE
         )
@@ -393,7 +393,7 @@ def device_error(
     """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
 
     Args:
-        logits: How ``memory.logits=auto`` had them computed; None: it chose nothing.
+        logits: The way in which ``memory.logits=auto`` had them computed; None: it chose nothing.
     """
     least = smallest_budget(profile, hardware)
     return BudgetError(

@@ -64,7 +64,7 @@ class _Traffic(TorchDispatchMode):
 
 
 class DecodingCosts:
-    """What decoding costs, by the operators that do it on tensors without values.
+    """Costs of decoding, counted from the operators that decode tensors without values.
 
     Args:
         device: Whose: on the CPU tables take the place of some operators.
@@ -102,7 +102,7 @@ class _NoValues:
 
     Attributes:
         base: Says what the checkpoint of a frozen base has for the model; None: it is another one.
-        sizes: Of its files (bytes).
+        sizes: Sizes of the checkpoint's files (bytes).
         mapped: Units that can be read where they lie and are not quantized.
         stored: Units that travel in its form, by index, and what a rank reads of each.
     """
@@ -122,7 +122,7 @@ class _NoValues:
         return self._decode[unit, on_accelerator]
 
     def read_nbytes(self, unit: Unit, piece_nbytes: int, buffers: BaseBuffers) -> int:
-        """What a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
+        """Return what a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
         key = unit.index, piece_nbytes, buffers.nbytes
         if key not in self._read:
             assert self.base is not None
@@ -155,11 +155,11 @@ class ModelWithoutValues:
     """A recipe's model on the meta device, cut into units.
 
     Attributes:
-        module: With adapters, if the recipe has them.
+        module: The model, with adapters if the recipe has them.
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
-        sizes: How large its units and tiles are.
-        times: Of operators on this machine; None: another one is planned for.
+        sizes: The largest units and tiles.
+        times: Times of operators on this machine; None: another machine is planned for.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from infinity.core.config import Valid, check, setting
+from infinity.core.config import Config, Valid, option
 from infinity.core.nbytes import Extent, Piece
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.nvme.volume import Volume
@@ -30,27 +30,20 @@ Resume = Literal["auto", "never", "must"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DurabilityConfig:
+class DurabilityConfig(Config):
     """Commits of steps: what they survive, and how often one is recorded."""
 
-    survives: Literal["process", "power"] = setting(
+    survives: Literal["process", "power"] = option(
         "process",
         "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
         "drives in every step",
-        valid=Valid(choices=("process", "power")),
-        numeric=False,
     )
-
-    every: int | None = setting(
+    every: int | None = option(
         None,
         "steps from one recorded commit to the next; null: 1 if all states live on NVMe, else as many as "
         "keep the cost of writing those in host memory below 3.5 % of the time",
-        valid=Valid(least=1, most=10**9),
-        numeric=False,
+        Valid(1, 10**9),
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 _NOWHERE = Extent(())
@@ -61,8 +54,8 @@ class ChunkExtents:
     """Elements ``[start, start + numel)`` of a shard in one version.
 
     Attributes:
-        exact: What the exact values have beyond the weights; empty: nothing.
-        moments: Of the update rule; empty while the unit was never trained.
+        exact: Extents of what the exact values have beyond the weights; empty: nothing.
+        moments: Extents of the update rule's moments; empty while the unit was never trained.
     """
 
     start: int
@@ -83,13 +76,13 @@ class ChunkExtents:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One of the places where a unit's shard is on NVMe."""
+    """A version: one of the places where a unit's shard is on NVMe."""
 
     chunks: tuple[ChunkExtents, ...]
 
     @property
     def weight(self) -> Extent:
-        """All weights of the shard, in order."""
+        """Return all weights of the shard, in order."""
         whole = Extent(())
         for chunk in self.chunks:
             whole = whole + chunk.weight
@@ -133,10 +126,10 @@ class ShardStore:
     """Room on NVMe for the shards of this rank, and how their chunks move.
 
     Args:
-        volume: Where extents are allocated.
+        volume: The volume in which extents are allocated.
         engine: Reads and writes them.
-        pool: Of staging memory for chunks.
-        layout: Of weights and states.
+        pool: The pool of staging memory for chunks.
+        layout: The layout of weights and states.
         versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
 
@@ -233,7 +226,7 @@ class ShardStore:
         """Weights and state of a chunk, in memory that is held inside the context.
 
         Args:
-            room: That memory; None: of the pool.
+            room: Memory for it; None: memory of the pool.
         """
         nbytes = self.chunk_nbytes(chunk.numel)
         with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:

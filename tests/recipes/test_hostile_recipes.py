@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from infinity.app.loop import enough_memory
 from infinity.app.train import train
-from infinity.core.config import MemoryConfig, SettingError
+from infinity.core.config import MemoryConfig, Setting, SettingError
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.files import user_path
-from infinity.recipes.recipe import Recipe, _settings, load_recipe, recipe_table
+from infinity.recipes.recipe import Recipe, keys_of, load_recipe, recipe_table
 from tests.helpers.models import build
 
-#: Section, field and type by key.
-KEYS = {f"{section}.{spec.name}": (spec, hint) for section, spec, hint in _settings()}
+#: Each setting by its key.
+KEYS = {f"{section}.{setting.name}": setting for section, setting in keys_of(Recipe)}
 #: The fewest cases in which a fault shows soon, and many.
 FEW, MANY = 12, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
@@ -55,21 +55,25 @@ VALUES = [
 ]  # fmt: skip
 
 
-def numbers(spec: Any, hint: Any) -> list[str]:
+def numbers(setting: Setting) -> list[str]:
     """The bounds of a number, and what lies just outside."""
-    valid, texts = spec.metadata["valid"], []
+    valid, texts = setting.valid, []
     for bound in (valid.least, valid.above, valid.most, valid.below):
         if bound is not None:
             texts += [f"{bound}", f"{bound - 1}", f"{bound + 1}"]
-    return [*texts, *(str(choice) for choice in valid.choices)]
+    return [*texts, *map(str, choices(setting.hint))]
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 @st.composite
 def hostile(draw: st.DrawFn) -> tuple[str, str]:
     """A key of the schema, sometimes misspelt, and YAML for its value."""
     key = draw(st.sampled_from(sorted(KEYS)))
-    spec, hint = KEYS[key]
-    own = [text for text in numbers(spec, hint) if "float" in str(hint) or "." not in text]
+    setting = KEYS[key]
+    own = [text for text in numbers(setting) if "float" in str(setting.hint) or "." not in text]
     value = draw(
         st.one_of(
             st.sampled_from(VALUES),
@@ -91,21 +95,21 @@ def hostile(draw: st.DrawFn) -> tuple[str, str]:
 def plausible(draw: st.DrawFn) -> tuple[str, str]:
     """A key of the schema, and YAML for a value of its type and in its range, as far as the schema says."""
     key = draw(st.sampled_from(sorted(KEYS)))
-    spec, hint = KEYS[key]
+    hint = KEYS[key].hint
     if get_origin(hint) in (UnionType, Union):
         hint = draw(st.sampled_from([get_args(hint)[0], None]))
-    return key, "null" if hint is None else draw(_value_of(hint, spec))
+    return key, "null" if hint is None else draw(_value_of(hint, KEYS[key]))
 
 
-def _value_of(hint: Any, spec: Any) -> st.SearchStrategy[str]:
-    valid = spec.metadata["valid"]
-    if valid.choices:
-        return st.sampled_from([str(choice) for choice in valid.choices])
+def _value_of(hint: Any, setting: Setting) -> st.SearchStrategy[str]:
+    valid = setting.valid
+    if choices(hint):
+        return st.sampled_from([str(choice) for choice in choices(hint)])
     if get_origin(hint) is tuple:
-        items = [_value_of(item, spec) for item in get_args(hint) if item is not Ellipsis]
+        items = [_value_of(item, setting) for item in get_args(hint) if item is not Ellipsis]
         several = st.lists(items[0], max_size=3) if Ellipsis in get_args(hint) else st.tuples(*items)
         return several.map(lambda texts: f"[{', '.join(texts)}]")
-    if spec.metadata["path"]:
+    if setting.path:
         return st.sampled_from(
             ["file", "nv", "nv/a", "link", "loop", "~/b", "none", "llama", "llama/config.json", "*"]
         )
@@ -382,9 +386,8 @@ def test_configs_take_from_python_what_a_recipe_takes() -> None:
 
 def test_every_number_of_the_schema_has_a_range_on_both_sides() -> None:
     for row in recipe_table():
-        spec, hint = KEYS[row.key]
-        valid = spec.metadata["valid"]
-        if re.search(r"\b(int|float)\b", str(hint)) and not valid.choices:
+        valid = KEYS[row.key].valid
+        if re.search(r"\b(int|float)\b", str(KEYS[row.key].hint)):
             assert (valid.least, valid.above) != (None, None), row.key
             assert (valid.most, valid.below) != (None, None), row.key
             assert str(valid) in row.type, row.key

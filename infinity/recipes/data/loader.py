@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.recipes.data.documents import DataError, find_files
 from infinity.recipes.data.sequences import Batch, DocumentRows, Ints, Sequences, TokenStream
 from infinity.recipes.data.tokenizer import Tokenizer, open_tokenizer
@@ -21,29 +21,24 @@ from infinity.recipes.data.tokens import Tokens, open_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Config):
     """Files, tokenizer, and how documents are laid out as sequences."""
 
-    files: tuple[str, ...] = setting(
+    files: tuple[str, ...] = option(
         ("stdlib",),
         "text and .jsonl files, globs or directories; stdlib: the sources of Python's standard library",
         path=True,
-        numeric=False,
     )
-    eval_files: tuple[str, ...] = setting(
-        (),
-        "held-out files, excluded from training; empty: hold out eval_fraction of the data",
-        path=True,
-        numeric=False,
+    eval_files: tuple[str, ...] = option(
+        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
     )
     eval_fraction: float = setting(
-        0.01, "fraction at the end of the data that is held out", valid=Valid(least=0, below=1)
+        0.01, "fraction at the end of the data that is held out", Valid(least=0, below=1)
     )
-    tokenizer: str | None = setting(
+    tokenizer: str | None = option(
         None,
         "bytes, a tokenizer.json, or a Hugging Face directory; null: that of model.path, else bytes",
         path=True,
-        numeric=False,
     )
     packing: bool | None = setting(
         None,
@@ -51,14 +46,12 @@ class DataConfig:
         "null: text as one stream, prompts and chats as true",
     )
     skip_malformed: bool = setting(False, "count and skip malformed lines of .jsonl")
-    cache: str = setting(
-        "runs/tokens", "directory in which tokens are cached between runs", path=True, numeric=False
-    )
+    cache: str = option("runs/tokens", "directory in which tokens are cached between runs", path=True)
     shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
-    seed: int = setting(0, "seed of the shuffling", valid=Valid(least=0, most=2**63 - 1))
+    seed: int = setting(0, "seed of the shuffling", Valid(0, 2**63 - 1))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if not self.files or not all(self.files):
             raise SettingError("files", self.files, "at least one path, glob or 'stdlib'")
         if self.tokenizer == "":

@@ -14,30 +14,30 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from infinity.core.architectures import ARCHITECTURES, Architecture
-from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.config import Config, SettingError, Valid, setting
 
 INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(Config):
     """Sizes of a :class:`GPT`."""
 
-    kind: Literal["gpt"] = setting("gpt", "architecture", valid=Valid(choices=("gpt",)))
-    vocab_size: int = setting(256, "vocabulary size", valid=Valid(least=2, most=2**31 - 1))
-    seq_len: int = setting(256, "sequence length", valid=Valid(least=1, most=2**31 - 1))
-    n_layers: int = setting(6, "transformer blocks", valid=Valid(least=1, most=2**20))
-    d_model: int = setting(384, "width of the residual stream", valid=Valid(least=2, most=2**24))
-    n_heads: int = setting(6, "attention heads", valid=Valid(least=1, most=2**20))
+    kind: Literal["gpt"] = setting("gpt", "architecture")
+    vocab_size: int = setting(256, "vocabulary size", Valid(2, 2**31 - 1))
+    seq_len: int = setting(256, "sequence length", Valid(1, 2**31 - 1))
+    n_layers: int = setting(6, "transformer blocks", Valid(1, 2**20))
+    d_model: int = setting(384, "width of the residual stream", Valid(2, 2**24))
+    n_heads: int = setting(6, "attention heads", Valid(1, 2**20))
     d_ff: int | None = setting(
         None,
         "width of the feed-forward layer; null: 8/3 d_model, rounded up to a multiple of 64",
-        valid=Valid(least=1, most=2**24),
+        Valid(1, 2**24),
     )
     tied: bool = setting(False, "use the embedding as the output layer")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.d_model % (2 * self.n_heads):
             wanted = f"a number for which d_model={self.d_model} gives heads of equal, even width"
             raise SettingError("n_heads", self.n_heads, wanted)
