@@ -34,7 +34,7 @@ from infinity.engine.schedule import find_blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home, Unit
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
-from infinity.planner.policies import POLICIES, device_error, smallest_budget
+from infinity.planner.search import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
 from infinity.planner.step import (
     StepSetup,
