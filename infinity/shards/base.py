@@ -46,9 +46,9 @@ from torch import Tensor
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned, around
-from infinity.core.transfer import Lease, Transfer, TransferEngine, stream
+from infinity.core.transfer import Lease, Transfer, stream
 from infinity.device.threads import background_threads
-from infinity.optim.layout import StateLayout, store_master
+from infinity.optim.layout import store_master
 from infinity.partition.unit import StoredForm, Unit
 from infinity.shards.homes import Chunk, ShardHome
 from infinity.shards.storage import Storage
@@ -237,7 +237,7 @@ class BaseHome(ShardHome):
     """
 
     def __init__(self, base: "FrozenBase", unit: Unit) -> None:
-        super().__init__(Tier.NVME, base.layout)
+        super().__init__(Tier.NVME, base.store.layout)
         self.base, self._unit = base, unit
         self._step = base.files.stored(unit)
         self._blocks = Extent(())  # of the stored bytes, this rank's
@@ -279,7 +279,7 @@ class BaseHome(ShardHome):
         if start or memory.nbytes < blocks.nbytes:
             blocks = blocks.part(start, memory.nbytes)
         if blocks.pieces:
-            return self.base.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
+            return self.base.store.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
         done = Transfer()
         done.finish()
         return done
@@ -317,15 +317,11 @@ class FrozenBase:
 
     Attributes:
         own: Units that are not read where they lie, and why.
-        engine: Reads the files, which are in the run's volume.
-        layout: Of weights and states.
     """
 
     def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: BaseValues) -> None:
         assert storage.store is not None
-        self.store = storage.store
-        self.engine: TransferEngine = self.store.engine
-        self.layout: StateLayout = self.store.layout
+        self.store = storage.store  # its engine reads the files, which are in the run's volume
         buffers = BaseBuffers.within(storage.host_nbytes)
         self.files = BaseFiles(values, sizes, buffers.nbytes, first)
         self.own: dict[str, str] = {}
@@ -429,7 +425,7 @@ class FrozenBase:
         pair = self._pairs.get()  # there are as many as threads
 
         def read(step: BaseStep, lease: Lease) -> Transfer:
-            return self.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
+            return self.store.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
 
         try:
             with contextlib.closing(stream(steps, pair, read)) as landed:
@@ -450,5 +446,7 @@ class FrozenBase:
             if values.dtype == out.dtype:
                 out.copy_(values)
                 return
-            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.layout.exact]
-            store_master(self.layout, values, out, tuple(exact))
+            exact = [
+                torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.store.layout.exact
+            ]
+            store_master(self.store.layout, values, out, tuple(exact))
