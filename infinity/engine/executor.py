@@ -44,7 +44,7 @@ from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
 from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import HostUpdates, Updates
+from infinity.shards.updates import Updates
 
 
 @dataclass(slots=True)
@@ -236,7 +236,7 @@ class StepExecutor:
         Raises:
             DiskError: The file system is full.
         """
-        self.updates.place_gradients(self.budget.spilled)
+        self.updates.stored_gradients.place(self.budget.spilled, self.updates.ready)
 
     def _place_states(self) -> None:
         """Let units have their states on the accelerator as the budget says, but not inside a step."""
@@ -459,6 +459,6 @@ def _make_updates(
         stack.callback(pipeline.close)
     speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
     return Updates(
-        tiers, HostUpdates(rules[Tier.HOST], beside), pipeline, units, StepOrder(), speculation,
+        tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), speculation,
         commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

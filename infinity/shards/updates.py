@@ -35,7 +35,7 @@ from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.commits import Commits
-from infinity.shards.homes import HostHome, ShardHome
+from infinity.shards.homes import ShardHome
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
@@ -94,32 +94,6 @@ class PendingUpdate:
     stored: Transfer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HostUpdates:
-    """Updates of shards in host memory, in their place.
-
-    Attributes:
-        rule: What an update computes.
-        beside: Runs updates, one after another; None: the training thread does.
-    """
-
-    rule: Rule
-    beside: ThreadPoolExecutor | None
-
-    def update(
-        self, home: HostHome, grad: Tensor, runs: Iterable[Run], stored: Iterable[Transfer],
-        preserve: Callable[[], object],
-    ) -> None:  # fmt: skip
-        """Update a shard, when what is written of it has left, and what is saved of it was read."""
-        for transfer in stored:
-            transfer.wait()
-        preserve()
-        for run in runs:
-            part = slice(run.start, run.stop)
-            weights, state = home.weight[part], tuple(each[part] for each in home.state)
-            self.rule.update(weights, grad[part], state, weights, run.hyper)
-
-
 class StoredGradients:
     """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.updates`.
 
@@ -165,8 +139,7 @@ class StoredGradients:
         Raises:
             DiskError: The file system has no room for them.
         """
-        self.chosen = indices
-        store = self._tiers.storage.store
+        self.chosen, store = indices, self._tiers.storage.store
         for index in frozenset() if store is None else store.with_gradient - indices - set(in_use):
             self._wait_for_place(index)
             self._tiers.store.free_gradient(index)
@@ -188,7 +161,8 @@ class Updates:
 
     Args:
         tiers: Where shards live.
-        resident: Updates shards in host memory.
+        rule: Updates shards in host memory.
+        beside: Runs these updates beside training; None: the training thread does.
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
@@ -205,13 +179,12 @@ class Updates:
     """
 
     def __init__(
-        self, tiers: Tiers, resident: HostUpdates, pipeline: UpdatePipeline | None, units: Sequence[Unit],
-        order: StepOrder, speculation: Speculation, *, commits: Commits | None,
+        self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None, pipeline: UpdatePipeline | None,
+        units: Sequence[Unit], order: StepOrder, speculation: Speculation, *, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
-        self.tiers, self.resident, self.pipeline = tiers, resident, pipeline
-        self.units, self.order, self.speculation = units, order, speculation
-        self.on_failure = on_failure
+        self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline
+        self.units, self.order, self.speculation, self.on_failure = units, order, speculation, on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
@@ -283,14 +256,6 @@ class Updates:
         self.planned["write"] += nbytes
         pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
-    def place_gradients(self, indices: frozenset[int]) -> None:
-        """Let the gradients of these units wait on NVMe, and of no others; between two steps.
-
-        Raises:
-            DiskError: The file system has no room for them.
-        """
-        self.stored_gradients.place(indices, self.ready)
-
     def land_held(self) -> None:
         """Return when the gradients that :meth:`commit` reads from NVMe are there.
 
@@ -308,22 +273,15 @@ class Updates:
 
     def expect(self) -> None:
         """Let the states of a step's updates be read before their gradients exist."""
-        if self.pipeline is not None and not self._expecting:
-            self._expecting = True
-            spilled = frozenset() if self.early else self.stored_gradients.chosen
-            coming = [self.units[index] for index in self._coming()]
-            self.pipeline.expect([(unit.name, self._source(unit, unit.index in spilled)) for unit in coming])
-
-    def _source(self, unit: Unit, spilled: bool) -> ShardSource:
-        """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
-        gradient = self.tiers.gradient(unit) if spilled else None
-        return ShardSource(self.tiers.version(unit), gradient, self.tiers.gradient_dtype(unit))
-
-    def _coming(self) -> list[int]:
-        """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        once = dict.fromkeys(self.order.gradients)  # a step that was forgotten may have begun it
-        on_nvme = [index for index in once if self.units[index].home.tier is Tier.NVME]
-        return on_nvme if self.early else self._in_order_of_use(on_nvme)
+        if self.pipeline is None or self._expecting:
+            return
+        self._expecting = True
+        # Empty while unknown; a step that was forgotten may have begun it.
+        once = dict.fromkeys(self.order.gradients)
+        coming = [index for index in once if self.units[index].home.tier is Tier.NVME]
+        spilled = frozenset() if self.early else self.stored_gradients.chosen
+        units = [self.units[index] for index in (coming if self.early else self._in_order_of_use(coming))]
+        self.pipeline.expect([(unit.name, self._source(unit, unit.index in spilled)) for unit in units])
 
     def total_sum_of_squares(self) -> float:
         """Return the sum over this rank's shards, in the order of units."""
@@ -394,6 +352,15 @@ class Updates:
             self._on(pending, pending.update.drop)
         self._close_step()
 
+    def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
+        """Return units in the order in which the next forward needs them, in which held updates start."""
+        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
+
+    def _close_step(self) -> None:
+        self.ready.clear()
+        self.hypers.end_step()
+        self._expecting = False
+
     # --- what is in flight ---------------------------------------------------------------------
 
     def wait_until_unused(self, unit: Unit) -> None:
@@ -423,46 +390,49 @@ class Updates:
 
     # --- starting ----------------------------------------------------------------------------
 
-    def _start(self, pending: PendingUpdate) -> None:
-        """Start an update where its unit lives."""
-        if pending.unit.home.tier is Tier.NVME:
-            self._update_in_pipeline(pending)
-        elif pending.unit.index in self.chosen:
-            self._update_on_device(pending)
-        else:
-            self._update_resident(pending)
-
     @property
     def chosen(self) -> frozenset[int]:
         """Indices of units whose gradients stay on the accelerator, where they are updated."""
         return frozenset() if self.tiers.on_device is None else self.tiers.on_device.chosen
 
-    def _update_on_device(self, pending: PendingUpdate) -> None:
-        """Update a unit on the accelerator: see [Note: shards in host memory]."""
-        unit, dtype, on_device = pending.unit, pending.grad.dtype, self.tiers.on_device
-        assert on_device is not None
-        resident, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
-        earlier, runs = unit.home.updating, self._runs(pending)
-        future = pending.future = unit.home.updating = UpdateFuture(pending.update)
+    def _start(self, pending: PendingUpdate) -> None:
+        """Start an update where its unit lives."""
+        unit = pending.unit
+        future = UpdateFuture(pending.update)
+        if unit.home.tier is Tier.NVME:
+            start = self._in_pipeline(pending, future)
+        else:
+            start = (self._on_device if unit.index in self.chosen else self._in_place)(pending, future)
+        pending.future = unit.home.updating = future  # from here on fetches wait for it
         try:
-            on_device.update(
-                unit, resident, lambda: pending.lease.tensor.view(dtype), runs, earlier,
-                partial(self._landed, pending, future),
-            )  # fmt: skip
+            start()
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
 
-    def _update_resident(self, pending: PendingUpdate) -> None:
-        """Update a unit in its place: see [Note: shards in host memory]."""
-        stored = self.records.take_stored(pending.unit.index)
+    def _on_device(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+        """Return what updates a unit on the accelerator: see [Note: shards in host memory]."""
+        unit, dtype, on_device = pending.unit, pending.grad.dtype, self.tiers.on_device
+        assert on_device is not None
+        home, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
+        return partial(
+            on_device.update, unit, home, lambda: pending.lease.tensor.view(dtype), self._runs(pending),
+            home.updating, partial(self._landed, pending, future),
+        )  # fmt: skip
+
+    def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+        """Return what updates a unit in host memory: see [Note: shards in host memory]."""
+        stored, runs = self.records.take_stored(pending.unit.index), self._runs(pending)
         home, preserve = self.tiers.about_to_update(pending.unit)
-        update = partial(self.resident.update, home, pending.grad, self._runs(pending), stored, preserve)
-        if self.resident.beside is None:
-            update()
-            self._on(pending, pending.update.landed)
-            return
-        future = pending.future = pending.unit.home.updating = UpdateFuture(pending.update)
+
+        def update() -> None:
+            for transfer in stored:  # what is written of it leaves first, and what is saved is read
+                transfer.wait()
+            preserve()
+            for run in runs:
+                part = slice(run.start, run.stop)
+                weights, state = home.weight[part], tuple(each[part] for each in home.state)
+                self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
 
         def beside() -> None:
             error = None
@@ -472,37 +442,37 @@ class Updates:
                 error = raised.with_traceback(None)
             self._landed(pending, future, error)
 
-        self.resident.beside.submit(beside)
+        def at_once() -> None:
+            update()
+            self._landed(pending, future, None)
 
-    def _update_in_pipeline(self, pending: PendingUpdate) -> None:
-        """Update a unit on NVMe, chunk by chunk, from its committed version to the next."""
+        return at_once if self.beside is None else partial(self.beside.submit, beside)
+
+    def _in_pipeline(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+        """Return what updates a unit on NVMe, chunk by chunk, from its committed version to the next."""
         assert self.pipeline is not None
         unit, spilled = pending.unit, pending.update.reads_stored_gradient
-        earlier = unit.home.updating
         pending.place = self.records.next_place(unit)
-        if earlier is not None:
-            earlier.wait()
-        if spilled:
-            assert pending.stored is not None
-            pending.stored.wait()  # at once after land_held
+        for earlier in (unit.home.updating, pending.stored if spilled else None):
+            if earlier is not None:
+                earlier.wait()  # of a stored gradient at once after land_held
         weights, layout, n = pending.weights, self.tiers.layout, unit.shard_numel
         self.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
         self.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
         self.planned["write"] += layout.nbytes(n)
-        future = UpdateFuture(pending.update)
-        job = pending.job = UpdateJob(
+        pending.job = UpdateJob(
             name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
             writes=self.tiers.version(unit, pending.place), weight=weights.values, in_place=weights.stay,
             grad=None if spilled else pending.grad, priority=self.order.first_use(unit.index),
             on_computed=partial(self._computed, pending, future),
             on_done=partial(self._landed, pending, future),
         )  # fmt: skip
-        pending.future = unit.home.updating = future  # from here on fetches wait for it
-        try:
-            self.pipeline.submit(job)
-        except BaseException as error:
-            future.finish(error)  # it may be waited for
-            raise
+        return partial(self.pipeline.submit, pending.job)
+
+    def _source(self, unit: Unit, spilled: bool) -> ShardSource:
+        """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
+        gradient = self.tiers.gradient(unit) if spilled else None
+        return ShardSource(self.tiers.version(unit), gradient, self.tiers.gradient_dtype(unit))
 
     def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:
         return self.hypers.runs(pending.unit, pending.used, pending.grad_scale)
@@ -521,17 +491,6 @@ class Updates:
         if error is not None:
             self.on_failure(error)
         future.finish(error)
-
-    # --- the end of a step ---------------------------------------------------------------------
-
-    def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
-        """Held updates start in the order in which the next forward needs them."""
-        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
-
-    def _close_step(self) -> None:
-        self.ready.clear()
-        self.hypers.end_step()
-        self._expecting = False
 
 
 _CHANGED = (

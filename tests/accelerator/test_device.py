@@ -181,7 +181,7 @@ def break_an_update(folder: str) -> tuple[str, str]:
             HostRule.update = fail  # type: ignore[method-assign]
         if step == 1:
             runtime = runtime_of(model)
-            beside = runtime.executor().updates.resident.beside
+            beside = runtime.executor().updates.beside
             assert beside is not None
             beside.submit(int).result()  # after all updates
             found.append(repr(runtime._failure))
