@@ -32,8 +32,8 @@ class Followed:
     forward pass begins.
 
     Args:
-        model: Its buffers that are written while it trains (running means) belong to the state.
-        device: Where the model computes.
+        model: Buffers of the model that are written while it trains (running means) belong to the state.
+        device: The device on which the model computes.
         follow: By name.
     """
 
@@ -63,7 +63,7 @@ class Followed:
 
     @property
     def is_late(self) -> bool:
-        """Whether something is stepped after the optimizer."""
+        """Return whether something is stepped after the optimizer."""
         return bool(self._late)
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class _Buffer:
 
 
 def _is_scheduler(each: Stateful) -> bool:
-    """Whether it is a scheduler of learning rates, or Accelerate's wrapper of one; other holders are not."""
+    """Return whether it is a scheduler of learning rates, or Accelerate's wrapper of one."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler)
 
@@ -482,7 +482,7 @@ _BETA = Valid(least=0, below=1)
 
 
 def _is_number(value: Any, valid: Valid) -> bool:
-    """Whether ``value`` is a number (no bool, no text) in a range; one tensor of one element is, too."""
+    """Return whether ``value`` is a number in a range (no bool, no text), or a tensor of one such element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)

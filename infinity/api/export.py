@@ -107,7 +107,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
     """Publish the model, or the adapters, that a run of ``infinity train`` kept, as ``out``.
 
     Args:
-        stored_as: As for :func:`export`.
+        stored_as: The stored form, as for :func:`export`.
 
     Raises:
         CheckpointError: The run has none, ``out`` is not free, or the model does not fit the stored form.
@@ -137,7 +137,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
 
 
 def _newest_run(folder: Path) -> Path | None:
-    """Of the runs in ``folder``, the one that kept its model last."""
+    """Return the run in ``folder`` that kept its model last."""
     kept = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in folder.glob(f"*/{name}")]
     return max(kept, key=lambda path: path.stat().st_mtime).parent if kept else None
 
@@ -179,9 +179,9 @@ def _stream_weights(
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
     with contextlib.ExitStack() as held:
-        buffers = [
-            held.enter_context(tiers.pool.lease(size, who="exporting weights")) for _ in chunks[:_READ_AHEAD]
-        ]
+        pool = tiers.storage.host_pool
+        leases = (pool.lease(size, who="exporting weights") for _ in chunks[:_READ_AHEAD])
+        buffers = [held.enter_context(lease) for lease in leases]
         landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
         for (unit, begin, nbytes), lease in landed:
             yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)

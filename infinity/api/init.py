@@ -21,7 +21,7 @@ from infinity.shards.journal import unpack
 
 
 def is_served(model: nn.Module) -> bool:
-    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
+    """Return whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
     return any(module in served for module in model.modules())
 
 
@@ -94,8 +94,8 @@ class Init:
             :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model that was built under
             ``Init`` or loaded with ``from_pretrained`` and has no optimizer yet: modules that are added to
             it, or embeddings that are resized, in the block join it.
-        device: Where this rank computes, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says, by
-            default on the accelerator with the rank's number on its machine.
+        device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says, by
+            default the accelerator with the rank's number on its machine.
 
     An error in the block closes the model.
 

@@ -5,7 +5,7 @@ A frozen unit has no gradient, no optimizer state and no second version: it is r
 pass and once for the backward pass, and never written. Adapters are in units of their own, because a
 unit that mixed both would carry the state of both. They are added to a finished model, so peft asks the
 base for shapes and dtypes only, and no weight of it is fetched. A base that ``from_pretrained`` loaded with
-``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.mapped`.
+``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.base`.
 
 Source: LoRA (arXiv:2106.09685).
 """
@@ -182,7 +182,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
     adapters is gathered at a time.
 
     Args:
-        model: What :func:`add_lora` returned.
+        model: The model that :func:`add_lora` returned.
         directory: Must not exist, or be empty; appears on rank 0, whole or not at all.
 
     Raises:
@@ -216,7 +216,7 @@ def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
 
 
 def _write_card(card_path: Path, base: str, dtype: torch.dtype) -> None:
-    """In place of peft's form with blanks: what the adapters belong to, and how to load them."""
+    """Write a model card that names the base and says how to load the adapters, in place of peft's form."""
     from huggingface_hub import ModelCard
 
     card = ModelCard.load(card_path)

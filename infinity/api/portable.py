@@ -44,7 +44,7 @@ def save_checkpoint(
 
     Args:
         model: Built under :class:`infinity.Init`.
-        optimizer: Of this model; None: only weights are saved.
+        optimizer: The model's optimizer; None: only weights are saved.
         path: Must not exist, or be empty; rank 0's value is used.
         background: Return before it is written.
 
@@ -112,8 +112,8 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
     Args:
         model: Built under :class:`infinity.Init`.
-        optimizer: Of this model. Moments and step counts that the checkpoint lacks become zero. None: only
-            weights are loaded.
+        optimizer: The model's optimizer. Moments and step counts that the checkpoint lacks become zero. None:
+            only weights are loaded.
         path: The directory.
 
     Returns:
@@ -183,7 +183,7 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Interval(NamedTuple):
-    """How much lies between two checkpoints: steps, or seconds, or what costs little (neither)."""
+    """The distance between two checkpoints: steps, or seconds, or (neither) whatever costs little."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -234,8 +234,8 @@ class Checkpoints:
 
     Args:
         folder: The run's.
-        step: That the run begins after.
-        steps: Of the run; after the last one a checkpoint is due, unless ``every`` is auto.
+        step: The step after which the run begins.
+        steps: The run's number of steps; after the last one a checkpoint is due, unless ``every`` is auto.
         agree: Returns the mean of a number over all ranks, so that they decide alike.
         say: Gets a line for people about each checkpoint; on rank 0.
     """
@@ -333,7 +333,7 @@ class Checkpoints:
         return self._agree(float(wanted)) > 0
 
     def _is_time(self, last: bool) -> bool:
-        """Whether it is time by rank 0's clock."""
+        """Return whether it is time by rank 0's clock."""
         if self._interval == Interval():
             return not last and self._pace.allows(AUTO_SHARE, time.monotonic())
         seconds = self._interval.seconds
@@ -349,7 +349,7 @@ class Pace:
     Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
 
     Attributes:
-        last_s: When the last save began, or the run.
+        last_s: The time at which the last save began, or the run.
     """
 
     def __init__(self, expected_s: float, now_s: float) -> None:
@@ -382,6 +382,6 @@ class Pace:
         return took_s
 
     def allows(self, share: float, now_s: float) -> bool:
-        """Whether all saves, with one that begins now, cost at most ``share`` of the time."""
+        """Return whether all saves, with one that begins now, cost at most ``share`` of the time."""
         spent_s = self._spent_s + self._expected_s
         return spent_s <= share * (now_s - self._begun_s + self._expected_s)

@@ -53,7 +53,7 @@ class Run:
     """A run that begins, or goes on.
 
     Attributes:
-        recipe: Its recipe; one that goes on keeps the dtype that was chosen for ``auto``.
+        recipe: The recipe; a run that goes on keeps the dtype that was chosen for ``auto``.
         folder: ``run.dir/<name>``.
         before: The recipe that it was interrupted with; None: it begins.
         lost: Steps that were made, and are made again from the first one, since none of them was recorded.
@@ -122,7 +122,7 @@ def find_run(recipe: Recipe) -> Run:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether ``folder`` is a run's.
+    """Return whether ``folder`` is the folder of a run.
 
     Raises:
         RecipeError: It is there, and is something else.
@@ -148,7 +148,7 @@ def state_of(folder: Path) -> State:
 
 
 def is_interrupted(folder: Path) -> bool:
-    """Whether ``folder`` is that of a run that was interrupted.
+    """Return whether ``folder`` is that of a run that was interrupted.
 
     Raises:
         RecipeError: The run is running.
@@ -444,13 +444,13 @@ def _verified_directories(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """One run in the table of ``infinity runs``.
+    """A row in the table of ``infinity runs``.
 
     Attributes:
         step: The committed step of an interrupted run; of others, the last in the metrics.
         steps: Steps of its recipe; None: this version cannot read it.
-        directories: What it has on drives.
-        changed_s: When its folder was written last (seconds since the epoch).
+        directories: The run's directories on drives.
+        changed_s: The time at which its folder was written last (seconds since the epoch).
     """
 
     folder: Path
@@ -525,7 +525,7 @@ def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], boo
     """Remove runs: their folders, and their files on the drives of this machine.
 
     Args:
-        names: Of folders in ``parent``.
+        names: Names of folders in ``parent``.
         confirm: Gets a line that says what is removed; False: nothing is.
 
     Raises:

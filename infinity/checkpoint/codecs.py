@@ -57,7 +57,8 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
 
     Args:
         values: Rows from ``first_row`` on, ``(n, columns)``, float8.
-        scales: Of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents (e8m0).
+        scales: Scales of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents
+            (e8m0).
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
     (count, width), scales = values.shape, as_float(scales)
@@ -92,9 +93,9 @@ def encode_fp8(
 
     Args:
         values: Rows from the first one of a block on, to the last one of a block or of the matrix, fp32.
-        codes: Their numbers before, float8_e4m3fn.
+        codes: The numbers before, float8_e4m3fn.
         scales: The scales of their blocks before, ``(blocks of rows, blocks of columns)``.
-        power_of_two: All scales are, also those of more than one byte.
+        power_of_two: All scales are powers of two, also those of more than one byte.
 
     Returns:
         Numbers and scales.
@@ -180,11 +181,11 @@ def _nearest(
 
     Args:
         values: ``(..., groups, n)``.
-        before: Their numbers until now, uint8.
+        before: The numbers until now, uint8.
         encode: Returns the numbers of values, given a scale and the like of each group, ``(..., groups)``.
         decode: Returns the values of numbers.
         had: The scales and the like until now: kept if the other ones are no better.
-        own: As the format's rule has them.
+        own: The numbers that the format's rule gives.
 
     Returns:
         The numbers, and for each of ``had`` what was taken.
@@ -230,7 +231,7 @@ def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor
 
     Args:
         values: ``(experts, in, out)``, fp32.
-        blocks: Their numbers before, ``(experts, out, groups, 16)``, uint8.
+        blocks: The numbers before, ``(experts, out, groups, 16)``, uint8.
         scales: The scales of their groups before, ``(experts, out, groups)``, uint8.
 
     Returns:
@@ -279,8 +280,8 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
 
     Args:
         packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
-        scales: For each row, of groups of equal size: ``(n, groups)``.
-        zeros: What stands for zero in each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
+        scales: Scales of each row's groups, of equal size: ``(n, groups)``.
+        zeros: The number that stands for zero in each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
         bits: 4 or 8.
         columns: Values in a row.
     """
@@ -302,9 +303,9 @@ def encode_packed(
 
     Args:
         values: ``(n, columns)``, fp32.
-        packed: Their numbers before, ``(n, words)``.
+        packed: The numbers before, ``(n, words)``.
         scales: The scales of their groups before, ``(n, groups)``.
-        zeros: What stood for zero, ``(n, groups)``; None: 0, and ranges are symmetric.
+        zeros: The number that stood for zero, ``(n, groups)``; None: 0, and ranges are symmetric.
         bits: 4 or 8.
 
     Returns:
@@ -375,7 +376,8 @@ def decode_gptq(
         scales: ``(groups, out)``.
         groups: The group of each row of inputs, ``(in,)``.
         bits: 4 or 8.
-        zeros_less_one: As the format ``gptq`` has them; ``gptq_v2`` has them as they are.
+        zeros_less_one: Zeros are stored less one, as in the format ``gptq``; ``gptq_v2`` has them as they
+            are.
     """
     if zeros_less_one:
         zeros = zeros + _one_in_each(bits)

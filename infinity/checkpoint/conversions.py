@@ -37,7 +37,7 @@ MOST_PARTS = 2**18
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether transformers knows how to load and save ``model``."""
+    """Return whether transformers knows how to load and save ``model``."""
     transformers: Any = sys.modules.get("transformers")  # a program with such a model has imported it
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
@@ -59,8 +59,8 @@ class Traced:
     """A tensor of a shape, as parts of stored tensors.
 
     Args:
-        shape: Its shape.
-        parts: In order, without gaps, from element 0 to the last.
+        shape: The shape of the tensor.
+        parts: Parts in order, without gaps, from element 0 to the last.
     """
 
     def __init__(self, shape: Sequence[int], parts: list[Part[Stored]]) -> None:
@@ -68,12 +68,12 @@ class Traced:
 
     @classmethod
     def whole(cls, source: Stored) -> "Traced":
-        """All of ``source``, in its own shape."""
+        """Return all of ``source``, in its own shape."""
         return cls(source.shape, [Part(0, source, 0, source.shape.numel())])
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of the stored tensors."""
+        """Return the dtypes of the stored tensors."""
         return {part.source.dtype for part in self.parts}
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -240,7 +240,8 @@ class SavedTensor:
 
     Attributes:
         sources: The model's own names of the tensors that are converted together with those of this one.
-        parts: Where its values are, in order, by the model's own names; None: only the conversion can say.
+        parts: The places of its values, in order, by the model's own names; None: only the conversion can
+            say.
     """
 
     spec: TensorSpec

@@ -93,7 +93,7 @@ class Checkpoint(dict[str, Stored]):
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or the index of several.
 
     Attributes:
-        pickled: Its weights are.
+        pickled: The weights are pickled.
         files: The safetensors files, open.
 
     Raises:
@@ -253,10 +253,10 @@ class ReadableFile:
 
 
 class TensorFile(ReadableFile):
-    """One safetensors file, open for reading.
+    """A safetensors file, open for reading.
 
     Attributes:
-        tensors: By key, in the order of their bytes.
+        tensors: Tensors by key, in the order of their bytes.
 
     Raises:
         CheckpointError: It cannot be read, or is not what the format demands.
@@ -304,7 +304,7 @@ class FileTensor:
     """A tensor whose values lie in a file as they are; see :class:`Stored`.
 
     Attributes:
-        offset: Its first byte in the file.
+        offset: The offset of its first byte in the file.
     """
 
     __slots__ = ("_file", "dtype", "offset", "shape")

@@ -357,12 +357,12 @@ class _StandIn:
 
 
 def _sizes(items: Any = ()) -> tuple[int, ...]:
-    """In place of torch.Size."""
+    """Return the sizes: a stand-in for torch.Size."""
     return tuple(items)
 
 
 def _nothing(*arguments: object) -> None:
-    """In place of a value that is not used."""
+    """Return nothing: a stand-in for a value that is not used."""
 
 
 _FORMAT = "torch.distributed.checkpoint."
@@ -416,7 +416,7 @@ class _Strided(NamedTuple):
 
 
 def _strided(storage: Any, offset: Any, size: Any, stride: Any, *rest: object) -> _Strided:
-    """In place of torch._utils._rebuild_tensor_v2."""
+    """Return a description of a tensor: a stand-in for torch._utils._rebuild_tensor_v2."""
     numbers = (offset, *size, *stride)
     if not isinstance(storage, _Storage) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError("it is not a tensor with plain values")

@@ -126,9 +126,9 @@ class Series:
     ``latest`` is a symbolic link to the newest one, replaced in one step.
 
     Args:
-        folder: Where they are.
-        name: What they are called, before the number.
-        keep: How many stay.
+        folder: The folder of the directories.
+        name: The name of the directories, before the number.
+        keep: The number of directories that stay.
     """
 
     def __init__(self, folder: Path, name: str, keep: int) -> None:
@@ -168,7 +168,7 @@ class Series:
 
 
 def partial_path(out: Path, token: str) -> Path:
-    """Where ``out`` is made."""
+    """Return the path at which ``out`` is made."""
     return out.parent / f".{out.name}.{token}.part"
 
 
@@ -246,7 +246,7 @@ def _check_whole(source: Path) -> None:
 
 
 def _linked(path: Path, target: Path) -> bool:
-    """Whether ``target`` is now another name of the file at ``path``."""
+    """Return whether ``target`` is now another name of the file at ``path``."""
     try:
         os.link(path.resolve(), target)
     except OSError:
@@ -280,7 +280,7 @@ Gathered: TypeAlias = Callable[[Sequence[Any]], contextlib.AbstractContextManage
 
 
 class FilePosition(NamedTuple):
-    """Where values belong: a file by number, and the first byte in it."""
+    """The position of values: a file by number, and the first byte in it."""
 
     file: int
     start: int
@@ -304,12 +304,12 @@ class ConversionGroup:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """How the tensors of one unit are saved.
+    """The plan by which the tensors of one unit are saved.
 
     Attributes:
         spans: Ranges of its flat buffer that are written as they are, ascending.
         members: Names of its tensors that are converted.
-        groups: Those of which it holds the last member.
+        groups: Groups of which it holds the last member.
     """
 
     spans: tuple[SavedRange, ...]
@@ -324,13 +324,13 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """Which tensor goes where; the same on every rank.
+    """The place of each tensor in the files; the same on every rank.
 
     Attributes:
-        places: By key.
-        units: One for each unit of the model.
-        whole: By name, ranges of tensors that every rank has whole.
-        groups: Those without a member in any unit.
+        places: Positions by key.
+        units: A plan for each unit of the model.
+        whole: Ranges, by name, of tensors that every rank has whole.
+        groups: Groups without a member in any unit.
     """
 
     files: tuple[FilePlan, ...]
@@ -346,10 +346,10 @@ class ExportPlan:
 
 
 class _Location(NamedTuple):
-    """Where elements ``[first, stop)`` of a tensor are: in a unit, or (unit -1) whole on every rank.
+    """The location of elements ``[first, stop)`` of a tensor: a unit, or (-1) whole on every rank.
 
     Attributes:
-        offset: Of the first one, in the unit's flat buffer.
+        offset: The offset of the first one in the unit's flat buffer.
     """
 
     unit: int = -1
@@ -365,7 +365,7 @@ def plan_export(
 
     Args:
         named: The model's tensors by its own names.
-        units: Where its sharded parameters are; the others are whole on every rank.
+        units: Units with its sharded parameters; its other tensors are whole on every rank.
         max_shard_nbytes: Values in one file, at most.
 
     Raises:
@@ -439,10 +439,10 @@ def export_model(
     """Write ``model`` to ``out``; see :func:`infinity.export`. Every rank must call.
 
     Args:
-        units: Where the model's sharded parameters are.
+        units: Units with the model's sharded parameters.
         read_weights: Reads this rank's shards.
         gathered: Gathers parameters for conversions.
-        ranks: That share the model.
+        ranks: The ranks that share the model.
     """
     out, token = agree_on_place(out, ranks)
     folder = partial_path(out, token)

@@ -12,7 +12,7 @@ asked for, so an element is read once, by the rank that keeps it, and host memor
 
 [Note: values that stay where they are]
 Weights that are not trained may be read from the files whenever they are used
-(:mod:`infinity.shards.mapped`): if all values of a unit lie in safetensors files, each once, as runs of
+(:mod:`infinity.shards.base`): if all values of a unit lie in safetensors files, each once, as runs of
 elements. What transformers computes (a transposed matrix) is not like that.
 
 [Note: what the checkpoint lacks]
@@ -53,11 +53,11 @@ _PIECE_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """From names of a model's parameters and persistent buffers to their values.
+    """The values of a model's parameters and persistent buffers, by their names.
 
     Attributes:
-        values: By name, in the model's order. Where a tensor has several names, the values of the first
-            are read, and those of the others are compared with them.
+        values: Values by name, in the model's order. Where a tensor has several names, the values of the
+            first are read, and those of the others are compared with them.
         new: Names that the model initializes itself, sorted.
     """
 
@@ -71,9 +71,9 @@ def plan_loading(
     """Plan the load of one model, built but without values.
 
     Args:
-        model: Of transformers, or of this package; afterwards it knows the conversions that were used, as
-            ``save_pretrained`` needs to undo them.
-        checkpoint: Its tensors.
+        model: A model of transformers, or of this package; afterwards it knows the conversions that were
+            used, as ``save_pretrained`` needs to undo them.
+        checkpoint: The stored tensors.
         new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
             another shape: patterns as of a shell, compared with whole names.
         ignore: Patterns of keys of the checkpoint that the model need not have.
@@ -155,12 +155,12 @@ def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """One use of transformers' own conversion of several stored tensors.
+    """A use of transformers' own conversion of several stored tensors.
 
     Attributes:
         transform: The converter; None: the one source is the parameter.
         kept: See :class:`Converted`.
-        sources: By key, the converter's pattern that it has matched, and the stored tensor.
+        sources: The converter's pattern that each key has matched, and the stored tensor.
     """
 
     model: Any
@@ -170,7 +170,7 @@ class _Conversion:
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)
 
     def trace(self) -> dict[str, "Values"]:
-        """Where the values of each parameter that it makes come from."""
+        """Return where the values of each parameter that the conversion makes come from."""
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: Traced.whole(source)}
@@ -275,7 +275,7 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
 def _complaint(
     model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
 ) -> str:
-    """What does not fit, and what to do about it."""
+    """Return what does not fit, and what to do about it."""
     lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
     for what, each in (
         ("missing from the checkpoint", sorted(missing)),
@@ -306,7 +306,7 @@ class CheckpointValues:
         on_progress: Called after each range that was read.
 
     Attributes:
-        plan: Which values are read.
+        plan: The plan that says which values are read.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class CheckpointValues:
         self._show_progress(self._done_nbytes)
         return out
 
-    # --- values that stay where they are (infinity.shards.mapped.MappedValues) ------------------
+    # --- values that stay where they are (infinity.shards.base.BaseValues) ------------------
 
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""

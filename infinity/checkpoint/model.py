@@ -107,7 +107,7 @@ def longest_sequence(path: Path) -> int | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether ``path`` holds a model of this package."""
+    """Return whether ``path`` holds a model of this package."""
     return _architecture(path) is not None
 
 
@@ -152,11 +152,11 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) 
     """The model of ``config``, its parameters in fp32 and never written; ties are made.
 
     Args:
-        config: From :func:`read_config`.
+        config: The config that :func:`read_config` returned.
         auto_class: An auto class or a model's own class; None: the one that the config names, or
             ``AutoModelForCausalLM``.
-        dtype: In which it will compute; noted in the config.
-        tensors: That the checkpoint has; a model with many more parameters is refused.
+        dtype: The dtype in which it will compute; noted in the config.
+        tensors: The number of tensors in the checkpoint; a model with many more parameters is refused.
 
     Raises:
         CheckpointError: The class and the config do not go together.

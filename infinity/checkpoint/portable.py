@@ -67,11 +67,11 @@ Place: TypeAlias = tuple[str | int, ...]
 
 
 class Record(NamedTuple):
-    """One value in a rank's file.
+    """A record: one value in a rank's file.
 
     Attributes:
         keys: Entries of the checkpoint that have this value.
-        box: Of their tensor; None: the value is no tensor.
+        box: The box of their tensor; None: the value is no tensor.
         start: First byte in the file.
     """
 
@@ -86,14 +86,14 @@ class Contents:
 
     Args:
         model: Whose.
-        units: Where its sharded parameters are; its other tensors are whole on every rank.
+        units: Units with its sharded parameters; its other tensors are whole on every rank.
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
 
     Attributes:
         units: The same.
-        tensors: By key.
-        paths: Of every key.
+        tensors: Tensors by key.
+        paths: The path of every key.
         whole: Tensors that rank 0 writes, with their keys.
         objects: Values that are no tensors, with their keys; rank 0 writes them.
 
@@ -227,7 +227,7 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 class _Work:
-    """One piece of work after the other, each on a thread of its own if training goes on beside.
+    """Pieces of work, one after the other, each on a thread of its own if training goes on beside.
 
     Attributes:
         transfer: Ends with the piece that was started last.
@@ -261,14 +261,14 @@ class PortableSave:
     are left to the threads that train: in :meth:`advance`, which goes from the one to the other.
 
     Args:
-        units: Where the model's sharded parameters are.
+        units: Units with the model's sharded parameters.
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
-        ranks: That share the model.
+        ranks: The ranks that share the model.
         moments: Names of the fields that the update rule keeps of each parameter.
 
     Attributes:
-        out: Where it will be.
+        out: The directory that is made.
         ended: It is published, or has failed.
     """
 
@@ -310,7 +310,7 @@ class PortableSave:
 
         Args:
             read_fields: Reads this rank's shards, one unit after the other.
-            beside: On a thread, while training goes on.
+            beside: Write on a thread, while training goes on.
             end: Called when no shard is read any more, however that ends.
             then: Called on rank 0 when the directory is published, on the same thread.
         """
@@ -322,7 +322,7 @@ class PortableSave:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`advance` would not wait for this rank."""
+        """Return whether :meth:`advance` would not wait for this rank."""
         return self._work.transfer.done()
 
     def advance(self) -> bool:
@@ -444,13 +444,13 @@ class _ShardReader:
 
 
 class _DataFile:
-    """One rank's file while it is written: records of torch.save, one after the other; a context manager.
+    """A rank's file while it is written: records of torch.save, end to end; a context manager.
 
     Args:
         nbytes: Room that is set aside for it.
 
     Attributes:
-        records: What was written so far.
+        records: The records that were written so far.
     """
 
     def __init__(self, folder: Path, rank: int, nbytes: int) -> None:

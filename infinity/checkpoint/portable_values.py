@@ -25,8 +25,9 @@ class PortableValues:
 
     Args:
         checkpoint: Stays open while values are read.
-        model: Its tensors' names are looked for, behind any prefix that all of them share (``model.``).
-        units: Where its sharded parameters are; its other tensors are whole on every rank.
+        model: The model; its tensors' names are looked for, behind any prefix that all of them share
+            (``model.``).
+        units: Units with its sharded parameters; its other tensors are whole on every rank.
         groups: The optimizer's ``param_groups``; none: only weights are loaded.
 
     Attributes:
@@ -146,7 +147,7 @@ class PortableValues:
         return out
 
     def holds(self, unit: Unit) -> bool:
-        """Whether the model has the parameters of ``unit``."""
+        """Return whether the model has the parameters of ``unit``."""
         return any(id(s.whole) in self._fields for s in unit.segments)
 
     def fill_whole(self) -> None:

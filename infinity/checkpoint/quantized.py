@@ -75,7 +75,7 @@ class Quantization:
     Attributes:
         method: ``fp8``, ``mxfp4``, ``compressed-tensors`` or ``gptq``.
         block: Rows and columns that share an FP8 scale; None: all.
-        bits: Of a whole number; 0: the format has none.
+        bits: Bits of a whole number; 0: the format has none.
         group_size: Whole numbers that share a scale, along the inputs; 0: all.
         zeros_less_one: See :func:`infinity.checkpoint.codecs.decode_gptq`.
         power_of_two: FP8 scales are, whatever their dtype.
@@ -172,11 +172,11 @@ def _count(given: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """How a tensor is decoded and encoded: in slabs, none of which needs the others.
+    """The slabs in which a tensor is decoded and encoded, each without the others.
 
     Attributes:
         numel: Elements of a slab.
-        needs: What slabs are decoded from.
+        needs: Stored tensors that slabs are decoded from.
         decode: Decodes them.
         encode: The way back; None: the format's numbers are not those nearest to the values.
         together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
@@ -195,9 +195,9 @@ class Decoded:
     """A tensor that is decoded from several stored ones; see :class:`infinity.checkpoint.directory.Stored`.
 
     Args:
-        shape: Of the values.
-        dtype: In which they are exact, or rounded as transformers rounds them.
-        slabs: In which they are decoded.
+        shape: The shape of the values.
+        dtype: The dtype in which values are exact, or rounded as transformers rounds them.
+        slabs: The slabs in which they are decoded.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
     """
 
@@ -276,12 +276,12 @@ class Decoded:
 
     @property
     def stored(self) -> list[Stored]:
-        """What it is decoded from."""
+        """Return the stored tensors that it is decoded from."""
         return [tensor for tensor, _, _ in self._slabs.needs(0, 1)]
 
     @property
     def in_files(self) -> bool:
-        """Whether everything that it is decoded from lies in files as it is."""
+        """Return whether everything that it is decoded from lies in files as it is."""
         return all(isinstance(tensor, FileTensor) for tensor in self.stored)
 
     @property
@@ -303,7 +303,7 @@ class Decoded:
         return self._slabs.decode(first, last, parts).reshape(-1)
 
     def _parts(self, first: int, last: int, view: View | None = None) -> list[Tensor]:
-        """What slabs are decoded from."""
+        """Return the stored tensors that slabs are decoded from."""
         parts = []
         for tensor, start, stop in self._slabs.needs(first, last):
             if view is not None:
@@ -316,7 +316,7 @@ class Decoded:
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
-    """Which values are still those of ``source``, fp32, rounded to ``held``'s dtype.
+    """Return which values are still those of ``source``, fp32, rounded to ``held``'s dtype.
 
     To nearest: weights that are trained with ties up, as their masters are split, others with ties to even.
     """
@@ -331,8 +331,8 @@ def decode_checkpoint(
 
     Args:
         checkpoint: Changed in place; stays open while tensors are read.
-        quantization: Of its weights.
-        dtype: To which values are rounded; None: they stay exact. See [Note: dtype].
+        quantization: The quantization of its weights.
+        dtype: The dtype to which values are rounded; None: they stay exact. See [Note: dtype].
 
     Returns:
         How many tensors are decoded.

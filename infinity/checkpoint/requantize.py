@@ -52,15 +52,15 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """What :func:`export_stored` did to the weights.
+    """Figures of the weights that :func:`export_stored` quantized.
 
     The error of a weight is the root mean square of what encoding changes, over that of its values.
 
     Attributes:
         form: Such as ``FP8``.
-        weights: That are quantized.
-        mean_error: Of all weights.
-        largest_error: Of all weights.
+        weights: The number of weights that are quantized.
+        mean_error: The mean error of all weights.
+        largest_error: The largest error of all weights.
         worst: The key of the weight that has it.
         copied: Tensors of the checkpoint that the model does not have.
     """
@@ -83,14 +83,14 @@ class QuantizedLayout:
     """A quantized checkpoint whose form other values take; a context manager.
 
     Args:
-        path: Its directory.
+        path: The directory.
 
     Attributes:
-        form: Its quantization, in words.
-        files: Of a directory that has this form.
-        opened: Those that it has itself, in the same order.
-        tensors: By key, as it would be without quantization.
-        others: What remains, by key: belongs to quantized weights, and stays as it is.
+        form: The quantization, in words.
+        files: Files of a directory that has this form.
+        opened: The layout's own files, in the same order.
+        tensors: Tensors by key, as they would be without quantization.
+        others: The remaining tensors, by key: they belong to quantized weights, and stay as they are.
 
     Raises:
         CheckpointError: It cannot be read, is not quantized, or not in a form that is known.
@@ -133,10 +133,10 @@ class QuantizedLayout:
         self.close()
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str | None]:
-        """Which tensor of a model, by key, gives each of :attr:`tensors` its values; None: it is copied.
+        """Return the model's tensor, by key, that gives each of :attr:`tensors` its values; None: a copy.
 
         Args:
-            shapes: Of the model's tensors, by the keys under which it is exported.
+            shapes: Shapes of the model's tensors, by the keys under which it is exported.
 
         Raises:
             CheckpointError: The checkpoint has no place for some of them; lists them.
@@ -177,7 +177,7 @@ def _parts(tensor: Stored) -> Iterable[Stored]:
 
 
 def _alike(one: Stored, other: Stored) -> bool:
-    """Whether two tensors of files have the same bytes."""
+    """Return whether two tensors of files have the same bytes."""
     if not isinstance(other, FileTensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     for start in range(0, one.shape.numel(), _PIECE_NUMEL):
@@ -221,7 +221,7 @@ def export_stored(
         out: Must not exist, or be empty; rank 0's value is used.
         shapes: Returns the shapes of what ``export`` writes, by key.
         export: Returns the directory of a plain export, which it may make where it is told. Every rank calls.
-        ranks: That share the model.
+        ranks: The ranks that share the model.
 
     Raises:
         CheckpointError: A value is not finite; or see :class:`QuantizedLayout` and its ``match``.

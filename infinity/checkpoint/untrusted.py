@@ -65,7 +65,7 @@ def check_counts(given: Any, where: Path, key: str = "") -> None:
     """Raise if a number in a config, at any depth, counts more than any model has.
 
     Args:
-        given: What ``config.json`` says, or a part of it.
+        given: The content of ``config.json``, or a part of it.
         where: The file.
         key: The name of that part.
 
@@ -104,7 +104,7 @@ def restrict(config: Any, where: Path) -> None:
 
 
 def _is_installed(attention: str) -> bool:
-    """Whether a registered attention needs nothing of the hub."""
+    """Return whether a registered attention needs nothing of the hub."""
     from transformers import utils
 
     version = attention.removeprefix("flash_attention_")

@@ -63,8 +63,8 @@ def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
     """Fail before the work if it cannot end well.
 
     Args:
-        nbytes: That will be written.
-        action: For the message; None: making room for ``folder``.
+        nbytes: Bytes that will be written.
+        action: The action in the message; None: making room for ``folder``.
 
     Raises:
         WriteError: The file system has less room.
@@ -101,12 +101,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file: what it begins with, and where each tensor lies in it.
+    """The plan of one file: what it begins with, and where each tensor lies in it.
 
     Attributes:
         header: Everything before the first tensor.
-        starts: By key, the tensor's first byte in the file.
-        nbytes: Of the whole file.
+        starts: The offset of each tensor's first byte in the file, by key.
+        nbytes: Bytes of the whole file.
     """
 
     name: str
@@ -116,7 +116,7 @@ class FilePlan:
 
 
 def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
-    """Where each tensor goes in a file called ``name``; see [Note: the layout of a file].
+    """Return where each tensor goes in a file called ``name``; see [Note: the layout of a file].
 
     Raises:
         CheckpointError: Two tensors have one key, or a type has no name in the format.
@@ -244,7 +244,7 @@ class RangeWriter:
     Ranges that follow each other in one file become large writes, so give them in ascending order.
 
     Attributes:
-        nbytes: What was handed over so far.
+        nbytes: Bytes that were handed over so far.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class Pending(StreamTransfer):
     failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here.
 
     Args:
-        what: For messages.
+        what: The operation, for messages.
         failure: Returns the error that a wait for ``what`` must raise; None: it may go on.
     """
 
@@ -109,8 +109,8 @@ class DataGroup:
 
     Args:
         group: NCCL's or the like; on the CPU that of the headers.
-        device: Where the flat buffers are.
-        failure: Of the ranks of the group.
+        device: The device of the flat buffers.
+        failure: The failure of the group's ranks.
     """
 
     def __init__(self, group: Any, device: torch.device, failure: GroupFailure) -> None:
@@ -123,7 +123,7 @@ class DataGroup:
         self._issued.append((work, time.monotonic() + self._failure.timeout_s))
 
     def in_flight(self) -> bool:
-        """Whether something that was added has not ended; what has is forgotten."""
+        """Return whether something that was added has not ended; forget what has."""
         while self._issued and self._issued[0][0].is_completed():
             self._issued.popleft()
         return bool(self._issued)
@@ -149,12 +149,12 @@ class Collectives:
     Every rank must construct one at the same point and call its methods in the same order.
 
     Args:
-        device: Where the flat buffers are; decides NCCL or gloo.
-        timeout_s: How long a silent rank is waited for.
+        device: The device of the flat buffers; decides NCCL or gloo.
+        timeout_s: Time for which a silent rank is waited for (s).
         on_failure: Called once with the error after which no collective will end well, on any thread.
 
     Attributes:
-        failure: That error, once there is one.
+        failure: The first error of a rank, once there is one.
         step: Calls of the optimizer's step; equal on all ranks.
     """
 
@@ -210,7 +210,7 @@ class Collectives:
             buffers: Called on the collectives' thread, if any rank used a parameter. Returns the local
                 gradients, ``(numel,)``; as much memory of the same dtype, for the slices that arrive; and
                 ``(numel / world_size,)`` for the mean, whose dtype is that of the additions.
-            used: For each parameter of the unit 1 if it has a gradient, 0 if the local one is zero there.
+            used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
             then: Called with ``used`` of all ranks together, on the collectives' thread.
             ready: Waits for what every rank must have done before any goes on; may raise.
         """

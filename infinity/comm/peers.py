@@ -43,7 +43,7 @@ class Entry:
 
     Attributes:
         beat: Grows while the process runs.
-        end: How it ended; empty while it goes on.
+        end: The way in which it ended; empty while it goes on.
         failed: It ended by an error of its own.
     """
 
@@ -84,7 +84,7 @@ class Peers:
                 self._store.add(f"{self._prefix}/{'failed' if failed else 'ended'}", 1)
 
     def explain(self) -> str:
-        """Which ranks are why a collective did not end; looks for a few seconds at most."""
+        """Say which ranks are why a collective did not end; look for a few seconds at most."""
         until = time.monotonic() + _LOOK_S
         first: dict[int, Entry] = {}
         while True:
@@ -158,7 +158,7 @@ class GroupFailure:
     This rank tells it, or the others do, beside the collectives.
 
     Args:
-        timeout_s: How long a silent rank is waited for.
+        timeout_s: Time for which a silent rank is waited for (s).
         on_failure: Called once with the error.
 
     Attributes:

@@ -34,8 +34,8 @@ class Ranks:
     Attributes:
         rank: Number of this process, from 0.
         world_size: Number of processes.
-        device: Where this rank computes.
-        collectives: Of this rank; None with one process.
+        device: The device of this rank.
+        collectives: The collectives of this rank; None with one process.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the device has memory of its own."""
+        """Return whether the device has memory of its own."""
         return self.device.type != "cpu"
 
     @property
@@ -77,8 +77,8 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
     """Initialize torch.distributed from the launcher's environment; return this rank's device.
 
     Args:
-        timeout_s: How long a silent rank is waited for (s).
-        device: As for :func:`choose_device`.
+        timeout_s: Time for which a silent rank is waited for (s).
+        device: The device, as for :func:`choose_device`.
 
     Raises:
         LaunchError: There is no device for this rank, or the ranks do not know where they meet.
@@ -110,7 +110,7 @@ def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
     Args:
         wanted: Such as ``cpu`` or ``cuda:1``; None: the accelerator with this rank's number on its machine,
             or the CPU where there is none.
-        local_rank: That number; None: the accelerator that is the current one.
+        local_rank: The number of the rank on its machine; None: the current accelerator.
 
     Raises:
         LaunchError: There is no such device, or none for this rank.
@@ -206,8 +206,8 @@ def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[Bas
     """Return this process's :class:`Ranks`, with collectives where there are several.
 
     Args:
-        device: As :func:`join_ranks` gave it.
-        timeout_s: How long a silent rank is waited for (s).
+        device: The device that :func:`join_ranks` returned.
+        timeout_s: Time for which a silent rank is waited for (s).
         on_failure: Called once with the error after which no collective ends well, on any thread.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -299,10 +299,10 @@ _TRIES, _TIMEOUT_S = 8, 30.0
 
 
 class Exchange(NamedTuple):
-    """What two ranks take that send to each other at one time.
+    """The measured cost of two ranks that send to each other at one time.
 
     Attributes:
-        bytes_per_s: That each sends.
+        bytes_per_s: Bytes per second that each rank sends.
         core_s_per_byte: Time of all cores that each of these costs it, with one that it receives (s).
     """
 
@@ -316,7 +316,7 @@ def measure_exchange(nbytes: int = 2**24) -> Exchange:
     Both are threads of this process, in groups that no other code sees.
 
     Args:
-        nbytes: Of a unit's full values: each rank sends a half.
+        nbytes: Bytes of a unit's full values, of which each rank sends a half.
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 

@@ -66,7 +66,7 @@ class UnitSizes:
 
     @property
     def gathered(self) -> int:
-        """What a pool takes for its full values and what they are decoded from."""
+        """Return what a pool takes for the unit's full values and what they are decoded from."""
         return rounded(self.full) + rounded(self.stored)
 
 
@@ -76,11 +76,11 @@ class DeviceBudget:
 
     Attributes:
         early: Gradients need not wait for ``step()``: an update inside backward is done with them.
-        lag: Beside the window: early updates may lag by as much, and need not.
+        lag: Room beside the window: early updates may lag by as much, and need not.
         least: The smallest total that would do.
         spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
         on_device: Positions of units whose states are in device memory: see [Note: states on an accelerator].
-        states: What these states take, with their updates.
+        states: Bytes that these states take, with their updates.
     """
 
     total: int
@@ -123,7 +123,7 @@ def piece_nbytes(staging_nbytes: int) -> int:
     """Return the bytes of one of :data:`STAGED_PIECES` buffers through which shards go to an accelerator.
 
     Args:
-        staging_nbytes: What shards in host memory leave of the host budget.
+        staging_nbytes: The part of the host budget that shards in host memory leave.
     """
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
@@ -133,11 +133,11 @@ class HostBudget:
     """A division of the host budget beside an accelerator: see the note (bytes).
 
     Attributes:
-        gradients: Of gradients from backward to their updates.
-        weights: Of weights that updates start from; an update reads those that do not fit.
-        staging: Of shards on their way to the accelerator, and of weights that stay.
+        gradients: Room for gradients from backward to their updates.
+        weights: Room for weights that updates start from; an update reads those that do not fit.
+        staging: Room for shards on their way to the accelerator, and for weights that stay.
         piece: The most that one shard on its way takes at one time.
-        stays: What weights that stay may take of ``staging``.
+        stays: The part of ``staging`` that weights may take while they stay.
         spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
     """
 
@@ -182,7 +182,7 @@ def _listed(parts: Iterable[Part], between: str = ", ") -> str:
 
 
 class _Spare:
-    """What is left of a budget, from which parts take as much as they can use."""
+    """The rest of a budget, from which parts take as much as they can use."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -200,9 +200,9 @@ def divide_host(
 
     Args:
         total: The budget.
-        residents: What units in host memory take, beside their gradients.
-        chunks: What updates take for the chunks that are staged.
-        units: All units.
+        residents: Bytes that units in host memory take, beside their gradients.
+        chunks: Bytes of the chunks that updates stage.
+        units: All units of the model.
         resident: Whether units take what a larger budget would give.
 
     Raises:
@@ -262,17 +262,17 @@ def divide_device(
 
     Args:
         total: The budget that the user gave.
-        ceiling: What a derived budget may be at most.
-        units: All units.
+        ceiling: The most that a derived budget may be.
+        units: All units of the model.
         early: Whether an update inside backward is done with its gradient.
         world_size: Ranks.
         together: Positions of units that are gathered as one.
         in_use: Positions of units that are in use at one time.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
-        updates: What updates on an accelerator take.
-        decoding: What decoding stored weights on an accelerator takes.
+        updates: Bytes that updates on an accelerator take.
+        decoding: Bytes that decoding stored weights on an accelerator takes.
         spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
-        block: What a window for all micro-batches in one block takes.
+        block: Bytes of a window for all micro-batches in one block.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -362,9 +362,9 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
 
     Args:
         made: The division.
-        bound: What its total may become.
-        units: Those that were divided for.
-        scratch: What updates of such states take.
+        bound: The most that its total may become.
+        units: The units that the budget was divided for.
+        scratch: Bytes that updates of such states take.
     """
     all_weights = sum(u.gathered for u in units if u.streams)
     window, others = min(made.window, all_weights), made.total - made.window
@@ -390,7 +390,7 @@ def left_for_states(free: int, total: int, used: int) -> int:
 
     Args:
         total: All memory of the device.
-        used: What that step's activations took, which is not in ``free``: later ones may be twice as large.
+        used: Bytes of that step's activations, which are not in ``free``: later ones may be twice as large.
     """
     return max(0, free - max(total // 16, used))
 

@@ -36,7 +36,7 @@ class SettingError(RecipeError):
 
     Attributes:
         key: Name of the field.
-        got: Its value.
+        got: The value of the field.
         wanted: Description of the valid values.
     """
 

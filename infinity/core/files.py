@@ -233,7 +233,7 @@ def user_path(path: str | Path, what: str) -> Path:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a regular file; no error if none can have this path."""
+    """Return whether there is a regular file; no error if none can have this path."""
     try:
         return Path(path).is_file()
     except OSError:  # such as a name that is too long
@@ -247,7 +247,7 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
     """Make the file ``path``, lock it exclusively, and write into it which process holds it.
 
     Args:
-        patience_s: How long a conflicting lock is waited for (s); ``math.inf``: until it is free.
+        patience_s: Time for which a conflicting lock is waited for (s); ``math.inf``: until it is free.
 
     Returns:
         A descriptor; the lock lasts until it is closed.
@@ -302,7 +302,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def is_locked(path: Path, *, shared: bool = False) -> bool:
-    """Whether a process holds a lock that conflicts with a ``shared`` or an exclusive one.
+    """Return whether a process holds a lock that conflicts with a ``shared`` or an exclusive one.
 
     True as well for a file that is gone, a link, or one that this user may not open.
     """
@@ -317,7 +317,7 @@ def is_locked(path: Path, *, shared: bool = False) -> bool:
 
 
 def is_own(path: Path) -> bool:
-    """Whether ``path`` is there, no link, and this user's."""
+    """Return whether ``path`` is there, no link, and this user's."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -326,7 +326,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_named(fd: int, path: Path) -> bool:
-    """Whether an open file still is the one at ``path``."""
+    """Return whether an open file still is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -344,7 +344,7 @@ def lock_owner(path: Path) -> str:
 
 
 def is_locked_here(path: Path) -> bool:
-    """Whether this process wrote itself into a lock file."""
+    """Return whether this process wrote itself into a lock file."""
     owner = _read_owner(path)
     return owner is not None and (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
 

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     """Elements ``[start, stop)`` of ``source``, counted from its own first one.
 
     Attributes:
-        target: Where they belong in the range that was asked for, counted from its first element.
+        target: The place of the elements in the range that was asked for, counted from its first element.
     """
 
     source: Hashable
@@ -80,8 +80,8 @@ def shard_pieces(
 
     Args:
         new: Parameters of the new unit, where they lie in its flat buffer, ascending.
-        old: By the same sources, the old unit of each parameter and its first element there.
-        shard_numel: By old unit, elements of one rank's shard.
+        old: The old unit of each parameter, by the same sources, and its first element there.
+        shard_numel: Elements of one rank's shard, by old unit.
 
     Raises:
         KeyError: A parameter is in no old unit.

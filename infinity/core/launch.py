@@ -47,7 +47,7 @@ class Launch:
     """This process among those that a launcher started.
 
     Attributes:
-        rank: Of this process, from 0.
+        rank: The number of this process, from 0.
         world_size: Number of ranks.
         local_rank: Number of this rank on its machine, from 0; None: no launcher says so.
         local_world_size: Ranks on this machine; None likewise.

@@ -52,10 +52,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """One storage, and its lifetime if everything is kept.
+    """The lifetime of one storage if everything is kept.
 
     Attributes:
-        name: For error messages.
+        name: The name in error messages.
         nbytes: Size.
         kind: Content.
         born: The operator that makes it; 0 if it was there before the step.
@@ -74,11 +74,11 @@ class Operator:
     """One operator of the step, in the order of execution.
 
     Attributes:
-        name: As torch names it.
+        name: The name that torch has for it.
         time_s: Time of its computation (s).
         inputs: Storages that it reads.
         outputs: Storages that it writes.
-        phase: Where in the step it runs.
+        phase: The part of the step in which it runs.
         region: See [Note: regions]; in backward and update -1.
     """
 
@@ -95,7 +95,7 @@ class SlotUse:
     """A storage that autograd saves, and when backward uses it; in the order of packing.
 
     Attributes:
-        key: Its name in a plan.
+        key: The name of the slot in a plan.
         storage: Index of the storage.
         nbytes: Size.
         packed_at: The last operator before it may be stored.
@@ -119,7 +119,7 @@ class BlockCall:
 
     Attributes:
         name: The module's name.
-        region: Of its forward.
+        region: The region of its forward.
         forward: First operator of its forward, and the first after it.
         backward: First operator of its backward, and the first after it.
         inputs: Storages that its forward reads from outside, without parameters, in order.
@@ -143,11 +143,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One micro-batch with its update.
+    """The measured operators and storages of one micro-batch with its update.
 
     Attributes:
         step_s: Time of the step when everything is kept (s); at least the sum of its operators.
-        padding_nbytes: What a storage takes beyond its size once it has been loaded.
+        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
     """
 
     step_s: float
@@ -209,7 +209,7 @@ def _tuples(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Place(StrEnum):
-    """Where a saved storage waits for backward."""
+    """The place in which a saved storage waits for backward."""
 
     KEEP = "keep"  # in device memory
     HOST = "host"
@@ -244,9 +244,9 @@ class Hardware:
     Attributes:
         read_bytes_per_s: NVMe to memory, alone.
         write_bytes_per_s: Memory to NVMe, alone.
-        mixed_bytes_per_s: Both together, when both are busy.
+        mixed_bytes_per_s: Bytes per second of reads and writes together, when both are busy.
         host_bytes_per_s: Device to host memory and back, each way.
-        latency_s: From submitting a transfer to its first byte (s).
+        latency_s: Time from submitting a transfer to its first byte (s).
         host_nbytes: Host memory that activations may take.
         compute_s_per_byte: Delay of compute for each byte that moves beside it (s); on a machine without an
             accelerator I/O takes its share of the cores.
@@ -270,7 +270,7 @@ class ActivationPlan:
         places: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its
             inputs, numbered in the order of :attr:`infinity.core.plan.BlockCall.inputs`, without those
             that an earlier region packed.
-        loads: When each slot is loaded, in the order in which backward needs them.
+        loads: The loads of slots, in the order in which backward needs them.
         recomputed: Regions of blocks that run their forward again in backward.
         capacity_nbytes: The budget that it keeps, of device memory that the step allocates itself, without
             units, gradients and optimizer states. None: no budget.

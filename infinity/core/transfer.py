@@ -53,7 +53,7 @@ class Transfer:
         """Raise if the end will not come; called again and again while a thread waits."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once."""
+        """Return whether ``wait`` would return (or raise) at once."""
         return self._done
 
     def then(self, call: Callable[[], None]) -> None:

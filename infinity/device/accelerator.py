@@ -134,7 +134,7 @@ def name_of(device: torch.device) -> str:
 
 
 def rounds_roots(device: torch.device) -> bool:
-    """Whether ``Tensor.sqrt`` of float32 is correctly rounded: CUDA's is, as IEEE 754 wants it."""
+    """Return whether ``Tensor.sqrt`` of float32 is correctly rounded: CUDA's is, as IEEE 754 wants it."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -268,7 +268,7 @@ def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
 
 
 def _glibc_version() -> tuple[int, ...] | None:
-    """Of this process; None: it has another C library."""
+    """Return the version of this process's glibc; None: it has another C library."""
     try:
         text = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (ValueError, OSError):

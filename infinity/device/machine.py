@@ -42,7 +42,7 @@ def free_host_nbytes(root: Path = _ROOT) -> int:
     """Host memory that is free for one rank of this machine, or of this container (bytes).
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
+        root: The directory of ``/proc`` and ``/sys``.
     """
     free = [_available_nbytes(root)]
     for version, group, limit_nbytes in _memory_limits(root):
@@ -59,7 +59,7 @@ def total_host_nbytes(root: Path = _ROOT) -> int:
     """Host memory of this machine, or of this container, for all of its ranks (bytes).
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
+        root: The directory of ``/proc`` and ``/sys``.
     """
     installed = _read_field(root / "proc/meminfo", "MemTotal:") * 1024
     installed = installed or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -75,7 +75,7 @@ def usable_cores(root: Path = _ROOT) -> int:
     """Cores that this process may run on, or fewer where its container's quota is worth fewer.
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
+        root: The directory of ``/proc`` and ``/sys``.
     """
     cores = len(os.sched_getaffinity(0))
     for version, group in _control_groups(root, "cpu"):
@@ -92,7 +92,7 @@ def missing_huge_pages(root: Path = _ROOT) -> str:
     """Why this machine has no transparent huge pages, one line for people; empty: it has.
 
     Args:
-        root: Where ``/sys`` is.
+        root: The directory of ``/sys``.
     """
     if "[never]" in _read(root / _HUGE_PAGES):
         why = f"/{_HUGE_PAGES} is never"
@@ -142,7 +142,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _inside(path: PurePosixPath, mounted: str) -> PurePosixPath:
-    """Where the group ``path`` is below a mount point that shows the part ``mounted`` of the hierarchy.
+    """Return where group ``path`` is below a mount point that shows the part ``mounted`` of the hierarchy.
 
     A container may see its own group at the mount point, whatever the path says.
     """
@@ -186,12 +186,12 @@ def _read_field(path: Path, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DtypeSpeed:
-    """How fast one thread of the CPU, or the accelerator, multiplies matrices.
+    """The speed at which one thread of the CPU, or the accelerator, multiplies matrices.
 
     Attributes:
         name: A dtype of 16 bits: bf16 or fp16.
-        flops_per_s: In that dtype.
-        fp32_flops_per_s: In fp32.
+        flops_per_s: Floating-point operations per second in that dtype.
+        fp32_flops_per_s: The same in fp32.
     """
 
     name: Dtype
@@ -217,7 +217,7 @@ def choose_dtype(
 
     Args:
         wanted: ``train.dtype``; for ``auto`` every rank must call.
-        device: Where this rank computes.
+        device: The device of this rank.
         least: Gives the smallest number of all ranks.
     """
     if wanted == "fp32":

@@ -69,8 +69,8 @@ class Buffer(Protocol):
     """Memory of one buffer; ``tensor`` is uint8 and spans all of it.
 
     Attributes:
-        device: Of the streams that use it.
-        events: What the next user waits for.
+        device: The device of the streams that use it.
+        events: Events that the next user waits for.
     """
 
     nbytes: int
@@ -94,7 +94,7 @@ class HostBuffer:
     """A private anonymous mapping, on huge pages where it is that large.
 
     Args:
-        nbytes: As :func:`rounded` gives it.
+        nbytes: Bytes, a result of :func:`rounded`.
         device: Page-lock it for this accelerator; the CPU, or None: leave it as it is.
     """
 
@@ -170,9 +170,9 @@ class DeviceBuffer:
     """Accelerator memory, from torch's allocator: see [Note: memory of an accelerator].
 
     Args:
-        nbytes: As :func:`rounded` gives it.
-        device: Whose memory.
-        stream: Of the pool.
+        nbytes: Bytes, a result of :func:`rounded`.
+        device: The device that has the memory.
+        stream: The stream of the pool.
     """
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.Stream | None) -> None:
@@ -276,10 +276,10 @@ class _Leased:
     """Counts the bytes that are leased, by holder.
 
     Attributes:
-        nbytes: Of all holders.
+        nbytes: Bytes of all holders.
         peak_nbytes: The most of them at one time.
         by_holder: Without those that hold nothing.
-        given_back: How often something was given back.
+        given_back: The number of leases that were given back.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class BufferPool:
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
         key: The setting that bounds them, for messages.
-        patience_s: How long a lease waits without anything being given back (s).
+        patience_s: Time for which a lease waits without anything being given back (s).
     """
 
     #: Whether a buffer that is in use by a stream can be lent again.
@@ -531,10 +531,10 @@ class HostPool(BufferPool):
     """Page-aligned host memory: staging buffers, and states that stay resident.
 
     Args:
-        capacity_nbytes: As for :class:`BufferPool`.
-        key: As for :class:`BufferPool`.
+        capacity_nbytes: The capacity, as for :class:`BufferPool`.
+        key: The recipe's key, as for :class:`BufferPool`.
         device: Page-lock the buffers for this accelerator.
-        patience_s: As for :class:`BufferPool` (s).
+        patience_s: The patience, as for :class:`BufferPool` (s).
     """
 
     def __init__(

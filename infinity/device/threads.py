@@ -66,7 +66,7 @@ def in_slices(
     Args:
         run: Releases the interpreter lock; called at least once, with an empty slice if ``numel`` is 0.
         numel: Elements, or rows of them.
-        threads: At most this many at one time.
+        threads: The most slices that run at one time.
         least: No slice but the last is smaller.
     """
     size = max(least, -(-numel // threads))

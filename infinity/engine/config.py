@@ -16,11 +16,11 @@ class EngineConfig:
 
     Attributes:
         memory: Budgets and directories.
-        partition: How ranks share the model.
-        durability: What a committed step survives.
+        partition: The way in which ranks share the model.
+        durability: The failures that a committed step survives.
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
-        device: Where this rank computes, such as ``cpu`` or ``cuda:1``; None: on the accelerator with its
-            number on the machine, if there is one.
+        device: The device of this rank, such as ``cpu`` or ``cuda:1``; None: the accelerator with its number
+            on the machine, if there is one.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
         resume: Whether a run of that name that was interrupted goes on; never: it begins anew; must: it is

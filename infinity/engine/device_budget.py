@@ -51,7 +51,7 @@ class UnitsInUse:
 
     Args:
         models: Modules that are not inside others.
-        units: All of them.
+        units: All units of the model.
         recomputes: Blocks may be recomputed in backward, whatever the model says.
     """
 
@@ -73,7 +73,7 @@ class UnitsInUse:
             self._find_nested(child, inner, units)
 
     def recomputes(self) -> bool:
-        """Whether blocks are recomputed, as far as is known now."""
+        """Return whether blocks are recomputed, as far as is known now."""
         return self._recomputes or any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self._blocks
         )
@@ -95,7 +95,7 @@ def _used_together(params: Iterable[nn.Parameter], units: UnitIndex) -> frozense
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What a division counts on; see [Note: more gradients than before].
+    """The gradients and blocks that a division counts on; see [Note: more gradients than before].
 
     Attributes:
         trained: Indices of units that get a gradient.
@@ -112,13 +112,13 @@ class _Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What ``memory.device`` may be divided up to (bytes).
+    """The most of ``memory.device`` that units may be given (bytes).
 
     Attributes:
         total: The recipe's; None: derived.
         ceiling: The most that a derived budget may be, or that planned activations leave.
         shared: Planned activations take a part of ``total``.
-        planned: That part is known.
+        planned: The part of planned activations is known.
         after_step: The most that the total may become, as the first step shows; None: unknown.
         states: Whether states may be in an accelerator's memory.
     """
@@ -137,7 +137,7 @@ class _Limits:
 
     @property
     def most(self) -> int | None:
-        """What units may take with their states; None: what activations take is not known yet."""
+        """Return the most that units may take with states; None: what activations take is not known yet."""
         if self.shared:
             return self.ceiling if self.planned else None
         if self.total is not None or self.after_step is None:
@@ -149,22 +149,22 @@ class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
     Args:
-        units: All of the model's.
+        units: All units of the model.
         leaves: Units that are gathered as one, by module.
         in_use: Tells which units are in use at one time.
-        ranks: Those that share the model.
+        ranks: The ranks that share the model.
         tiers: Know what each unit takes, and ``memory.host``.
         device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
         ceiling_nbytes: The most that a derived budget may be.
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
-        updates_nbytes: What updates take of an accelerator's memory, beside pools.
+        updates_nbytes: Memory of an accelerator that updates take beside pools.
         states: Whether states may be in an accelerator's memory: see [Note: states on an accelerator] of
             :mod:`infinity.core.budget`.
 
     Attributes:
-        division: How it is divided now.
-        host: How ``memory.host`` is divided beside an accelerator; None: there is none.
+        division: The present division of the device budget.
+        host: The division of ``memory.host`` beside an accelerator; None: there is no accelerator.
 
     Raises:
         BudgetError: ``memory.device`` or ``memory.host`` is too small; the message has the arithmetic.
@@ -219,7 +219,7 @@ class UnitBudget:
 
     @property
     def hold_weights(self) -> bool:
-        """Whether there is room for the weights that updates start from."""
+        """Return whether there is room for the weights that updates start from."""
         return self.division.hold_weights if self.host is None else self.host.weights > 0
 
     def divide_again(self, *, accumulates: bool) -> bool:
@@ -252,7 +252,7 @@ class UnitBudget:
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
-        """Whether :meth:`divide_after_step` would tell what is not known."""
+        """Return whether :meth:`divide_after_step` would tell what is not known."""
         limits = self._limits
         return limits.states and limits.total is None and limits.after_step is None
 
@@ -268,7 +268,7 @@ class UnitBudget:
 
         Args:
             blocks: Indices of each block's units.
-            described: What the blocks are, for messages.
+            described: The name of the blocks in messages.
 
         Raises:
             BudgetError: The device budget cannot hold it; the message has the arithmetic.
@@ -375,7 +375,7 @@ class UnitBudget:
 
 
 def _in_part(unit: Unit) -> bool:
-    """Whether a unit is frozen in part."""
+    """Return whether a unit is frozen in part."""
     return 0 < len(unit.trainable) < len(unit.segments)
 
 

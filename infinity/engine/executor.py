@@ -39,7 +39,7 @@ from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.planner.policies import device_error
+from infinity.planner.search import device_error
 from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
 from infinity.shards.pipeline import UpdatePipeline
@@ -49,13 +49,13 @@ from infinity.shards.updates import HostUpdates, Updates
 
 @dataclass(slots=True)
 class PassFigures:
-    """What a step's passes did.
+    """Time and bytes of the passes of a step.
 
     Attributes:
         on_demand: Uses that no plan foresaw.
         tiles_used: Tiles of experts that were used, of those that come and go.
         planned: Bytes that were to be read and to be written; None: there was no plan.
-        moved: Those that updates and records were to move since the beginning.
+        moved: Bytes that updates and records were to move since the beginning.
     """
 
     on_demand: int = 0
@@ -68,12 +68,12 @@ class StepExecutor:
     """Runs the training steps of one model, under one division of its device budget.
 
     Args:
-        units: All of the model's.
+        units: All units of the model.
         leaves: Units that are gathered as one, by module.
         in_use: Tells which units are in use at one time.
-        ranks: Those that share the model.
-        tiers: Where its shards live.
-        activations: What happens to saved tensors.
+        ranks: The ranks that share the model.
+        tiers: The homes of its shards.
+        activations: The way of its saved tensors.
         config: Budgets and dtypes.
         stalls: Counts the training thread's waits; has the timeline.
         clips: Whether gradients are clipped: then they are kept until ``step()``.
@@ -81,7 +81,7 @@ class StepExecutor:
         on_failure: Called with the error of an update, on the pipeline's thread.
 
     Attributes:
-        figures: Of the last step.
+        figures: Figures of the last step.
         stack: Ends the threads and gives back the device memory; refers to no module.
 
     Raises:
@@ -190,8 +190,8 @@ class StepExecutor:
 
         Args:
             blocks: Indices of each block's units.
-            tiles: Those of its tiles, which are used one by one, and kept if there is room.
-            described: What the blocks are, for messages.
+            tiles: The tiles of the block, which are used one by one, and kept if there is room.
+            described: The name of the blocks in messages.
 
         Raises:
             BudgetError: ``memory.device`` cannot hold one; the message has the arithmetic.
@@ -270,7 +270,7 @@ class StepExecutor:
 
     @property
     def device_pools(self) -> list[BufferPool]:
-        """Those of device memory."""
+        """Return the pools of device memory."""
         on_device = self.tiers.on_device
         return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
 

@@ -28,9 +28,9 @@ class FullValues:
     """Reads and writes the full values of one model's parameters.
 
     Args:
-        units: All of the model's.
-        ranks: Those that share them.
-        tiers: Where their shards live.
+        units: All units of the model.
+        ranks: The ranks that share them.
+        tiers: The homes of their shards.
         construction: The block in which the model is built.
         executor: Returns the executor that runs the model, made if there was none.
 

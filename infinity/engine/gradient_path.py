@@ -120,7 +120,7 @@ class GradientPath:
 
         Args:
             gradient: None with one rank only: see [Note: parameters without a gradient].
-            weights: For the update, which follows; None: another micro-batch does.
+            weights: Weights for the update that follows; None: another micro-batch follows.
         """
         total = None
         if gradient is not None:

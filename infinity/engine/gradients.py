@@ -30,7 +30,7 @@ class Gradients:
     """The gradients of one model's step on this rank.
 
     Args:
-        units: All of the model's.
+        units: All units of the model.
         leaves: Indices of units that are reduced when backward leaves their module.
         prefetcher: Serves uses of units.
         pins: Units that backward keeps.
@@ -38,7 +38,7 @@ class Gradients:
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
 
     Attributes:
-        completions: Which gradients are complete.
+        completions: Decides when the gradient of a unit is complete.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Gradients:
 
     @property
     def received(self) -> bool:
-        """Whether a backward pass of this step gave gradients."""
+        """Return whether a backward pass of this step gave gradients."""
         return bool(self._received)
 
     # --- what hooks call ---------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Gradients:
             self._complete(unit)
 
     def received_from(self, param: nn.Parameter) -> bool:
-        """Whether a gradient was received from ``param`` in this step."""
+        """Return whether a gradient was received from ``param`` in this step."""
         return id(param) in self._received
 
     def check_received(self, param: nn.Parameter) -> None:
@@ -224,7 +224,7 @@ class Gradients:
 
 
 class WindowLoan:
-    """What open gradients borrow from the window of units, beyond the room that budgets have for them.
+    """Room of the units' window that open gradients borrow when they need more than budgets give them.
 
     There is room for one that is open and one on its way to its update. More are open at one time where
     units have parameters of modules that run inside each other. Several ranks decide alike, since they

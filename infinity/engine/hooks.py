@@ -103,7 +103,7 @@ class Frame:
 
     Attributes:
         served: The module's own parameters, if all of them are in memory while it runs.
-        call: What runs the outermost call: see [Note: calls that Ctrl-C ends].
+        call: The running outermost call: see [Note: calls that Ctrl-C ends].
     """
 
     module: nn.Module
@@ -129,10 +129,10 @@ class Ended:
 
 @dataclass(slots=True)
 class _Outside:
-    """What goes on outside any forward.
+    """Uses of units outside any forward.
 
     Attributes:
-        units: Those that were touched there.
+        units: Units that were touched outside any forward.
         goes_on: A pass does: a visit of those, or inference whose loss is to follow.
         pending: Units of calls that are over, but whose logits are pending.
     """
@@ -146,7 +146,7 @@ class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
     Args:
-        units: All of the model's.
+        units: All units of the model.
         leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
 
@@ -169,7 +169,7 @@ class Hooks:
 
     @property
     def recorded(self) -> bool:
-        """Whether autograd recorded a forward pass."""
+        """Return whether autograd recorded a forward pass."""
         return bool(self._hooked)
 
     def end(self, why: str) -> None:
@@ -268,7 +268,7 @@ class Hooks:
             self._close(top, output if top is frame else None)
 
     def serves(self, parameters: object) -> bool:
-        """Whether ``parameters`` are those of the module that runs, which has been served."""
+        """Return whether ``parameters`` are those of the module that runs, which has been served."""
         return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
@@ -602,7 +602,7 @@ def _running_call() -> FrameType | None:
 
 
 def _has_ended(call: FrameType | None) -> bool:
-    """Whether nothing runs in ``call`` any more; None runs."""
+    """Return whether nothing runs in ``call`` any more; None runs."""
     if call is None:
         return False
     try:

@@ -246,14 +246,14 @@ class Runtime:
 
     @property
     def started(self) -> bool:
-        """Whether the model ran or has an optimizer: its units are in use."""
+        """Return whether the model ran or has an optimizer: its units are in use."""
         return self._executor is not None
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
         """Return the executor; rebuild it if clipping changed.
 
         Args:
-            clips: Whether gradients are clipped; None: as they are, or as without an optimizer.
+            clips: Whether gradients are clipped; None: no change, and no clipping without an optimizer.
 
         Raises:
             BudgetError: ``memory.device`` is too small; the message has the arithmetic.
@@ -409,12 +409,12 @@ class Runtime:
 
     @property
     def records(self) -> Records:
-        """Those of the steps that :meth:`step` committed."""
+        """Return the records of the steps that :meth:`step` committed."""
         return self.executor().updates.records
 
     @property
     def keeps(self) -> bool:
-        """Whether the files stay if nothing closes the model."""
+        """Return whether the files stay if nothing closes the model."""
         return hasattr(self, "storage") and self.storage.keep
 
     # --- the end ----------------------------------------------------------------------------
@@ -466,11 +466,11 @@ class Runtime:
 
     @property
     def _doubtful(self) -> bool:
-        """Whether a second Ctrl-C ended a section: see :mod:`infinity.core.interrupts`."""
+        """Return whether a second Ctrl-C ended a section: see :mod:`infinity.core.interrupts`."""
         return uninterrupted.broken != self._sections_broken
 
     def _left(self) -> str:
-        """What a new model goes on from."""
+        """Return the interrupted run that a new model goes on from."""
         recorded = self._executor.updates.records.recorded if self._executor is not None else None
         if recorded is None:
             return (
@@ -485,7 +485,7 @@ class Runtime:
         On the way out of an exception other ranks learn of it, and the files of a run that can go on stay.
 
         Args:
-            error: That exception; None: the one that is being handled, if any.
+            error: The exception that ended the run; None: the one that is being handled, if any.
             keep: Leave the files of a run that can go on.
 
         Raises:
@@ -635,7 +635,7 @@ def _close_all() -> None:
 
 
 def _disown_all() -> None:
-    """In a forked child: every model belongs to the parent."""
+    """Leave every model to the parent, in a forked child."""
     for runtime in list(open_runtimes):
         runtime.disown()
     open_runtimes.clear()

@@ -61,8 +61,8 @@ class LayerSchedule:
     numbers than a loop over micro-batches, which goes through the blocks in another order.
 
     Args:
-        model: Its blocks are the largest ``nn.ModuleList``; they, and what follows them, are recomputed
-            in backward, so it needs no checkpointing of its own.
+        model: The model. Its blocks are the largest ``nn.ModuleList``; they, and what follows them, are
+            recomputed in backward, so it needs no checkpointing of its own.
         micro_batches: Slices of each batch.
         loss: The loss of one slice, ``()``, given its part of the arguments; by default the ``loss`` of
             what the model returns. It runs again in backward.
@@ -109,7 +109,7 @@ class LayerSchedule:
 
     @contextmanager
     def calling(self, caller: "Caller") -> Iterator[None]:
-        """Inside this context ``caller`` decides what a call of the model's modules does."""
+        """Let ``caller`` decide, inside this context, what a call of the model's modules does."""
         before = [(place.parent, place.name, place.parent._modules[place.name]) for place in self._places]
         outer, self.caller = self.caller, caller
         try:
@@ -173,8 +173,8 @@ class Cut:
     """Cuts trees of tensors along dim 0, and joins them.
 
     Attributes:
-        rows: Of the whole batch.
-        slices: Of equal size.
+        rows: Rows of the whole batch.
+        slices: Number of slices, of equal size.
     """
 
     rows: int
@@ -189,7 +189,7 @@ class Cut:
         return cls(rows, slices)
 
     def apart(self, tree: Any) -> list[Any]:
-        """One tree per slice: tensors with ``rows`` rows are cut, everything else is in each of them."""
+        """Cut a tree into one per slice: tensors with ``rows`` rows are cut, other values are in each."""
         leaves, spec = tree_flatten(tree)
         parts = [
             leaf.split(self._height) if _has(leaf, self.rows) else (leaf,) * self.slices for leaf in leaves
@@ -302,7 +302,7 @@ class Whole:
 
 
 class Tail:
-    """One slice's forward after the blocks: what was ``given`` already comes from there."""
+    """The forward of one slice after the blocks, to which the values in ``given`` come from the blocks."""
 
     def __init__(self, given: Given, index: int) -> None:
         self.given, self.index = given, index
@@ -319,7 +319,7 @@ class Tail:
 
 
 class StandIn(nn.Module):
-    """In a module's place: calls go to the schedule's caller, everything else to the module."""
+    """A module's stand-in: calls go to the schedule's caller, everything else to the module."""
 
     def __init__(self, module: nn.Module, schedule: LayerSchedule) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class StandIn(nn.Module):
 
 
 class Place(NamedTuple):
-    """Where a stand-in goes: ``parent._modules[name]``."""
+    """The place of a stand-in: ``parent._modules[name]``."""
 
     parent: nn.Module
     name: str

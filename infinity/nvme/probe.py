@@ -53,7 +53,7 @@ def measure(
     """Write a file of ``nbytes``, write it again, read it, and remove it.
 
     Args:
-        nbytes: Of the file.
+        nbytes: Bytes of the file.
         allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
             the CPU ordinary pages are pinned one by one: about half of the speed for several times the
             processor's time. From and to an accelerator bytes move by GPUDirect Storage.

@@ -87,7 +87,7 @@ class RunDirectory:
         return path
 
     def is_empty(self) -> bool:
-        """Whether it holds nothing but locks."""
+        """Return whether it holds nothing but locks."""
         with contextlib.suppress(OSError):  # it was removed, or no descriptor is left to list it with
             return {*self.path.iterdir()} == {*self.path.glob(_LOCKS)}
         return False

@@ -30,8 +30,8 @@ class SealedFile:
     Attributes:
         fd: Open for reading; the volume that takes the file in closes it.
         direct: It bypasses the page cache.
-        nbytes: Of its extents, which lie at its beginning.
-        stamp: What :func:`stamp_of` said of a file that is not the run's own; None: it is.
+        nbytes: Bytes of its extents, which lie at its beginning.
+        stamp: The stamp (:func:`stamp_of`) of a file that is not the run's own; None: the file is the run's.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class Range:
 
 @dataclass(slots=True)
 class Space:
-    """Which ranges of one file are taken: best fit among what was given back, else at the end.
+    """Taken ranges of one file: best fit among what was given back, else at the end.
 
     Pure arithmetic: no file is touched.
 
@@ -150,7 +150,7 @@ class Space:
 
 
 class Volume:
-    """One file per path, new, in place of what had its name, or found. Any thread may call.
+    """Files, one in each directory, in which extents are allocated. Any thread may call.
 
     A fresh range reads as zeros. A range that was freed and is allocated again holds what it held,
     unless zeros are asked for.
@@ -217,7 +217,7 @@ class Volume:
 
     @property
     def buffered(self) -> bool:
-        """Whether some file goes through the page cache."""
+        """Return whether some file goes through the page cache."""
         return any(not file.direct for file in self._files)
 
     @property
@@ -248,7 +248,7 @@ class Volume:
 
         Args:
             nbytes: A positive multiple of ``BLOCK_NBYTES``.
-            what: Whose bytes, for messages.
+            what: The owner of the bytes, for messages.
             zeroed: Write zeros where the range held something before.
 
         Raises:
@@ -465,7 +465,7 @@ def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> 
 
     Args:
         open_file: Called with the path and the flags.
-        how: For messages, ``making`` or ``opening``.
+        how: The word in messages, ``making`` or ``opening``.
 
     Raises:
         DirectoryError: It cannot be opened.

@@ -46,7 +46,7 @@ class PredictedStep:
 
     Attributes:
         nbytes_read: Bytes that units read; ``nbytes_written`` likewise.
-        bottleneck: What is busy for the longest part of the step.
+        bottleneck: The channel that is busy for the longest part of the step.
         advice: The change with the largest predicted gain; None: there is none.
     """
 

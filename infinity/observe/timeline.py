@@ -157,7 +157,7 @@ def draw(spans: Sequence[Span], path: Path, *, start_s: float = 0.0, end_s: floa
 
     Args:
         start_s: Start of the drawn part, relative to the first span.
-        end_s: Its end; None: the last span.
+        end_s: The end of the picture; None: that of the last span.
     """
     from matplotlib.figure import Figure
 

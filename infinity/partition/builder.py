@@ -103,15 +103,15 @@ _BLOCK_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class CutSizes:
-    """How large units and tiles are (bytes, in the compute dtype); see [Note: a unit that memory can hold].
+    """The largest units and tiles (bytes in the compute dtype); see [Note: a unit that memory can hold].
 
     Attributes:
         full_nbytes: A unit that holds as much is full.
         most_nbytes: A large parameter that would make a unit larger than that begins another one.
         tile_nbytes: A tile takes at most as much, or is one row.
-        expert_tile_nbytes: Likewise a tile of packed experts, or is one expert.
+        expert_tile_nbytes: The largest tile of packed experts, unless it is one expert.
         most_weight_nbytes: A linear layer or an embedding whose weight takes more is tiled; None: none is.
-        most_experts_nbytes: Likewise for packed experts.
+        most_experts_nbytes: The largest packed experts that are not cut into tiles.
     """
 
     full_nbytes: int
@@ -132,7 +132,7 @@ class CutSizes:
         same bits. What a full unit would hold is not tiled.
 
         Args:
-            device_nbytes: Of ``memory.device``, or of the device; None: unknown.
+            device_nbytes: Bytes of ``memory.device``, or of the device; None: unknown.
         """
         full = TARGET_SHARD_NBYTES * world_size
         if on_accelerator:
@@ -176,7 +176,7 @@ class CutSizes:
 
 
 def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
-    """Whether ``param`` has the weights of all experts of ``module``, as transformers packs them."""
+    """Return whether ``param`` has the weights of all experts of ``module``, as transformers packs them."""
     known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
     return known and param.ndim == 3 and len(param) == getattr(module, "num_experts", None)
 
@@ -185,8 +185,8 @@ class _Joined(NamedTuple):
     """A parameter of the open unit.
 
     Attributes:
-        made_for: Its module; None: it has another one now.
-        rows: Of a tile; 0: it is not tiled.
+        made_for: The module that made it; None: it has another module now.
+        rows: Rows of a tile; 0: it is not tiled.
         routed: It has packed experts.
     """
 
@@ -201,7 +201,7 @@ class _OpenUnit(dict[int, _Joined]):
     """The parameters of the unit that is not closed yet, by id.
 
     Attributes:
-        nbytes: What they take in it; tiles are units of their own.
+        nbytes: Bytes that its parameters take in it; tiles are units of their own.
     """
 
     nbytes = 0
@@ -215,7 +215,7 @@ class _LeafClasses:
     """Classes whose modules are leaves: see [Note: a leaf].
 
     Attributes:
-        names: Those of ``partition.leaf``.
+        names: The class names in ``partition.leaf``.
         built: Names of all classes that were built.
         current: The outermost leaf that is built, perhaps, and its first unit; None: none is.
     """
@@ -225,7 +225,7 @@ class _LeafClasses:
         self.current: tuple[nn.Module, int] | None = None
 
     def may_be(self, name: str) -> bool:
-        """Whether a module of this class may be a leaf, before it is complete."""
+        """Return whether a module of this class may be a leaf, before it is complete."""
         return name in self.names or _EXPERTS.search(name) is not None
 
     def check(self) -> None:
@@ -250,11 +250,11 @@ class UnitBuilder:
         world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
-        sizes: How large units and tiles are; None: those of a device without bound.
+        sizes: The largest units and tiles; None: those of a device without bound.
         without_values: Parameters are on the meta device: only their places are wanted.
 
     Attributes:
-        units: Those that closed.
+        units: The units that closed.
         leaves: The units of each leaf.
     """
 
@@ -327,13 +327,13 @@ class UnitBuilder:
             self._open.join(joined, self.dtype.itemsize)
 
     def _ends_before(self, nbytes: int) -> bool:
-        """Whether a parameter of so many bytes belongs to another unit than the open one."""
+        """Return whether a parameter of so many bytes belongs to another unit than the open one."""
         held, small = self._open.nbytes, self.sizes.full_nbytes / 8
         too_much = held > small and held + nbytes > self.sizes.most_nbytes
         return nbytes > small and (held >= self.sizes.full_nbytes or too_much)
 
     def has(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` joined a unit, open or closed."""
+        """Return whether ``param`` joined a unit, open or closed."""
         return id(param) in self._open or bool(self.units.places(param))
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
@@ -377,7 +377,7 @@ class UnitBuilder:
         self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
-        """At the end: take in what never saw an ``__init__`` of its own, drop what was replaced."""
+        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced."""
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
         used = {id(p) for root in roots for p in root.parameters()}
@@ -385,7 +385,7 @@ class UnitBuilder:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether the module keeps alternatives in a list: two or more of one class, with parameters.
+    """Return whether the module keeps alternatives in a list: two or more of one class, with parameters.
 
     A list of what has packed experts is one of layers, not of alternatives.
     """

@@ -135,7 +135,7 @@ class LateValues(Protocol):
     """Gives units their values at the end of the block: see [Note: values that come later]."""
 
     def counts(self, unit: Unit) -> bool:
-        """Whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
+        """Return whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
         ...
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
@@ -144,14 +144,14 @@ class LateValues(Protocol):
 
 
 class Construction:
-    """One ``with`` block in which models are built.
+    """The construction of models inside one ``with`` block.
 
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
-        masters: Where values go.
+        masters: The receiver of initial values.
         serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in, and
             returns what takes them out again.
-        device: Where the finished model computes; its buffers go there whole.
+        device: The device of the finished model; its buffers go there whole.
         tile: Called at the end of the block with each parameter in tiles: lets operators on it read them.
 
     Attributes:
@@ -186,7 +186,7 @@ class Construction:
 
     @property
     def active(self) -> bool:
-        """Whether the block is not over."""
+        """Return whether the block is not over."""
         return Construction._open is self
 
     @property
@@ -195,7 +195,7 @@ class Construction:
         return [root for each in self._roots if (root := each()) is not None]
 
     def is_building(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether the block is not over, and has any of ``params``."""
+        """Return whether the block is not over, and has any of ``params``."""
         return self.active and any(self.builder.has(param) for param in params)
 
     def add_root(self, module: nn.Module) -> None:

@@ -70,9 +70,9 @@ class Staging:
     """Brings shards through a pool.
 
     Args:
-        pool: In host memory.
+        pool: The pool of host memory.
         piece_nbytes: The most that one buffer takes: whole blocks (bytes).
-        device: Where shards go.
+        device: The device to which shards go.
     """
 
     def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
@@ -138,8 +138,8 @@ class Staying:
     """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
 
     Attributes:
-        full: Of the full buffer.
-        shard: On an accelerator, of the copy of this rank's slice that is updated.
+        full: The lease of the full buffer.
+        shard: The lease of this rank's slice on an accelerator, which is updated.
     """
 
     full: Lease
@@ -157,9 +157,9 @@ class _Stored:
 
     Attributes:
         ready: Waits until they are here; may be called again.
-        stays: They are not given back as soon as they are decoded.
+        stays: The stored bytes are not given back as soon as they are decoded.
         resident: The lease is that of host memory.
-        failed: They could not be read, and the use of the unit has raised the error.
+        failed: The stored bytes could not be read, and the use of the unit has raised the error.
     """
 
     lease: Lease
@@ -226,8 +226,8 @@ class UnitMover:
     """Starts, finishes and drops the full values of units.
 
     Args:
-        units: All of the model's.
-        pool: Where full buffers are leased (the device tier).
+        units: All units of the model.
+        pool: The pool from which full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
         waits: Counts stalls.
@@ -335,7 +335,7 @@ class UnitMover:
         return self._stage(self.staging, unit, lease, begin, nbytes)
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
-        """After the update of a unit that stayed; what is returned brings the new weights to their slice."""
+        """Return a call that brings new weights, after the update of a unit that stayed, to their slice."""
         unit.lifecycle.move(S.FETCHING)
         updated = unit.home.updated_in_place()
         shard = staying.shard

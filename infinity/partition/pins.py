@@ -26,11 +26,11 @@ class BackwardPins:
         self._read: list[int] = []  # and which ones
 
     def __contains__(self, index: int) -> bool:
-        """Whether the unit is kept until its gradients are complete."""
+        """Return whether the unit is kept until its gradients are complete."""
         return index in self._kept
 
     def recomputed(self, index: int) -> bool:
-        """Whether a recomputed forward reads the unit."""
+        """Return whether a recomputed forward reads the unit."""
         return self._kept.get(index, self) is None
 
     def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:

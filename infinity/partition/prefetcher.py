@@ -93,11 +93,11 @@ CONTEXT = 3
 
 
 class Pass:
-    """One kind of pass: its plan, and where in it we are.
+    """One kind of pass: its plan, and the position in it.
 
     Attributes:
         on_demand: Uses, in this pass, that no plan foresaw.
-        fetched: What it fetches, by its plan; None: it has none, or left it.
+        fetched: The units that its plan fetches; None: it has no plan, or left it.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Pass:
         return len(self.trace)
 
     def foresees(self, event: Event) -> bool:
-        """Whether ``event`` is the plan's next one."""
+        """Return whether ``event`` is the plan's next one."""
         return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
 
     def follow(self, plan: Plan | None) -> None:
@@ -190,12 +190,12 @@ class TileOrder:
 
     @property
     def over(self) -> bool:
-        """Whether backward has come to all of them."""
+        """Return whether backward has come to all of them."""
         return not self._to_come
 
 
 class TileRoom:
-    """What tiles take of a capacity (bytes).
+    """The part of a capacity that tiles take (bytes).
 
     Args:
         nbytes: Size of each streaming unit's full buffer, and of what it is decoded from.
@@ -205,7 +205,7 @@ class TileRoom:
         slot_nbytes: The largest full buffer that stored bytes are decoded into; 0: there are none.
         slots: Full buffers that take turns.
         keeps_decoded: Tiles stay decoded, from one micro-batch to the next.
-        together_nbytes: What tiles take that several micro-batches use one after another.
+        together_nbytes: Bytes of tiles that several micro-batches use one after another.
         decoded: Bytes of the full buffers, of those that are present, that were made of stored bytes.
         items: The stored bytes of each tile.
     """
@@ -237,7 +237,7 @@ class TileRoom:
 
     @property
     def planned_nbytes(self) -> int:
-        """What plans may take: all but room for tiles, unless other units need it."""
+        """Return the bytes that plans may take: all but the room for tiles, unless other units need it."""
         room = 2 * max((self._nbytes[tile] for tile in self.stored), default=0)
         room = max(room, min(self.slots_nbytes + sum(self.stored.values()), self._capacity_nbytes // 2))
         if self.together_nbytes + self._others_nbytes <= self._capacity_nbytes:
@@ -251,13 +251,13 @@ class Prefetcher:
     Args:
         mover: Moves units.
         nbytes: Size of each streaming unit's full buffer, and of what it is decoded from (bytes).
-        capacity_nbytes: What all items together may take.
+        capacity_nbytes: The most that all items together may take.
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
         routed: Tiles that no plan foresees: see [Note: tiles of experts].
 
     Attributes:
-        residents: What is in memory, or on its way.
+        residents: The items in memory, or on their way.
         staying: Units that are present, being updated, and not for use before the next pass.
     """
 
@@ -288,7 +288,7 @@ class Prefetcher:
         """Have ``unit`` gathered and pinned when this returns; then look ahead.
 
         Args:
-            following: Of a tile, those that are used next; None: backward reads it.
+            following: The tiles that are used after a tile; None: backward reads it.
             recomputed: A forward inside backward uses a tile.
         """
         self.residents.pin(unit)
@@ -329,7 +329,7 @@ class Prefetcher:
             self._advance(Event(Kind.UNPIN, unit))
 
     def stays(self, unit: int) -> bool:
-        """Whether ``unit``, whose gradients are complete now, is to be updated where it is."""
+        """Return whether ``unit``, whose gradients are complete now, is to be updated where it is."""
         running = self.running
         if running.plan is None or unit not in running.plan.stays or unit not in self.residents:
             return False
@@ -414,11 +414,11 @@ class Prefetcher:
         self.residents.release([Stored(unit)])
 
     def streams(self, unit: int) -> bool:
-        """Whether the unit's full values come and go; the others are always there."""
+        """Return whether the unit's full values come and go; the others are always there."""
         return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
-        """Whether all of ``units`` fit into memory together."""
+        """Return whether all of ``units`` fit into memory together."""
         lent_nbytes = self.residents.borrowed_nbytes
         return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
 
@@ -433,7 +433,7 @@ class Prefetcher:
         ended.restart()
 
     def _begin(self) -> None:
-        """Before the first event of a pass: bring in its nearest future."""
+        """Bring in the nearest future of a pass, before its first event."""
         running = self.running
         if running.begun or running.plan is None or running.position:
             return
@@ -588,7 +588,7 @@ class Prefetcher:
             self._start(tile, nbytes)
 
     def _decoding_nbytes(self, tile: int) -> int:
-        """What decoding takes beyond the stored bytes, which are present."""
+        """Return the bytes that decoding takes beyond the stored bytes, which are present."""
         return self.nbytes[tile] - self.residents.present[self.room.items[tile]]
 
     # --- items -------------------------------------------------------------------------------
@@ -624,5 +624,5 @@ def _unit_of(item: Item) -> int:
 
 
 def _last(units: Sequence[int], unit: int) -> int | None:
-    """Where ``unit`` is the last time; None: nowhere."""
+    """Return the last position of ``unit``; None: it has none."""
     return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)

@@ -67,7 +67,7 @@ class TiledWeight:
 
     Attributes:
         places: Unit and segment of each tile, in order.
-        after: Those of the packed experts that the same module uses next, if any.
+        after: The tiles of the packed experts that the same module uses next, if any.
         several_ranks: Other ranks have the same units.
         without_values: Tensors have none: tokens are divided equally.
     """
@@ -131,7 +131,7 @@ class TiledWeight:
         Args:
             product: The operator.
             inputs: ``(tokens, in)``.
-            offs: Where each expert's tokens end.
+            offs: The end of each expert's tokens.
             transposed: Whether the last two dimensions of the weight are.
         """
         if self.without_values:
@@ -199,7 +199,7 @@ def used_after(units: UnitIndex, places: Sequence[tuple[Unit, Segment]]) -> Sequ
 
 
 def _hit(places: Sequence[tuple[Unit, Segment]], hit: Sequence[bool]) -> Sequence[int]:
-    """Which tiles have experts that are ``hit``; the first one where none is."""
+    """Return the tiles with experts that are ``hit``; the first one if there are none."""
     used = [i for i, (_, segment) in enumerate(places) if any(hit[row] for row in segment.rows)]
     return used or range(min(1, len(places)))
 
@@ -299,7 +299,7 @@ class TiledParameter(nn.Parameter):
     """A parameter of the model whose values are in tiles; see the module's docstring.
 
     Attributes:
-        tiled: Its tiles.
+        tiled: The tiles of the parameter.
     """
 
     tiled: TiledWeight
@@ -349,7 +349,7 @@ def _tiles(param: Any) -> Sequence[Any]:
 
 
 def _moved(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What an operator that moves or casts makes of an empty tensor like ``param``."""
+    """Return an empty tensor like ``param`` after an operator that moves or casts."""
     moved: Tensor = func(torch.empty(0, dtype=param.dtype, device=param.device), *args, **kwargs)
     return moved
 
@@ -366,7 +366,7 @@ def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> 
     """Let operators on ``param`` read its tiles.
 
     Args:
-        weight: None: those from before :func:`compute_whole`.
+        weight: The tiled weight; None: the weights from before :func:`compute_whole`.
 
     Raises:
         StateError: It has hooks, which no gradient would reach.

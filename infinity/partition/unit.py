@@ -74,12 +74,12 @@ class UpdateFuture(Transfer):
 
 
 class Home:
-    """Where a unit's committed shard is between uses; alone, a tier that is planned for it.
+    """The home of a unit's committed shard between uses; this class alone is a tier that is planned.
 
     The homes of a model in training are :class:`infinity.shards.homes.ShardHome`.
 
     Attributes:
-        version: Which of its places on NVMe is the committed one.
+        version: The number of the committed version among its places on NVMe.
         updating: The last update of the shard, in flight or landed; None: there was none.
     """
 
@@ -99,12 +99,12 @@ class Home:
 
     @property
     def lease(self) -> Lease | None:
-        """What holds the shard in memory, in the form that it travels in; None: nothing does."""
+        """Return the lease of the shard's memory, in the form that it travels in; None: nothing holds it."""
         return None
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
+        """Return whether the newest weights are in accelerator memory, or what makes them was given to it."""
         return False
 
     @property
@@ -120,7 +120,7 @@ class Home:
         """Start reading the newest committed shard, after the update in flight that makes it.
 
         Args:
-            memory: For weights, or for their stored form if the unit has one.
+            memory: Memory for weights, or for their stored form if the unit has one.
             start: The first byte of the shard that is read; whole blocks.
         """
         update = self.updating
@@ -149,17 +149,17 @@ _NAN_BYTES = {
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One parameter's place in its unit (elements of the flat buffer), and its step count.
+    """The place of a parameter in its unit (elements of the flat buffer), and its step count.
 
     Attributes:
         index: Position among the unit's segments. An offset does not identify a segment: the next one of a
             parameter without elements has the same.
         whole: The model's own parameter: ``param``, or what it is a tile of.
-        whole_shape: Its shape.
+        whole_shape: The parameter's own shape, of which a tile has some rows.
         first: The first element of ``whole`` that is here.
         writes: Autograd's count of writes to the parameter when it was attached.
         steps: Updates that the parameter has had.
-        released: Its placeholder, made once.
+        released: The parameter's placeholder, made once.
     """
 
     param: nn.Parameter
@@ -186,7 +186,7 @@ class Segment:
 
     @property
     def is_last(self) -> bool:
-        """Whether no tile of the parameter follows."""
+        """Return whether no tile of the parameter follows."""
         return self.first + self.numel == self.whole_shape.numel()
 
     @property
@@ -206,8 +206,8 @@ class StoredForm:
     """The stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form].
 
     Attributes:
-        nbytes: Of all shards.
-        shard_nbytes: Of one; whole blocks.
+        nbytes: Bytes of all shards.
+        shard_nbytes: Bytes of one shard, in whole blocks.
         scratch_nbytes: The most that decoding takes of an accelerator's memory, beside both buffers.
         decode: Decodes gathered bytes, ``(nbytes,)`` uint8, into a flat buffer on their device, ``(numel,)``.
     """
@@ -225,14 +225,13 @@ class Unit:
         index: Position in the model's list of units; the same on every rank.
         segments: Parameters in the order of the flat buffer.
         numel: Elements of the flat buffer, padding included.
-        home: Where the shard lives between uses; another one by :meth:`move_to`.
+        home: The home of the shard between uses; :meth:`move_to` gives it another one.
         stored: The form in which shards travel; None: the compute dtype.
-        device: Where the flat buffer and its placeholders are.
+        device: The device of the flat buffer and its placeholders.
         routed: A tile of experts: used where a batch is routed to one of them, which no plan foresees.
-        updates: How many committed updates the weights carry; a handle packed under another
-            count is stale.
+        updates: The number of committed updates in the weights; a handle packed under another count is stale.
         flat: The full values, ``(numel,)``, while GATHERED.
-        lease: What holds ``flat``'s memory; None for a unit whose home is its flat buffer.
+        lease: The lease of ``flat``'s memory; None for a unit whose home is its flat buffer.
     """
 
     def __init__(
@@ -428,7 +427,7 @@ class Unit:
             self._refuse(segment)
 
     def _was_moved(self, segment: Segment) -> bool:
-        """Whether the parameter has the same values as before, on another device."""
+        """Return whether the parameter has the same values as before, on another device."""
         if segment.param.device == self.device:
             return False
         data = segment.param.data
@@ -589,7 +588,7 @@ def layout_tiles(name: str, param: nn.Parameter, rows: int, dtype: torch.dtype) 
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One NaN expanded to ``shape``: see [Note: the released parameter].
+    """Return one NaN expanded to ``shape``: see [Note: the released parameter].
 
     Profilers of operators do not see it. When units are released differs from pass to pass, and what a step
     itself makes is to be the same bytes in each.
@@ -602,7 +601,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 @functools.cache
 def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One for all: on an accelerator each takes a kernel, and what is written to one is not looked for."""
+    """Return the NaN of all placeholders: on an accelerator each would take a kernel."""
     return torch.full((), math.nan, dtype=dtype, device=device)
 
 
@@ -612,12 +611,12 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def is_placeholder(data: Tensor) -> bool:
-    """Whether ``data`` is a placeholder: one element in storage, whatever the shape."""
+    """Return whether ``data`` is a placeholder: one element in storage, whatever the shape."""
     return data.untyped_storage().nbytes() == data.dtype.itemsize
 
 
 def _filled(placeholder: Tensor) -> bool:
-    """Whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder in host memory."""
+    """Return whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder on the host."""
     if placeholder.device.type != "cpu":
         return False
     address = placeholder.untyped_storage().data_ptr()
@@ -628,5 +627,5 @@ def _filled(placeholder: Tensor) -> bool:
 
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -50,7 +50,7 @@ def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
 
 
 def _are_alike(marks: Sequence[StepCost]) -> bool:
-    """Whether steps repeat: the last few took about as long."""
+    """Return whether steps repeat: the last few took about as long."""
     last = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
     return len(last) == _LEAST_STEPS and max(last) <= (1 + _ALIKE) * min(last)
 
@@ -246,7 +246,7 @@ class _Player:
         return self._clock.mark(self._memory.peak_nbytes)
 
     def _play(self, micro_batches: Sequence[MicroBatch], more: int) -> None:
-        """One step, from its first fetch to its commit.
+        """Play one step, from its first fetch to its commit.
 
         Args:
             more: Micro-batches that are like the one that repeats, and not among those.
@@ -277,7 +277,7 @@ class _Player:
             before = after
 
     def _state(self) -> tuple[object, ...]:
-        """All that the rest of a step follows from, besides what is played; equal up to rounding."""
+        """Return all that the rest of a step follows from, besides what is played; equal up to rounding."""
         return (
             self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
             dict(self._ready), self._staying.copy(), dict(self._gradients), dict(self._reduced),

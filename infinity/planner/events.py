@@ -47,10 +47,10 @@ class _Transfer:
     """Bytes on their way.
 
     Attributes:
-        index: Of the slot; None: units.
-        left_nbytes: Not yet moved.
-        ready_s: When its first byte may move.
-        began_s: When its first byte moved; None: it has not.
+        index: The index of the slot; None: units.
+        left_nbytes: Bytes that have not moved yet.
+        ready_s: The time at which its first byte may move.
+        began_s: The time at which its first byte moved; None: it has not.
     """
 
     index: int | None
@@ -63,7 +63,7 @@ class TransferQueues:
     """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates].
 
     Attributes:
-        now_s: Since the step began (s).
+        now_s: Time since the step began (s).
         rates: Bytes per second of each channel alone.
     """
 
@@ -99,7 +99,7 @@ class TransferQueues:
         return False
 
     def state(self) -> list[list[tuple[int, float]]]:
-        """Bytes that each channel has to move, and the seconds before they may; rounded."""
+        """Return the bytes that each channel has to move, and the seconds before they may; rounded."""
         return [
             [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
             for queue in self._queues
@@ -118,7 +118,7 @@ class TransferQueues:
         return self._next_s
 
     def moving(self) -> list[tuple[int, _Transfer, float]]:
-        """What moves bytes now: channel, transfer and bytes per second."""
+        """Return what moves bytes now: channel, transfer and bytes per second."""
         return self._settle() if self._moving is None else self._moving
 
     def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
@@ -175,10 +175,10 @@ class TransferQueues:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What a server does next.
+    """A job of a server.
 
     Attributes:
-        threads: That it keeps busy, without an accelerator: see [Note: shared cores].
+        threads: Threads that it keeps busy, without an accelerator: see [Note: shared cores].
         ready: It can begin; those behind it wait until it can.
     """
 
@@ -192,7 +192,7 @@ class Server:
     """Serves jobs one after the other, in the order in which they were submitted.
 
     Attributes:
-        left_s: Until the first job ends (s); infinite: none has begun.
+        left_s: Time until the first job ends (s); infinite: none has begun.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Server:
         self._begin()
 
     def ready(self, job: Job) -> None:
-        """What ``job`` waited for is there."""
+        """Let ``job``, which has what it waited for, begin when its turn comes."""
         job.ready = True
         self._begin()
 
@@ -236,10 +236,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step takes on one rank, once steps repeat.
+    """The cost of a step on one rank, once steps repeat.
 
     Attributes:
-        step_s: Its time (s).
+        step_s: The time of the step (s).
         busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute,
             and stored weights are decoded.
         nbytes: Bytes that each channel moves; of the links, full buffers.
@@ -255,7 +255,7 @@ class StepCost:
 
     @property
     def bottleneck(self) -> str:
-        """What is busy for the largest share of the step."""
+        """Return the channel or device that is busy for the largest share of the step."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     def plus(self, other: "StepCost", times: float) -> "StepCost":
@@ -278,8 +278,8 @@ class VirtualClock:
     """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it.
 
     Attributes:
-        servers: What does one thing after the other beside compute, by name.
-        busy_s: As in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
+        servers: Servers, by name: each does one thing after the other beside compute.
+        busy_s: Busy time as in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
         skipped_s: Seconds of micro-batches that were not played.
     """
 
@@ -368,7 +368,7 @@ class VirtualClock:
         return min(1.0, rates.cores / threads) if threads else 1.0
 
     def mark(self, device_peak_nbytes: int) -> StepCost:
-        """What has passed until now."""
+        """Return the cost of all that has passed until now."""
         passed_s, busy_s = self._queues.now_s + self.skipped_s, dict(self.busy_s)
         return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), device_peak_nbytes)
 
@@ -383,7 +383,7 @@ class VirtualClock:
             self.stall_s[cause] += times * time_s
 
     def state(self) -> tuple[object, ...]:
-        """All that is under way, equal up to rounding."""
+        """Return all that is under way, equal up to rounding."""
         return self._queues.state(), *(server.state() for server in self.servers.values())
 
 
@@ -391,7 +391,7 @@ class DeviceMemory:
     """Counts what is leased of the device budget, as the pools do.
 
     Attributes:
-        turn: Of gradients: another one begins with each of them; see [Note: gradients that pass].
+        turn: The number of the gradient that is open; see [Note: gradients that pass].
     """
 
     def __init__(self, division: DeviceBudget, *, on_accelerator: bool) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinity.core.plan import BlockCall, Kind, Phase, Profile, SlotKey, SlotUse, Traffic
+from infinity.core.plan import BlockCall, Kind, Phase, Place, Profile, SlotKey, SlotUse, Traffic
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
@@ -123,8 +123,24 @@ class Lifetimes:
         return frozenset(again.block.region for again in self.recomputations)
 
 
+#: Where storages go, by index of their inactive period.
+Places = Mapping[int, Place]
+
+
+def least_memory(lifetimes: Lifetimes, places: Places) -> np.ndarray:
+    """Bytes by position if every store took no time and every load started when it is needed."""
+    change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
+    for index in places:
+        period = lifetimes.periods[index]
+        if period.begin < period.end:
+            change[period.begin] -= period.nbytes
+            change[period.end] += period.nbytes + lifetimes.padding_nbytes
+            change[period.released_at + 1] -= lifetimes.padding_nbytes
+    return lifetimes.memory + np.cumsum(change[:-1])
+
+
 class ProfileIndex:
-    """What :func:`lifetimes_of` looks up in a profile, whatever is recomputed.
+    """Lookups in a profile that :func:`lifetimes_of` needs, whatever is recomputed.
 
     Attributes:
         forward_end: The first operator after forward.
@@ -160,7 +176,7 @@ def lifetimes_of(
     """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``.
 
     Args:
-        index: Of the profile, for those who ask for many lifetimes.
+        index: The index of the profile, for callers that ask for many lifetimes.
     """
     return _Builder(index or ProfileIndex(profile), recomputed).build()
 

@@ -181,18 +181,18 @@ class RankRates:
     """The channels and the compute of one rank.
 
     Attributes:
-        channels: Of this rank's share of the drives, and of its link to host memory.
+        channels: Rates of this rank's share of the drives, and of its link to host memory.
         gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
         reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
         update_bytes_per_s: Bytes that the update of a shard reads and writes per second, on all cores.
-        background_bytes_per_s: Likewise beside compute, where that needs the cores, too.
+        background_bytes_per_s: The same beside compute, where that needs the cores, too.
         decode_bytes_per_s: Bytes that operators which decode stored weights read and write per second.
-        flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
-        memory_bytes_per_s: Of the memory that operators read and write.
+        flops_per_s: Flops per second of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
+        memory_bytes_per_s: Bytes per second of the memory that operators read and write.
         operator_s: Least time of an operator (s).
-        link_threads: That a collective keeps busy, without an accelerator.
-        cores: Of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
-        threads: That compute on them.
+        link_threads: Threads that a collective keeps busy, without an accelerator.
+        cores: Cores of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
+        threads: Threads that compute on them.
     """
 
     channels: Hardware
@@ -219,7 +219,7 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
     """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring.
 
     Args:
-        threads: On which each rank computes, without an accelerator; None: one for each of its cores.
+        threads: Threads of each rank, without an accelerator; None: one for each of its cores.
     """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)

@@ -23,8 +23,8 @@ class _ShardJob(Job):
     """The computation of an update, with the bytes of each of its chunks.
 
     Attributes:
-        rest_nbytes: Of what is read beside the state: weights and gradient, where they are not at hand.
-        compute_s: What the rule takes.
+        rest_nbytes: Bytes read beside the state: weights and gradient, where they are not at hand.
+        compute_s: Time that the rule takes (s).
     """
 
     pending: "_Pending"
@@ -102,7 +102,7 @@ class PlayedUpdates:
             self._on(pending, pending.update.commit())
 
     def is_landing(self, unit: int) -> bool:
-        """Whether fetches of a unit wait for its update."""
+        """Return whether fetches of a unit wait for its update."""
         return unit in self._latest and self._latest[unit].update.holds_fetches
 
     def when_landed(self, unit: int, then: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class PlayedUpdates:
             then()
 
     def state(self) -> tuple[object, ...]:
-        """What is expected and under way."""
+        """Return what is expected and under way."""
         held = [(each.unit, each.nbytes) for each in self._ready.values()]
         return self._queue.state(), self.weights.copy(), held
 

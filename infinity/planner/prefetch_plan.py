@@ -47,14 +47,14 @@ class ResidentSet(Generic[Item]):
     """Items that are in memory or on their way there.
 
     Args:
-        capacity_nbytes: What they may take together.
+        capacity_nbytes: The most that all items may take together.
         release: Called with an item that goes; it calls :meth:`discard`.
 
     Attributes:
         present: Bytes of each item, least recently used first.
-        pins: How often each is in use; those are not released.
+        pins: The number of users of each item; an item in use is not released.
         spare: Present items that no plan wants: the first to go.
-        borrowed_nbytes: What others have of the capacity for a while.
+        borrowed_nbytes: The part of the capacity that others have for a while.
     """
 
     def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
@@ -71,7 +71,7 @@ class ResidentSet(Generic[Item]):
         return iter([*self.present])
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes more."""
+        """Return whether there is room for so many bytes more."""
         return self.nbytes + nbytes + self.borrowed_nbytes <= self.capacity_nbytes
 
     def add(self, item: Item, nbytes: int) -> None:
@@ -136,7 +136,7 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """One position of a trace: the record of what a pass did to its units, in order.
+    """An event at one position of a trace, which records what a pass did to its units, in order.
 
     Events that change nothing for the plan are kept as well: equal traces mean equal plans.
     """
@@ -154,7 +154,7 @@ _USE, _UNPIN, _DONE = Kind.USE, Kind.UNPIN, Kind.DONE
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """After an event: release these units, then start fetching those, in this order."""
+    """Actions after an event: release these units, then start fetching those, in this order."""
 
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
@@ -170,9 +170,9 @@ class Plan:
     Attributes:
         events: The trace that it was made for.
         begin: Units that should be on their way before the first event, nearest use first.
-        actions: One for each event.
+        actions: The actions after each event.
         peak_nbytes: The most bytes of full buffers at one time.
-        stays: Those of ``begin`` that a pass before, which followed the same plan, leaves in memory.
+        stays: Units of ``begin`` that an earlier pass with the same plan leaves in memory.
         repeats: Positions of events that could come any number of times more, one copy after the other, with
             the same actions each time; None: none are known.
     """
@@ -310,7 +310,7 @@ class Memory:
             self._expect(unit, run - len(self.runs))
 
     def state(self) -> tuple[dict[int, float], dict[int, int]]:
-        """All that decisions follow from, counted from here on."""
+        """Return all that decisions follow from, counted from here on."""
         return {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
 
 
@@ -326,7 +326,7 @@ class Keeping(Memory):
         self._units = [run.unit for run in runs]
 
     def lap(self, events: Sequence[Event], marks: Collection[int]) -> "_Marked":
-        """One pass, from what the last one left; it is noted where it is at each of ``marks``."""
+        """Walk one pass from what the last one left; note the state at each of ``marks``."""
         self.fetched = set()
         marked = _Marked()
         self._look_ahead(-1)
@@ -401,7 +401,7 @@ class Filling(Memory):
         return actions, marked
 
     def play(self, position: int, event: Event) -> Actions:
-        """One event, and what to do after it."""
+        """Play one event, and return what to do after it."""
         kind, unit = event
         release: list[int] = []
         fetch: list[int] = []
@@ -424,7 +424,7 @@ class Filling(Memory):
         )
 
     def _leaves(self, position: int, unit: int) -> bool:
-        """Whether a unit that was let go is not needed, or is fetched anew for its next use."""
+        """Return whether a unit that was let go is not needed, or is fetched anew for its next use."""
         if unit not in self.present or unit in self.held(position):
             return False
         if self.present_nbytes > self.capacity_nbytes:
@@ -476,12 +476,12 @@ def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
 
 
 class _Marked:
-    """Where a walk is at the beginning of each repeat.
+    """The states of a walk at the beginning of each repeat.
 
     Attributes:
         indices: Runs that have begun.
         seen: Runs before this one have been looked at.
-        states: What follows depends on these, and on runs that are looked at.
+        states: States on which, and on the runs that are looked at, all that follows depends.
     """
 
     def __init__(self) -> None:
@@ -535,12 +535,12 @@ def make_plan(
     """The plan for a recorded pass.
 
     Args:
-        events: What happened, in order.
+        events: The events of a pass, in order.
         nbytes: Size of each unit's full buffer (bytes).
-        capacity_nbytes: What all full buffers together may take.
+        capacity_nbytes: The most that all full buffers together may take.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
-        repeats: What :func:`repeats_of` says, where that is known.
+        repeats: The result of :func:`repeats_of`, where it is known.
     """
     events = tuple(events)
     period, count = repeats or repeats_of(events)

@@ -49,7 +49,7 @@ class Interval(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """From ``at_s`` on, ``nbytes`` are in device memory."""
+    """A sample: from ``at_s`` on, ``nbytes`` are in device memory."""
 
     at_s: float
     nbytes: int
@@ -62,9 +62,9 @@ class StepTimeline:
     Attributes:
         memory: Bytes of the step's own storages on the device; a step function.
         channels: Transfers of each channel that moved something, in order.
-        stalls: When compute waited, and for which slot.
-        recomputed: When a block's forward ran again.
-        backward_s: When backward began (s).
+        stalls: Intervals in which compute waited, and for which slot.
+        recomputed: Intervals in which a block's forward ran again.
+        backward_s: The time at which backward began (s).
     """
 
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
@@ -131,7 +131,7 @@ class _Slot:
     """A storage that a plan stores; see [Note: where bytes are].
 
     Attributes:
-        is_away: Its bytes are not in memory: it is STORED, and forward is done with it.
+        is_away: The bytes are not in memory: the slot is STORED, and forward is done with it.
         is_wanted: Backward has asked for it; a store that ends now frees nothing.
         is_released: Backward is done with it, and its store is not.
     """
@@ -187,7 +187,7 @@ class _Slots:
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
-        """Whether the slot and all that were packed before it need not be stored any more."""
+        """Return whether the slot and all that were packed before it need not be stored any more."""
         last = self.all[index].period.key
         return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
 
@@ -208,7 +208,7 @@ class _Slots:
         self._fetch(index)
 
     def is_resident(self, index: int) -> bool:
-        """Whether backward can read the slot now."""
+        """Return whether backward can read the slot now."""
         return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
@@ -268,7 +268,7 @@ class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
     Args:
-        lifetimes: Of the step that recomputes the plan's blocks.
+        lifetimes: Lifetimes in the step that recomputes the plan's blocks.
         plan: Names slots of ``lifetimes`` only.
         hardware: Rates of the channels.
         timeline: Filled while the step runs.

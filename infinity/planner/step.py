@@ -27,9 +27,10 @@ class StoredShape:
     """Sizes of a frozen unit that travels as it lies in a checkpoint, and is decoded after the gather.
 
     Attributes:
-        nbytes: Of all ranks' shards.
-        shard_nbytes: Of one; of which ``read_nbytes`` are read from drives.
-        decode_nbytes: What the operators that decode all shards read and write; ``decode_operators`` of them.
+        nbytes: Bytes of all ranks' shards.
+        shard_nbytes: Bytes of one shard, of which ``read_nbytes`` are read from drives.
+        decode_nbytes: Bytes that the operators which decode all shards read and write; there are
+            ``decode_operators``.
     """
 
     nbytes: int
@@ -49,15 +50,16 @@ class UnitShape:
 
     Attributes:
         shard_numel: Elements of the shard, padding included.
-        nbytes: Of the full buffer, in the compute dtype.
-        weight_nbytes: Of the shard; ``state_nbytes`` of its state, of which ``moments_nbytes`` are moments.
+        nbytes: Bytes of the full buffer, in the compute dtype.
+        weight_nbytes: Bytes of the shard; ``state_nbytes`` of its state, of which ``moments_nbytes`` are
+            moments.
         params: Parameters of the unit in all.
-        on_nvme: Its home; else host memory.
-        streams: Its full values come and go.
-        host_gradient_nbytes: Beside an accelerator, of its gradient, which waits in host memory.
+        on_nvme: The shard's home is NVMe; else it is host memory.
+        streams: The full values come and go.
+        host_gradient_nbytes: Bytes of the gradient that waits in host memory, beside an accelerator.
         stored: The form in which it travels; None: the compute dtype.
-        base_nbytes: Of a frozen unit that is read where it lies in a checkpoint: what a fetch reads, in whole
-            blocks; None: it lies in the run's own files.
+        base_nbytes: Bytes that a fetch reads, in whole blocks, of a frozen unit that is read where it lies in
+            a checkpoint; None: it lies in the run's own files.
     """
 
     name: str
@@ -76,14 +78,14 @@ class UnitShape:
 
     @property
     def read_nbytes(self) -> int:
-        """What a fetch reads from drives."""
+        """Return the bytes that a fetch reads from drives."""
         if self.stored is not None:
             return self.stored.read_nbytes
         return self.weight_nbytes if self.base_nbytes is None else self.base_nbytes
 
     @property
     def moved_nbytes(self) -> int:
-        """Of the shard as it is uploaded and gathered."""
+        """Return the bytes of the shard as it is uploaded and gathered."""
         return self.weight_nbytes if self.stored is None else self.stored.shard_nbytes
 
     @property
@@ -101,7 +103,7 @@ class UnitShape:
 
     @property
     def trained_nbytes(self) -> int:
-        """What it takes more of the host budget while it is trained."""
+        """Return the host memory that the unit takes in addition while it is trained."""
         return rounded(self.moments_nbytes) + rounded(self.host_gradient_nbytes)
 
 
@@ -170,18 +172,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One micro-batch: its forward and its backward.
+    """The forward and the backward of one micro-batch.
 
     Operators are given by arrays of equal length; an operator at position ``p`` runs after ``p`` events.
 
     Attributes:
         events: Uses of units in order, as the last micro-batch of a step has them.
         begun: Positions at which a unit's first gradient comes, with the unit.
-        completed: Likewise its last one.
-        flops: Of matrix products, by operator; likewise ``nbytes`` read and written.
+        completed: Positions at which a unit's last gradient comes, with the unit.
+        flops: Flops of matrix products, by operator; likewise ``nbytes`` read and written.
         fp32: Whether an operator computes in fp32, in place of the compute dtype.
-        model_flops: Of the algorithm, without recomputation.
-        tokens: Of the micro-batch.
+        model_flops: Flops of the algorithm, without recomputation.
+        tokens: Tokens of the micro-batch.
         peak_nbytes: The most that the step's own storages take of device memory at one time.
         stored: Activations that leave device memory.
         measured_s: Seconds that operators take on the machine that is planned for; not a number: unknown.
@@ -257,11 +259,11 @@ class StepSetup:
     """Everything that a step follows from, besides its trace.
 
     Attributes:
-        division: Of the device budget.
-        micro_batches: Of a step.
+        division: The division of the device budget.
+        micro_batches: Micro-batches of a step.
         early: Updates start inside backward.
         clips: Gradients are kept until the step ends.
-        staged_chunks: Of ``chunk_numel`` elements.
+        staged_chunks: The number of staged chunks, of ``chunk_numel`` elements.
         piece_nbytes: The largest shard that may stay while it is updated; None: any.
         reduce_itemsize: Bytes per element of a reduced gradient.
         spilled: Units whose gradients wait on NVMe.
@@ -288,7 +290,7 @@ class StepSetup:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What the training thread does in one micro-batch, by position: before an event, after as many events.
+    """The work of the training thread in a micro-batch, by position: before an event, after as many events.
 
     Attributes:
         begin: Position of its first event in the step's plan.
@@ -310,13 +312,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepScript:
-    """What the training thread does in one step.
+    """The work of the training thread in one step.
 
     Attributes:
-        plan: Of the micro-batches below.
+        plan: The plan of the micro-batches below.
         repeated: Index of the micro-batch of which there are ``more``.
         first_uses: Units in the order in which they are first used, each with its rank there.
-        kept: Of each unit whether its weights are there when its gradients are complete, for the update.
+        kept: Whether the weights of each unit are there, for the update, when its gradients are complete.
         present: Units that are there when the last micro-batch begins.
     """
 
@@ -330,7 +332,7 @@ class StepScript:
 
     @property
     def is_long(self) -> bool:
-        """Whether fewer steps are played, and updates in larger chunks."""
+        """Return whether fewer steps are played, and updates in larger chunks."""
         return len(self.plan.events) > _MANY_EVENTS
 
     @classmethod

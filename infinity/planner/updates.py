@@ -194,7 +194,7 @@ class Speculation:
     Attributes:
         counter: 0 to 3; from 2 on the prediction is that they will be right.
         started: Updates of the last step that started before its norm was known.
-        rolled_back: Those of them that were void.
+        rolled_back: Speculated steps that were void.
 
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """
@@ -205,7 +205,7 @@ class Speculation:
 
     @property
     def early(self) -> bool:
-        """Whether updates of this step start inside backward, if there is an optimizer."""
+        """Return whether updates of this step start inside backward, if there is an optimizer."""
         return self._two_versions and self.counter >= 2
 
     def learn(self, started: int, *, right: bool) -> None:
@@ -229,10 +229,10 @@ class Do(Enum):
 
 
 class ShardUpdate:
-    """One shard's update, from its complete gradient to the end of its step.
+    """The update of one shard, from its complete gradient to the end of its step.
 
     Args:
-        name: Of the unit, for messages.
+        name: The name of the unit, for messages.
         early: It starts inside backward: see [Note: when an update starts].
         keeps: The step may clip, so the gradient is kept until then: see [Note: speculation].
         spills: See [Note: gradients on NVMe].
@@ -256,7 +256,7 @@ class ShardUpdate:
 
     @property
     def speculated(self) -> bool:
-        """Whether it started before the norm was known, and is neither validated nor rolled back."""
+        """Return whether it started before the norm was known, and is neither validated nor rolled back."""
         return self.state is UpdateState.SPECULATED
 
     @property
@@ -266,7 +266,7 @@ class ShardUpdate:
 
     @property
     def holds_fetches(self) -> bool:
-        """Whether the unit's next fetch waits until it has landed: it writes the committed version."""
+        """Return whether the unit's next fetch waits until it has landed: it writes the committed version."""
         return self.in_flight and not self.speculated
 
     # --- what has happened ------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class ShardUpdate:
         """The gradient is complete.
 
         Args:
-            finite: Its norm is; otherwise the step will be skipped, and the gradient is not read.
+            finite: The norm is finite; otherwise the step will be skipped, and the gradient is not read.
         """
         if not finite:
             return self.drop()
@@ -352,9 +352,9 @@ class Expected:
     """A job that will come.
 
     Attributes:
-        name: Of its unit.
-        chunks: As many.
-        source: What they are read from.
+        name: The name of the unit.
+        chunks: The number of chunks.
+        source: The place that they are read from.
         fits: Chunks of it that memory holds at one time; None: as many as of others.
     """
 
@@ -369,10 +369,10 @@ class Job:
     """The computation of one shard's update.
 
     Attributes:
-        name: Of its unit.
-        chunks: As many; a cancelled job has as many as are written.
+        name: The name of the unit.
+        chunks: The number of chunks; a cancelled job has as many as are written.
         priority: Lower goes first: the position of the shard's next use.
-        source: What its chunks are read from.
+        source: The place that its chunks are read from.
         started: Chunks that are read, or were; ``computed`` and ``landed`` likewise.
         unread: Indices of chunks that were not read when the job was cancelled; ``unwritten`` likewise.
     """
@@ -391,7 +391,7 @@ class Job:
 
 
 class Stage(Enum):
-    """Where a chunk in flight is: see [Note: chunks in flight]."""
+    """The stage of a chunk in flight: see [Note: chunks in flight]."""
 
     READING = "reading"
     COMPUTING = "computing"
@@ -404,10 +404,10 @@ class ChunkInFlight:
     """A chunk in flight, which has a buffer.
 
     Attributes:
-        name: Of its unit.
-        source: What it is read from.
+        name: The name of the unit.
+        source: The place that it is read from.
         index: Among the chunks of its job.
-        job: That it belongs to; None: it was read ahead, or for a job that was cancelled.
+        job: The job that it belongs to; None: it was read ahead, or for a job that was cancelled.
         moving: Transfers that have not ended; the driver counts those that it starts.
     """
 
@@ -420,7 +420,7 @@ class ChunkInFlight:
 
     @property
     def ahead(self) -> bool:
-        """Whether it waits for a job that has not come."""
+        """Return whether it waits for a job that has not come."""
         return self.job is None and self.stage is Stage.READING
 
 
@@ -461,7 +461,7 @@ class ChunkQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no job is left, and nothing is in flight."""
+        """Return whether no job is left, and nothing is in flight."""
         return not self.jobs and not self.in_flight
 
     def state(self) -> tuple[object, ...]:
@@ -473,7 +473,7 @@ class ChunkQueue:
     # --- what has happened -----------------------------------------------------------------------
 
     def expect(self, expected: Iterable[Expected]) -> Moves:
-        """These jobs will come, in this order; what was expected before is over."""
+        """Expect jobs in this order; forget those that were expected before."""
         self._expected, self._ahead, self._refused = {each.name: each for each in expected}, 0, False
         return self._drop([chunk for chunk in self.in_flight if chunk.ahead])
 
@@ -525,7 +525,7 @@ class ChunkQueue:
         return self.expect(()) if all(each.ahead for each in self.in_flight) else []
 
     def moved(self, chunk: ChunkInFlight) -> Moves:
-        """One of a chunk's transfers has ended."""
+        """Take the end of one of a chunk's transfers."""
         self._refused = False
         chunk.moving -= 1
         if chunk.moving or chunk.stage in (Stage.READING, Stage.COMPUTING):

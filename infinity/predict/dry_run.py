@@ -34,7 +34,7 @@ from infinity.engine.schedule import find_blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home, Unit
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
-from infinity.planner.policies import POLICIES, device_error, smallest_budget
+from infinity.planner.search import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
 from infinity.planner.step import (
     StepSetup,
@@ -50,7 +50,7 @@ from infinity.predict.operators import Candidate, OperatorTimes
 from infinity.predict.recording import Played, Subject
 from infinity.predict.recording import play as play_record
 from infinity.recipes.recipe import Recipe
-from infinity.shards.mapped import BaseBuffers
+from infinity.shards.base import BaseBuffers
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -63,7 +63,7 @@ class Target:
     """A recipe on one of the ranks of a machine; what a rank has follows from that.
 
     Attributes:
-        dtype: In which the model computes.
+        dtype: The dtype in which the model computes.
     """
 
     recipe: Recipe
@@ -94,12 +94,12 @@ class Target:
 
     @property
     def layered(self) -> bool:
-        """Whether each block takes all micro-batches before the next one."""
+        """Return whether each block takes all micro-batches before the next one."""
         return self.recipe.train.schedule == "layer"
 
     @property
     def policy(self) -> str:
-        """What happens to activations."""
+        """Return the policy of activations."""
         memory = self.recipe.memory
         if self.layered:
             return "recompute"
@@ -112,17 +112,17 @@ class Target:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the gradient reduction, if there are several ranks."""
+        """Return the dtype of the gradient reduction, if there are several ranks."""
         return reduction_dtype(EngineConfig(partition=self.recipe.partition), DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
 class DryRun(Target):
-    """All that a plan is made from.
+    """The model, its budgets and its trace: all that a plan is made from.
 
     Attributes:
-        units: With their homes.
-        division: Of the device budget.
+        units: The units, with their homes.
+        division: The division of the device budget.
         resident_nbytes: Host memory that shards may take, of ``host_nbytes``.
         chunk_numel: Elements that an update stages at one time; ``staged_chunks`` of them.
         spilled: Units whose gradients wait on NVMe.
@@ -175,7 +175,7 @@ class DryRun(Target):
 
     @property
     def setup(self) -> StepSetup:
-        """What the clock needs besides the trace."""
+        """Return what the clock needs besides the trace."""
         memory = self.recipe.memory
         piece = piece_nbytes(self.host_nbytes - self.resident_nbytes)
         return StepSetup(
@@ -220,9 +220,9 @@ def dry_run(
 
     Args:
         here: It is this machine: operators are timed.
-        built: With the budgets of which the sizes of units follow, where ``recipe`` has those that were
-            derived later; None: ``recipe``.
-        like: If it has the same model, on as many ranks, that is not built and recorded again.
+        built: The recipe with the budgets that the sizes of units follow from, where ``recipe`` has budgets
+            that were derived later; None: ``recipe``.
+        like: A dry run; if it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
@@ -253,7 +253,7 @@ def _planner(
 
 
 def _model_of(target: Target) -> tuple[object, ...]:
-    """All that a model follows from, besides the sizes of units."""
+    """Return all that a model follows from, besides the sizes of units."""
     recipe = target.recipe
     where = target.ranks, target.dtype, target.machine.on_accelerator
     return recipe.model, recipe.lora, recipe.partition, *where
@@ -282,7 +282,7 @@ class _Planner:
     """Divides budgets and records, as the runtime does.
 
     Attributes:
-        units: With their homes.
+        units: The units, with their homes.
         budget: Divided anew when more is known of a step.
     """
 
@@ -382,7 +382,7 @@ class _Planner:
             unit = model.units[index]
             if unit.home.tier is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
-                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers)
+                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers.nbytes)
                 found[index] = replace(found[index], base_nbytes=nbytes)
         return tuple(found)
 
@@ -402,7 +402,7 @@ class _Planner:
 
     @property
     def _division(self) -> DeviceBudget:
-        """How the device budget is divided, with the window that a layer schedule has."""
+        """Return how the device budget is divided, with the window that a layer schedule has."""
         if not self._target.layered:
             return self.budget.division
         blocks = find_blocks(self._model.module)

@@ -29,7 +29,7 @@ from infinity.predict.recording import Record, Subject
 from infinity.predict.recording import record as record_micro_batch
 from infinity.recipes.models.gpt import GPT
 from infinity.recipes.recipe import Recipe
-from infinity.shards.mapped import BaseBuffers, stored_step
+from infinity.shards.base import BaseFiles
 
 #: Tensors that a checkpoint without weights is taken to have.
 _UNKNOWN_TENSORS = 100_000
@@ -64,7 +64,7 @@ class _Traffic(TorchDispatchMode):
 
 
 class DecodingCosts:
-    """What decoding costs, by the operators that do it on tensors without values.
+    """Costs of decoding, counted from the operators that decode tensors without values.
 
     Args:
         device: Whose: on the CPU tables take the place of some operators.
@@ -102,7 +102,7 @@ class _NoValues:
 
     Attributes:
         base: Says what the checkpoint of a frozen base has for the model; None: it is another one.
-        sizes: Of its files (bytes).
+        sizes: Sizes of the checkpoint's files (bytes).
         mapped: Units that can be read where they lie and are not quantized.
         stored: Units that travel in its form, by index, and what a rank reads of each.
     """
@@ -121,12 +121,12 @@ class _NoValues:
         """Bytes that decoding a unit reads and writes, and operators of it."""
         return self._decode[unit, on_accelerator]
 
-    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffers: BaseBuffers) -> int:
-        """What a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
-        key = unit.index, piece_nbytes, buffers.nbytes
+    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
+        """Return what a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
+        key = unit.index, piece_nbytes, buffer_nbytes
         if key not in self._read:
             assert self.base is not None
-            self._read[key] = buffers.read_nbytes(unit, self.base, piece_nbytes, self.sizes)
+            self._read[key] = BaseFiles(self.base, self.sizes, buffer_nbytes).read_nbytes(unit, piece_nbytes)
         return self._read[key]
 
     def counts(self, unit: Unit) -> bool:
@@ -138,14 +138,12 @@ class _NoValues:
             assert base is not None
             if base.why_not_mapped(unit):
                 continue
-            scratch_nbytes = base.scratch_nbytes(unit)
-            if not scratch_nbytes:
+            files = BaseFiles(base, self.sizes)
+            step = files.stored(unit)
+            if step is None:
                 self.mapped.add(unit.index)
             else:
-                step = stored_step(unit, base, 0, self.sizes)
-                shard_nbytes = step.shard_nbytes(unit.world_size)
-                nbytes = shard_nbytes * unit.world_size
-                form = StoredForm(nbytes, shard_nbytes, scratch_nbytes, lambda stored, flat: None)
+                form = files.form(unit, step, lambda stored, flat: None)
                 self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
                 for device, on_accelerator in (("meta", True), ("cpu", False)):
                     self._decode[unit.index, on_accelerator] = self._decoding[device].of(base, unit)
@@ -155,11 +153,11 @@ class ModelWithoutValues:
     """A recipe's model on the meta device, cut into units.
 
     Attributes:
-        module: With adapters, if the recipe has them.
+        module: The model, with adapters if the recipe has them.
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
-        sizes: How large its units and tiles are.
-        times: Of operators on this machine; None: another one is planned for.
+        sizes: The largest units and tiles.
+        times: Times of operators on this machine; None: another machine is planned for.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Operation(NamedTuple):
         """Return the call without values; None: it has arguments that cannot be made again.
 
         Args:
-            age: Of a tensor.
+            age: Gives the age of a tensor.
         """
         try:
             named = tuple((name, _frozen(kwargs[name], age)) for name in sorted(kwargs))
@@ -140,9 +140,9 @@ class Candidate(NamedTuple):
     """An operation that may be timed, and what it is expected to take.
 
     Attributes:
-        operation: None: it cannot be repeated.
-        expected_s: By the roofline.
-        nbytes: That it reads and writes.
+        operation: The operation; None: it cannot be repeated.
+        expected_s: The time by the roofline (s).
+        nbytes: Bytes that it reads and writes.
     """
 
     operation: Operation | None
@@ -154,8 +154,8 @@ class OperatorTimes:
     """Times of operators, each measured once.
 
     Args:
-        device: Where they run.
-        threads: Of torch, if the cores compute.
+        device: The device on which they run.
+        threads: Threads of torch, if the cores compute.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -169,8 +169,8 @@ class OperatorTimes:
         """Return those of a rank that shares this machine with others, as far as this process knows them.
 
         Args:
-            local_ranks: On this machine.
-            threads: On which it computes; None: one for each of its cores.
+            local_ranks: Ranks on this machine.
+            threads: Threads on which the rank computes; None: one for each of its cores.
         """
         found = torch.accelerator.current_accelerator(check_available=True)
         cores = usable_cores()
@@ -236,7 +236,7 @@ def _time_s(operation: Operation, device: torch.device, clock: Callable[[], floa
     """Seconds of one run.
 
     Args:
-        others: What is touched meanwhile: see [Note: what caches hold]; empty on an accelerator.
+        others: Memory that is touched meanwhile: see [Note: what caches hold]; empty on an accelerator.
     """
     made: list[tuple[int, Tensor]] = []
     args, kwargs = _thawed(operation.args, device, made), _thawed(operation.kwargs, device, made)

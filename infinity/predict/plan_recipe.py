@@ -37,7 +37,7 @@ class PlannedRun:
 
     Attributes:
         run: The model, its budgets and its trace.
-        cost: Of a step.
+        cost: The cost of a step.
         planning_s: Time that planning took (s).
     """
 
@@ -140,8 +140,8 @@ def plan_recipe(
 
     Args:
         here: It is this machine: operators are timed, in some seconds.
-        built: With the budgets that the model was built with; None: those of ``recipe``.
-        like: If it has the same model, on as many ranks, that is not built and recorded again.
+        built: The recipe with the budgets that the model was built with; None: ``recipe``.
+        like: A dry run; if it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
@@ -164,7 +164,7 @@ def show_recipe(
     """Print the plan of a recipe.
 
     Args:
-        overrides: Of the recipe, and of the hardware file.
+        overrides: Overrides of the recipe, and of the hardware file.
         on: A hardware file, or the name of a shipped one; None: this machine, which is measured.
         ranks: Ranks in all; None: one for each device, or as the launcher says.
         budget: ``memory.device``.
@@ -202,7 +202,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     """Predict the steps of a run on this machine, which is measured; takes some seconds.
 
     Args:
-        budgets: Those that the run had, by tier.
+        budgets: Budgets that the run had, by tier.
         dtype: The one that it had: measured again, ``auto`` may be another one.
 
     Raises:
@@ -257,7 +257,7 @@ class Change:
     """A plan of its own, of a recipe or a machine in which some keys differ.
 
     Attributes:
-        what: In words, with the keys.
+        what: The change in words, with the keys.
     """
 
     what: str

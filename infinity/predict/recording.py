@@ -59,7 +59,7 @@ _WHY = "the model cannot be planned without values, since what its forward does 
 
 
 def _is_own(life: Life) -> bool:
-    """Whether a storage is the step's own: no weight, and nothing that it was given."""
+    """Return whether a storage is the step's own: no weight, and nothing that it was given."""
     return life.kind in (Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT)
 
 
@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What an operator computes and moves.
+    """The cost of one operator: what it computes and moves.
 
     Attributes:
         operation: The call, to be timed; None: it cannot be repeated.
@@ -88,13 +88,14 @@ class Row(NamedTuple):
 
 @dataclass
 class Record:
-    """One micro-batch as it was recorded.
+    """The record of one micro-batch.
 
     Attributes:
         profiled: Operators, storages, slots and calls of blocks.
-        rows: One for each operator.
+        rows: A row for each operator.
         recomputes: Whether a region runs its forward again.
-        backward_begins: At which operator the backward of each call of a block begins; none without one.
+        backward_begins: The operator at which the backward of each call of a block begins; empty without
+            backward.
     """
 
     profiled: Recording
@@ -107,7 +108,7 @@ class Record:
         """The most bytes of the step's own storages at one time.
 
         Args:
-            micro_batches: That go through a block together: see [Note: micro-batches in a block].
+            micro_batches: Micro-batches that go through a block together; see the module's note on them.
             apart: Sequences have positions or a mask of their own.
         """
         lives = filter(_is_own, self.profiled.storages.lives)
@@ -162,7 +163,7 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
 
     Args:
         weights: All parameters of the model.
-        dtype: In which it computes.
+        dtype: The dtype in which the model computes.
         recomputes: Whether a region runs its forward again.
     """
 
@@ -383,14 +384,14 @@ class _RecordedHooks(Hooks):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is recorded.
+    """The model and micro-batch that are recorded.
 
     Attributes:
-        model: On fake tensors.
+        model: The model, on fake tensors.
         leaves: Units that are gathered as one, by module.
-        nbytes: Of streaming units; the window has ``window_nbytes``.
+        nbytes: Bytes of streaming units; the window has ``window_nbytes``.
         tokens: Shape of a micro-batch.
-        logits: How they are computed.
+        logits: The way in which logits are computed.
         packing: Sequences are whole documents, several (True) or one (False), padded; None: a stream of text.
     """
 
@@ -583,11 +584,11 @@ class Played:
 
     Attributes:
         begun: Positions at which a unit's first gradient comes, with the unit.
-        completed: Likewise its last one.
-        position: Of each operator.
-        packs: Of each slot, with its bytes.
-        asks: At which backward first asks for each slot.
-        backward_at: At which backward begins.
+        completed: Positions at which a unit's last gradient comes, with the unit.
+        position: The position of each operator.
+        packs: The position at which each slot is packed, with its bytes.
+        asks: The position at which backward first asks for each slot.
+        backward_at: The position at which backward begins.
     """
 
     events: tuple[Event, ...]

@@ -37,11 +37,11 @@ class StepState:
     that schedulers set after it when the next forward pass begins.
 
     Args:
-        speculation: Its prediction belongs to the state.
+        speculation: The speculation, whose prediction belongs to the state.
 
     Attributes:
-        packed: As bytes; empty: no step has one.
-        step: Whose state it is.
+        packed: The state as bytes; empty: no step has one.
+        step: The step whose state it is.
     """
 
     def __init__(self, speculation: Speculation) -> None:
@@ -55,7 +55,7 @@ class StepState:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a state was taken that is not packed."""
+        """Return whether a state was taken that is not packed."""
         return self._parts is not None
 
     def complete(self, step: int) -> None:
@@ -90,7 +90,7 @@ _SEEN_STEPS = 4
 
 
 class CommitInterval:
-    """Which steps are recorded: every one, or as few as keep the cost of commits low.
+    """The steps that are recorded: every one, or as few as keep the cost of commits low.
 
     Beside its record a commit writes what lies in host memory, while the next step computes. How much longer
     that step takes is measured: at first every second step is recorded. Then every n-th is, so that commits
@@ -112,7 +112,7 @@ class CommitInterval:
         self._without_s: list[float] = []
 
     def ends(self, step: int) -> bool:
-        """Whether ``step`` is recorded."""
+        """Return whether ``step`` is recorded."""
         return step % self.every == 0
 
     def step(self, *, recorded: bool) -> None:
@@ -175,7 +175,7 @@ class Commits:
         """Write ``record`` as soon as every update has landed; never, if one fails.
 
         Args:
-            layout: Where versions lie, if that has changed since the last commit.
+            layout: The layout of versions, if that has changed since the last commit.
         """
         self.wait()
         written = self.last = Transfer()
@@ -208,7 +208,7 @@ class Commits:
 
     @property
     def any(self) -> bool:
-        """Whether there is a commit in the journal."""
+        """Return whether there is a commit in the journal."""
         with self._lock:
             return self._journal.any
 

@@ -77,13 +77,13 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``.
+    """A commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``.
 
     Attributes:
         counts: Updates that each parameter of each unit has had.
         world_size: Ranks that share the units.
         state: The small state of the step; see :func:`pack`.
-        number: One more than the commit before.
+        number: The number of the commit, one more than that of the commit before.
     """
 
     step: int
@@ -228,7 +228,7 @@ class Journal:
     """The commits of one rank, as they are written; one thread at a time.
 
     Args:
-        folder: Where the journal is, or is made.
+        folder: The folder in which the journal is, or is made.
         owner: Names the file.
         synced: A commit survives a power cut.
 
@@ -257,7 +257,7 @@ class Journal:
 
     @property
     def any(self) -> bool:
-        """Whether there is a commit; also of a journal that was closed."""
+        """Return whether there is a commit; also of a journal that was closed."""
         return bool(self._numbers)
 
     def append(
@@ -266,8 +266,8 @@ class Journal:
         """Write a commit behind the last one; those before that one go.
 
         Args:
-            layout: Where versions lie, if that has changed since the last commit.
-            sums: Those of the blocks of each data file.
+            layout: The layout of versions, if that has changed since the last commit.
+            sums: Sums of the blocks of each data file.
 
         Raises:
             DiskError: It could not be written; what was there is whole.
@@ -394,10 +394,10 @@ def _errno_of(error: Exception) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in a journal.
+    """The contents of a journal.
 
     Attributes:
-        commits: Those that are whole, by step, each with the layout that says where its versions lie.
+        commits: Whole commits, by step, each with the layout that says where its versions lie.
         problems: A line about each commit that should be whole and is not.
     """
 

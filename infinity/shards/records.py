@@ -29,8 +29,8 @@ class Commit:
     """A committed step that is not recorded yet.
 
     Attributes:
-        landing: What must land before.
-        layout: Where versions lie, if that has changed.
+        landing: Transfers that must land before.
+        layout: The layout of versions, if that has changed.
         overwritten: Some of the committed values were written in place since.
     """
 
@@ -44,11 +44,11 @@ class Records:
     """The records of one model's steps, and what is written for them.
 
     Args:
-        tiers: Where shards live.
-        units: All of the model's.
+        tiers: The homes of shards.
+        units: All units of the model.
         commits: Writes the records; None if no process could go on with the run.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        speculation: Its prediction belongs to the small state of a step.
+        speculation: The speculation, whose prediction belongs to the small state of a step.
 
     Attributes:
         interval: Says which steps are recorded.
@@ -84,11 +84,11 @@ class Records:
 
     @property
     def _void(self) -> bool:
-        """Whether no record stands, since values were written in place."""
+        """Return whether no record stands, since values were written in place."""
         return self.commits is not None and bool(self._small.packed) and not self.commits.stands
 
     def stores_residents(self, updated: Container[int]) -> bool:
-        """Whether a commit of a step that updates these units writes units in host memory."""
+        """Return whether a commit of a step that updates these units writes units in host memory."""
         residents = [unit for unit in self.units if isinstance(unit.home, HostHome)]
         return any(unit.index in updated or not is_reloadable(unit) for unit in residents)
 
@@ -126,7 +126,7 @@ class Records:
 
     @property
     def unrecorded(self) -> bool:
-        """Whether a step was committed that is to be recorded, so that another process can go on."""
+        """Return whether a step was committed that is to be recorded, so that another process can go on."""
         return self._commit is not None
 
     def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:

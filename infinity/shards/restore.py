@@ -35,7 +35,7 @@ _TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
-    """Where the versions of every unit lie, and what lies there: a layout for a commit.
+    """Describe where the versions of every unit lie, and what lies there: the layout for a commit.
 
     A unit whose values come from a checkpoint that is loaded again has none, and the files of that are.
     """
@@ -169,7 +169,7 @@ def _differs(how: str) -> str:
 
 
 class _Source:
-    """One rank's units of the saved commit.
+    """The units of one rank in the saved commit.
 
     Attributes:
         first: Number of the volume's file that is its first.
@@ -187,7 +187,7 @@ class _Source:
                 yield name, index, offset, tuple(shape), steps
 
     def is_like(self, unit: Unit, chunk_numel: int) -> bool:
-        """Whether the unit is cut as the one of its index was, into chunks that can be staged."""
+        """Return whether the unit is cut as the one of its index was, into chunks that can be staged."""
         if unit.index >= len(self.units) or not self._versions[unit.index]:
             return False
         saved = self.units[unit.index]
@@ -257,10 +257,10 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter, or a tile of it, was: index of the unit, offset in it; and its step count.
+    """The old place of a parameter, or of a tile of it: index of the unit, offset in it; and its step count.
 
     Attributes:
-        shape: Of the parameter without its first dimension, if it has any.
+        shape: The shape of the parameter without its first dimension, if it has any.
         first: The first element of the parameter that was there.
         stop: The one after the last.
     """
@@ -287,7 +287,7 @@ class _Reader:
     """Reads ranges of saved units; keeps the chunk that was read last.
 
     Args:
-        sources: By old rank.
+        sources: Sources by old rank.
 
     Attributes:
         shard_numels: Elements of a shard of each saved unit.

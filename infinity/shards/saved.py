@@ -44,8 +44,8 @@ class SavedRank:
     Attributes:
         files: Names of its files.
         journal: Path of its journal.
-        layout: Where versions lie; see :func:`describe`.
-        data: Its data files, by number of the drive.
+        layout: The layout of versions; see :func:`describe`.
+        data: The data files, by number of the drive.
     """
 
     files: RankFiles
@@ -73,10 +73,10 @@ class SavedRun:
 
     Attributes:
         step: Steps that were committed.
-        run: Its number; see :class:`RankFiles`.
+        run: The number of the run; see :class:`RankFiles`.
         world_size: Ranks that the run had.
-        own: What this rank has, if there are as many ranks now: it goes on in its own files.
-        ranks: What old ranks have; all of them, if there are others now.
+        own: The saved state of this rank, if there are as many ranks now: it goes on in its own files.
+        ranks: The saved states of old ranks; all of them, if there are others now.
     """
 
     step: int
@@ -144,7 +144,7 @@ class _Found:
     """A journal in a directory.
 
     Attributes:
-        contents: What is in it; None: it cannot be read.
+        contents: The contents of the journal; None: it cannot be read.
         problem: Why not, or empty.
     """
 
@@ -401,8 +401,8 @@ class RunFiles:
 
     Attributes:
         saved: The last commit of an interrupted run, with which this one goes on.
-        journal: Of the commits of this rank; None: no process will look for them.
-        paths: Of the data files, one on each drive.
+        journal: The journal of this rank's commits; None: no process will look for them.
+        paths: Paths of the data files, one on each drive.
         keep: Leave the files on disk at the end, if a process can go on with the run.
 
     Raises:

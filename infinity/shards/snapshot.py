@@ -31,14 +31,14 @@ _SLICE_S = 0.5
 
 @dataclass(slots=True)
 class Source:
-    """Where the values of one unit are.
+    """The place of the values of one unit.
 
     Attributes:
         chunks: Start and elements of the parts in which they are read.
         values: Weights and all fields of the state in host memory; None: only on NVMe.
-        version: On NVMe; None: only in host memory.
-        landing: What must end before: the update, and writes.
-        place: Which of the unit's places ``version`` is.
+        version: The version on NVMe; None: the values are only in host memory.
+        landing: Transfers that must end before: the update, and writes.
+        place: The number of ``version`` among the unit's places.
         copied: ``values`` are the snapshot's own.
         lasting: Reads all chunks of a unit whose values do not change; None: they may.
     """
@@ -56,8 +56,8 @@ class Snapshot:
     """Values of all units as they were when it was made. One thread reads, others train.
 
     Args:
-        sources: By index of the unit.
-        layout: Of their state.
+        sources: Sources by index of the unit.
+        layout: The layout of their state.
         pool: Host memory for copies.
         reading: Gives weights and state of a chunk on NVMe inside the context: in the memory that is given,
             or in some of the pool.

@@ -32,7 +32,7 @@ class Storage:
         memory: Budgets and directories.
         host_nbytes: The host budget, the same on every rank.
         dtype: The compute dtype.
-        device: Where this rank computes. For an accelerator host memory is pinned, and holds gradients too.
+        device: The device of this rank. For an accelerator host memory is pinned, and holds gradients too.
 
     Attributes:
         rule: Updates the shards, whose states have its ``layout``.
@@ -41,9 +41,11 @@ class Storage:
         units_engine: The same engine for shards, which can be watched.
         commits: Writes this rank's commit records; None if no process could go on with the run.
         files: This rank's directories of the run; None without one.
-        sums: Of the blocks in the files, by which every read is checked; None: without ``memory.verify``.
+        sums: Sums of the blocks in the files, by which every read is checked; None: without
+            ``memory.verify``.
         chunk_numel: Elements of a shard that are staged at one time.
-        resident_nbytes: What shards that stay may take of the budget; on an accelerator with their gradients.
+        resident_nbytes: The part of the budget that shards may take which stay; on an accelerator with their
+            gradients.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Storage:
 
     @property
     def keep(self) -> bool:
-        """Whether the files stay on disk at the end, if a process can go on with the run."""
+        """Return whether the files stay on disk at the end, if a process can go on with the run."""
         return self.files is not None and self.files.keep
 
     @keep.setter

@@ -54,8 +54,8 @@ class ChunkExtents:
     """Elements ``[start, start + numel)`` of a shard in one version.
 
     Attributes:
-        exact: What the exact values have beyond the weights; empty: nothing.
-        moments: Of the update rule; empty while the unit was never trained.
+        exact: Extents of what the exact values have beyond the weights; empty: nothing.
+        moments: Extents of the update rule's moments; empty while the unit was never trained.
     """
 
     start: int
@@ -76,13 +76,13 @@ class ChunkExtents:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One of the places where a unit's shard is on NVMe."""
+    """A version: one of the places where a unit's shard is on NVMe."""
 
     chunks: tuple[ChunkExtents, ...]
 
     @property
     def weight(self) -> Extent:
-        """All weights of the shard, in order."""
+        """Return all weights of the shard, in order."""
         whole = Extent(())
         for chunk in self.chunks:
             whole = whole + chunk.weight
@@ -126,10 +126,10 @@ class ShardStore:
     """Room on NVMe for the shards of this rank, and how their chunks move.
 
     Args:
-        volume: Where extents are allocated.
+        volume: The volume in which extents are allocated.
         engine: Reads and writes them.
-        pool: Of staging memory for chunks.
-        layout: Of weights and states.
+        pool: The pool of staging memory for chunks.
+        layout: The layout of weights and states.
         versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
 
@@ -226,7 +226,7 @@ class ShardStore:
         """Weights and state of a chunk, in memory that is held inside the context.
 
         Args:
-            room: That memory; None: of the pool.
+            room: Memory for it; None: memory of the pool.
         """
         nbytes = self.chunk_nbytes(chunk.numel)
         with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:

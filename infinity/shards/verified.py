@@ -146,7 +146,7 @@ class VerifiedEngine:
     """Transfer engine that makes the sums of what is written, and compares those of what is read.
 
     Args:
-        volume: That of ``engine``.
+        volume: The volume of ``engine``.
     """
 
     def __init__(self, engine: TransferEngine, sums: BlockSums, volume: Volume) -> None:
@@ -229,8 +229,8 @@ class RankCheck:
     """The findings of :func:`verify` in the files of one rank.
 
     Attributes:
-        nbytes: Of the committed versions.
-        checked_nbytes: Those of which a sum was kept.
+        nbytes: Bytes of the committed versions.
+        checked_nbytes: Bytes of which a sum was kept.
         damage: A line about each damaged place.
     """
 

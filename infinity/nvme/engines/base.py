@@ -72,7 +72,7 @@ class Request:
 
 
 def _too_large(request: Request) -> bool:
-    """Whether the process may not write so far (``ulimit -f``).
+    """Return whether the process may not write so far (``ulimit -f``).
 
     The kernel cuts such a write at the limit. Then it says that its length is not one of O_DIRECT's, or,
     without O_DIRECT, writes the same part of a block again and again.
@@ -105,7 +105,7 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits, and none is with the kernel."""
+        """Return whether no request waits, and none is with the kernel."""
         return not (self._taken_nbytes or self._urgent or self._others)
 
     def put(self, requests: Sequence[Request], *, urgent: bool) -> None:
@@ -136,11 +136,11 @@ class QueuedEngine:
 
     Args:
         volume: Owns the files.
-        name: As in ``memory.engine``.
+        name: The name in ``memory.engine``.
         request_nbytes: Bytes of a request; an eighth more where that saves one.
 
     Attributes:
-        queue: Where the threads of the engine take their requests.
+        queue: The queue from which the threads of the engine take their requests.
         nbytes_read: Bytes of reads that ended well.
         nbytes_written: Bytes of writes that ended well.
         stopping: Threads of the engine end.
@@ -221,7 +221,7 @@ class QueuedEngine:
                 self._idle.notify_all()
 
     def _unfinished(self, request: Request, result: int) -> bool:
-        """Whether the rest of a request has to be asked for again."""
+        """Return whether the rest of a request has to be asked for again."""
         if result < 0:
             again = -result in (errno.EINTR, errno.EAGAIN)
         else:

@@ -17,7 +17,7 @@ class ThreadsEngine(QueuedEngine):
 
     Args:
         volume: Owns the files.
-        threads: How many requests the kernel gets at one time.
+        threads: The number of requests that the kernel gets at one time.
     """
 
     def __init__(
