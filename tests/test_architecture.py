@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "planner": 5078,
     "predict": 2767,
     "recipes": 2494,
-    "shards": 5402,
+    "shards": 5383,
 }
 
 

@@ -35,8 +35,7 @@ from infinity.partition.unit import Unit
 from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome, store_exact
 from infinity.shards.mapped import BaseHome, MappedBase
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.storage import Storage
-from infinity.shards.store import ShardStore, Version
+from infinity.shards.storage import ShardStore, Storage, Version
 
 
 class Tiers:

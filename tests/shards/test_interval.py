@@ -3,7 +3,7 @@
 import pytest
 
 from infinity.shards import commits
-from infinity.shards.commits import CommitInterval
+from infinity.shards.records import CommitInterval
 
 
 @pytest.mark.parametrize(
