@@ -256,17 +256,17 @@ def train(job: Job) -> dict[str, Any]:
     """Each measured step's figures, and the most resident memory."""
     import infinity
     from infinity.engine.runtime import runtime_of
-    from infinity.shards.mapped import MappedBase
+    from infinity.shards.base import FrozenBase
 
     torch.set_num_threads(job.threads)
-    decoding_s, decode = [0.0], MappedBase.decode
+    decoding_s, decode = [0.0], FrozenBase.decode
 
     def timed(*args: Any) -> None:
         began = time.perf_counter()
         decode(*args)
         decoding_s[0] += time.perf_counter() - began
 
-    MappedBase.decode = timed  # type: ignore[method-assign]
+    FrozenBase.decode = timed  # type: ignore[method-assign]
     recipe = infinity.load_recipe(overrides=job.overrides)
     began = time.perf_counter()
     model = infinity.from_pretrained(job.source, recipe, frozen=True).train()

@@ -44,7 +44,7 @@ from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport
 from infinity.planner.planning import FOLDER, PLAN, Planning
-from infinity.planner.policies import smallest_budget
+from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
 from infinity.recipes.data.sequences import Batch
 from infinity.recipes.recipe import Recipe, load_recipe

@@ -43,10 +43,10 @@ from infinity.activations.tensor_cache import (
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Profile
 from infinity.observe.timeline import WatchedEngine
+from infinity.planner.placement import bounded
 from infinity.planner.planning import Planning
-from infinity.planner.policies import budget_error
-from infinity.planner.policies import plan as make_plan
-from infinity.planner.search import bounded
+from infinity.planner.search import budget_error
+from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]

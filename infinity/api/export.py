@@ -179,9 +179,9 @@ def _stream_weights(
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
     with contextlib.ExitStack() as held:
-        buffers = [
-            held.enter_context(tiers.pool.lease(size, who="exporting weights")) for _ in chunks[:_READ_AHEAD]
-        ]
+        pool = tiers.storage.host_pool
+        leases = (pool.lease(size, who="exporting weights") for _ in chunks[:_READ_AHEAD])
+        buffers = [held.enter_context(lease) for lease in leases]
         landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
         for (unit, begin, nbytes), lease in landed:
             yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)

@@ -5,7 +5,7 @@ A frozen unit has no gradient, no optimizer state and no second version: it is r
 pass and once for the backward pass, and never written. Adapters are in units of their own, because a
 unit that mixed both would carry the state of both. They are added to a finished model, so peft asks the
 base for shapes and dtypes only, and no weight of it is fetched. A base that ``from_pretrained`` loaded with
-``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.mapped`.
+``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.base`.
 
 Source: LoRA (arXiv:2106.09685).
 """

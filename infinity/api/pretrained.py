@@ -17,7 +17,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import Runtime
 from infinity.nvme.volume import open_sealed
-from infinity.shards.mapped import BaseHome, MappedBase
+from infinity.shards.base import BaseHome, FrozenBase
 
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
@@ -146,7 +146,7 @@ def _decode(checkpoint: Checkpoint, runtime: Runtime, *, frozen: bool) -> list[s
     return [line]
 
 
-def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> MappedBase | None:
+def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> FrozenBase | None:
     """Let units that find no room in host memory be read from the checkpoint's files; None: it has none."""
     storage, tiers = runtime.storage, runtime.tiers
     if storage.volume is None or not checkpoint.files:
@@ -159,14 +159,14 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
             opened.callback(os.close, files[-1].fd)
         first = storage.volume.add_sealed(files)
         opened.pop_all()  # the volume closes them
-    base = MappedBase(storage, first, [file.nbytes for file in files], loading)
+    base = FrozenBase(storage, first, [file.nbytes for file in files], loading)
     storage.before_close(base.close)
     tiers.base_files = {file.path.name: file.sample() for file in checkpoint.files}
     tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
     return base
 
 
-def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
+def _describe_base(base: FrozenBase, path: Path, runtime: Runtime) -> list[str]:
     """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
     homes, lines = [u.home for u in runtime.units if isinstance(u.home, BaseHome)], []
     if homes:

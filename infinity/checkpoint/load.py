@@ -12,7 +12,7 @@ asked for, so an element is read once, by the rank that keeps it, and host memor
 
 [Note: values that stay where they are]
 Weights that are not trained may be read from the files whenever they are used
-(:mod:`infinity.shards.mapped`): if all values of a unit lie in safetensors files, each once, as runs of
+(:mod:`infinity.shards.base`): if all values of a unit lie in safetensors files, each once, as runs of
 elements. What transformers computes (a transposed matrix) is not like that.
 
 [Note: what the checkpoint lacks]
@@ -407,7 +407,7 @@ class CheckpointValues:
         self._show_progress(self._done_nbytes)
         return out
 
-    # --- values that stay where they are (infinity.shards.mapped.MappedValues) ------------------
+    # --- values that stay where they are (infinity.shards.base.BaseValues) ------------------
 
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""

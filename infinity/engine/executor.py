@@ -39,7 +39,7 @@ from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.planner.policies import device_error
+from infinity.planner.search import device_error
 from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
 from infinity.shards.pipeline import UpdatePipeline

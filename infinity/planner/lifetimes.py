@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinity.core.plan import BlockCall, Kind, Phase, Profile, SlotKey, SlotUse, Traffic
+from infinity.core.plan import BlockCall, Kind, Phase, Place, Profile, SlotKey, SlotUse, Traffic
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
@@ -121,6 +121,22 @@ class Lifetimes:
     def recomputed(self) -> frozenset[int]:
         """Regions of the recomputed blocks."""
         return frozenset(again.block.region for again in self.recomputations)
+
+
+#: Where storages go, by index of their inactive period.
+Places = Mapping[int, Place]
+
+
+def least_memory(lifetimes: Lifetimes, places: Places) -> np.ndarray:
+    """Bytes by position if every store took no time and every load started when it is needed."""
+    change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
+    for index in places:
+        period = lifetimes.periods[index]
+        if period.begin < period.end:
+            change[period.begin] -= period.nbytes
+            change[period.end] += period.nbytes + lifetimes.padding_nbytes
+            change[period.released_at + 1] -= lifetimes.padding_nbytes
+    return lifetimes.memory + np.cumsum(change[:-1])
 
 
 class ProfileIndex:

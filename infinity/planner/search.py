@@ -1,47 +1,29 @@
 """Search for the fastest plan within a budget.
 
-For a budget and a set of recomputed blocks, :mod:`infinity.planner.migration` chooses the storages that leave
-and :func:`with_loads` when they come back; the simulator predicts what that costs. What remains is how many
-blocks to recompute, and which: the first so many of a fixed order, searched around the number of the next
-smaller budget. Where blocks are few, one more or less matters: other orders, and single blocks, are tried
-too.
+For a budget and a set of recomputed blocks, :mod:`infinity.planner.placement` chooses the storages that leave
+and when they come back; the simulator predicts what that costs. What remains is how many blocks to recompute,
+and which: the first so many of a fixed order, searched around the number of the next smaller budget. Where
+blocks are few, one more or less matters: other orders, and single blocks, are tried too.
 
 [Note: one ladder for every budget]
 The plan for a budget is the fastest one for a rung within it, and rungs depend on the profile and the
 hardware only. They are climbed from the smallest budget that can be met, so the search for one rung does
 not depend on the budget either: more memory never makes a step slower.
-
-[Note: backlog]
-A plan that would need more than its budget, because stores end later than they should, gets a bound on the
-bytes that wait to be stored.
-
-[Note: late stores]
-A budget is kept however late stores end, not only as predicted. Memory grows between two points where the
-tensor cache is called, the packing of a slot and backward's first request for one; so at each of them the
-slots are waited for with which memory might not hold until the next. They are the first that were packed,
-since stores are begun in that order. On a drive as fast as measured most of them have gone before.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from infinity.core.plan import (
-    ActivationPlan,
-    BlockCall,
-    Hardware,
-    Load,
-    Outcome,
-    Place,
-    Profile,
-    SlotKey,
-    StoreWait,
-)
-from infinity.planner.channels import LOAD, channel_timelines
-from infinity.planner.lifetimes import Lifetimes, ProfileIndex, lifetimes_of
-from infinity.planner.migration import Places, all_places, least_memory, places_within
+from infinity.core.errors import BudgetError
+from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import ActivationPlan, BlockCall, Hardware, Outcome, Place, Profile
+from infinity.planner.channels import Channel
+from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
+from infinity.planner.placement import all_places, channel_timelines, places_within, with_loads, within
 from infinity.planner.simulator import Simulator
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
@@ -54,168 +36,6 @@ _MANY = 128
 NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
 NEGLIGIBLE = 0.002
-#: Backlogs that are tried: one that is safe, then by halves up to none.
-TRIES = 7
-
-
-# --- loads and backlog -------------------------------------------------------------------------------
-
-
-def with_loads(
-    lifetimes: Lifetimes,
-    places: Places,
-    hardware: Hardware,
-    capacity_nbytes: int | None,
-    policy: str = "plan",
-) -> ActivationPlan:
-    """Make the plan that stores ``places`` and loads them as late as channels and memory allow.
-
-    Each load starts when backward asks for something, in the order of need. With a capacity, memory stays
-    within it if :func:`least_memory` does: the storage needed first has the first right to room, and a load
-    without room starts later, at worst when it is needed. The plan has no budget yet.
-    """
-    periods = lifetimes.periods
-    triggers: dict[int, SlotKey | None] = {p.end: p.key for p in reversed(periods) if p.is_named}
-    triggers[lifetimes.backward] = None
-    asks = sorted(triggers)
-    desired = _desired(lifetimes, places, hardware)
-    memory = least_memory(lifetimes, places)
-    loads = []
-    earliest = lifetimes.backward
-    for index in sorted(places):
-        period = periods[index]
-        start, loaded_nbytes = period.end, period.nbytes + lifetimes.padding_nbytes
-        wanted = asks[max(0, bisect_left(asks, desired[index] + 1) - 1)]
-        wanted = max(wanted, earliest, min(period.begin, start))
-        if capacity_nbytes is not None and wanted < start:
-            full = np.flatnonzero(memory[wanted:start] + loaded_nbytes > capacity_nbytes)
-            wanted += int(full[-1]) + 1 if len(full) else 0
-        start = min(start, asks[bisect_left(asks, wanted)])
-        memory[start : period.end] += loaded_nbytes
-        loads.append(Load(triggers[start], period.key))
-        earliest = start
-    placed = {periods[index].key: places[index] for index in sorted(places)}
-    return ActivationPlan(policy, placed, tuple(loads), lifetimes.recomputed)
-
-
-def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
-    """The latest positions from which the loads need not be waited for, in the order of need."""
-    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
-    loading = {place: timelines[LOAD[place]] for place in (Place.NVME, Place.HOST)}
-    until = {place: timeline.until() for place, timeline in loading.items()}
-    left = {place: int(until[place][-1]) for place in loading}  # before the loads that are needed later
-    found: dict[int, int] = {}
-    before = len(lifetimes.times)
-    for index in sorted(places, reverse=True):
-        period, place = lifetimes.periods[index], places[index]
-        room = min(left[place], int(until[place][period.end])) - loading[place].booked_nbytes(period.nbytes)
-        left[place] = max(0, room)
-        start = int(np.searchsorted(until[place], room, "right")) - 1
-        before = max(lifetimes.backward, min(before, start, period.end))
-        found[index] = before
-    return found
-
-
-def within(
-    lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
-    limit_s: float = float("inf"),
-) -> tuple[ActivationPlan, Outcome] | None:  # fmt: skip
-    """Bound the plan's backlog if it needs that to keep the capacity; see [Note: backlog].
-
-    Returns:
-        The plan and its predicted outcome; None if no backlog helps, or a step takes ``limit_s`` or more.
-    """
-    simulator = Simulator(lifetimes, plan, hardware)
-    outcome = simulator.run_within(limit_s)
-    if outcome is None:
-        return None
-    if outcome.peak_nbytes <= capacity_nbytes:
-        return plan, outcome
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    least = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
-    # Beside these bytes there is never more than the backlog, however late stores end.
-    low, high = capacity_nbytes - int(least.max(initial=0)), simulator.most_backlog_nbytes
-    found, tried_nbytes = None, low
-    for _ in range(TRIES if low >= 0 else 0):
-        bounded = replace(plan, backlog_nbytes=tried_nbytes)
-        simulator = Simulator(lifetimes, bounded, hardware)
-        outcome = simulator.run_within(limit_s, capacity_nbytes)
-        if simulator.peak_nbytes > capacity_nbytes:
-            high = tried_nbytes
-        else:
-            low = tried_nbytes
-            if outcome is not None:
-                found, limit_s = (bounded, outcome), outcome.step_s
-        tried_nbytes = (low + high) // 2
-    return found
-
-
-def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
-    """Make a plan keep its capacity on a drive slower than measured, too; see [Note: late stores].
-
-    Without a capacity twice the bytes that wait for the measured drive may wait to be stored.
-    """
-    lifetimes = lifetimes_of(profile, plan.recomputed)
-    if plan.capacity_nbytes is not None:
-        return replace(plan, waits=tuple(_waits(lifetimes, plan, plan.capacity_nbytes)))
-    simulator = Simulator(lifetimes, plan, hardware)
-    simulator.run()
-    return replace(plan, backlog_nbytes=2 * simulator.most_backlog_nbytes)
-
-
-def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
-    """The waits with which memory stays within the capacity whenever stores end."""
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
-    loads = _load_positions(lifetimes, plan)
-    # in the order of packing
-    stored = sorted((lifetimes.periods[index] for index in places), key=lambda period: period.key)
-    nbytes, packed, begin = (
-        np.array([getattr(period, name) for period in stored], dtype=np.int64)
-        for name in ("nbytes", "packed_at", "begin")
-    )
-    # from its load on ``memory`` has a slot's bytes
-    load = np.array([loads.get(period.key, period.end) for period in stored], dtype=np.int64)
-    calls = _calls(lifetimes) if stored else []
-    first = 0  # of the slots that need not have gone yet
-    ends = [*(at for at, _, _ in calls[1:]), len(memory)]
-    for (at, backward, key), until in zip(calls, ends):
-        late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
-        late, positions = late[::-1], np.arange(at, until)[:, None]  # the newest first
-        held = np.where((begin[late] <= positions) & (positions < load[late]), nbytes[late], 0).cumsum(1)
-        too_many = (held + memory[at:until, None] > capacity_nbytes).any(0)
-        if too_many.any():
-            first = int(late[too_many.argmax()]) + 1
-            yield StoreWait(key, backward, stored[first - 1].key)
-
-
-def _calls(lifetimes: Lifetimes) -> list[tuple[int, bool, SlotKey]]:
-    """Positions before which the tensor cache is called, each with its call: ``(at, backward, key)``."""
-    found: dict[int, tuple[bool, SlotKey]] = {}
-    named = [period for period in lifetimes.periods if period.is_named]
-    for period in sorted(named, key=lambda period: period.key):  # the last of those packed together
-        if period.packed_at < lifetimes.backward:
-            found[period.packed_at + 1] = False, period.key
-    for period in reversed(named):  # the first of those asked for together
-        found[period.end] = True, period.key
-    return [(at, *found[at]) for at in sorted(found)]
-
-
-def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[SlotKey, int]:
-    """The position before which each load starts."""
-    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
-    return {load.slot: asked[load.after] for load in plan.loads}
-
-
-def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
-    """Bytes by position of storages whose loads start before they are needed."""
-    change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
-    for slot, start in _load_positions(lifetimes, plan).items():
-        period = lifetimes.periods[lifetimes.index[slot]]
-        nbytes = period.nbytes + lifetimes.padding_nbytes
-        change[max(start, min(period.begin, period.end))] += nbytes
-        change[period.end] -= nbytes
-    return np.cumsum(change[:-1])
 
 
 def least_s(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> float:
@@ -438,3 +258,181 @@ def _radical_inverse(number: int) -> float:
         number >>= 1
         weight /= 2
     return value
+
+
+# --- policies ----------------------------------------------------------------------------------------
+
+#: What decides about activations: profile, hardware and capacity (bytes; None: any) give a plan.
+Policy = Callable[[Profile, Hardware, int | None], ActivationPlan]
+
+
+def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
+    """The fastest plan that was found within the budget; without one, the lowest peak for 3 % of the step.
+
+    The plan's ``capacity_nbytes`` is the rung of the ladder that it was made for, at most the budget: see
+    [Note: one ladder for every budget].
+
+    Raises:
+        BudgetError: No plan keeps the budget; says the smallest that can be kept, and what holds it there.
+    """
+    search = PlanSearch(profile, hardware)
+    if capacity_nbytes is None:
+        return search.without_slowdown().plan
+    if search.keep.outcome.peak_nbytes <= capacity_nbytes:
+        return replace(search.keep.plan, capacity_nbytes=capacity_nbytes)
+    if search.smallest_budget() > capacity_nbytes:
+        raise budget_error(profile, hardware, capacity_nbytes)
+    candidates = search.frontier(capacity_nbytes)
+    return min(
+        candidates, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)
+    ).plan
+
+
+def _uniform(
+    policy: str, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
+) -> ActivationPlan:
+    """The plan that recomputes every block, or stores on NVMe what regions up to the policy's last one save.
+
+    Raises:
+        BudgetError: It does not keep the budget; says what would.
+    """
+    again = frozenset(block.region for block in profile.blocks if policy == "recompute")
+    lifetimes = lifetimes_of(profile, again)
+    last = _LAST_STORED[policy](profile, lifetimes, hardware)
+    periods = enumerate(lifetimes.periods)
+    places = {i: Place.NVME for i, period in periods if period.is_worth_storing and period.key.region <= last}
+    made = with_loads(lifetimes, places, hardware, capacity_nbytes, policy)
+    if capacity_nbytes is not None:
+        found = within(lifetimes, made, hardware, capacity_nbytes)
+        if found is None:
+            needed_nbytes = Simulator(lifetimes, made, hardware).run().peak_nbytes
+            raise budget_error(profile, hardware, capacity_nbytes, policy, needed_nbytes)
+        made, _ = found
+    return replace(made, capacity_nbytes=capacity_nbytes)
+
+
+def _before_last_block(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> float:
+    """The region before the last block: backward begins with that, so what it saves stays, as in training."""
+    return max((block.region - 1 for block in profile.blocks), default=math.inf)
+
+
+def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> int:
+    """The last block such that everything before it is written before its backward, and it is back by then.
+
+    -1 if there is none. So compute never waits for the drive.
+
+    Source: SSDTrain (arXiv:2408.10013), section 3.3.3.
+    """
+    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
+    writes, reads = timelines[Channel.NVME_WRITE], timelines[Channel.NVME_READ]
+    written, last = 0, -1
+    for block in sorted(profile.blocks, key=lambda b: b.region):
+        own = [p for p in lifetimes.periods if p.key.region == block.region and p.can_leave]
+        own.sort(key=lambda p: p.packed_at)
+        before, begins = written, block.backward[0]
+        for period in own:
+            end = writes.earliest_end(period.packed_at + 1, period.nbytes)
+            writes.book_from(period.packed_at + 1, period.nbytes)
+            written = len(lifetimes.times) if end is None else max(written, end)
+        back = reads.latest_start(begins, sum(period.nbytes for period in own))
+        if before > begins or back is None or written > back:
+            break
+        last = block.region
+    return last
+
+
+#: The last region of which each policy stores what autograd saves.
+_LAST_STORED: dict[str, Callable[[Profile, Lifetimes, Hardware], float]] = {
+    "keep": lambda *_: -1,
+    "offload": _before_last_block,
+    "recompute": lambda *_: -1,
+    "adaptive": _last_in_time,
+}
+#: By the name that a recipe gives.
+POLICIES: dict[str, Policy] = {name: partial(_uniform, name) for name in _LAST_STORED} | {"plan": plan}
+
+
+# --- budgets that cannot be kept ---------------------------------------------------------------------
+
+
+def smallest_budget(profile: Profile, hardware: Hardware) -> int:
+    """Bytes of the smallest budget that :func:`plan` keeps, however slowly."""
+    return PlanSearch(profile, hardware).smallest_budget()
+
+
+def budget_error(
+    profile: Profile, hardware: Hardware, capacity_nbytes: int, policy: str = "plan",
+    needed_nbytes: int | None = None,
+) -> BudgetError:  # fmt: skip
+    """Describe why ``policy`` does not keep a budget; ``needed_nbytes`` is what it takes instead."""
+    least = smallest_budget(profile, hardware)
+    wanted = _in_bytes(capacity_nbytes)
+    if needed_nbytes is not None and least <= capacity_nbytes:
+        return BudgetError(
+            f"activations: {policy} takes {_in_bytes(needed_nbytes)}, but the budget for what a step makes "
+            f"in device memory is {wanted}; activations: plan keeps it (it can go down to {_in_bytes(least)})"
+        )
+    return BudgetError(
+        f"no plan keeps what a step makes in device memory within {wanted}; the smallest budget that can be "
+        f"kept is {_in_bytes(least)}, because of {_fullest_operator(profile, hardware)}. Raise the budget to "
+        "that, or make micro-batches or sequences smaller"
+    )
+
+
+#: What to set beside a larger ``memory.device``, by how ``auto`` had logits computed.
+_LOGITS = {
+    None: "",
+    "slices": " and set memory.logits=slices (with auto they are whole where they may fit, which takes more)",
+    "whole": ", set memory.logits=slices",
+}
+
+
+def device_error(
+    profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int, logits: str | None = None
+) -> BudgetError:
+    """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
+
+    Args:
+        logits: The way in which ``memory.logits=auto`` had them computed; None: it chose nothing.
+    """
+    least = smallest_budget(profile, hardware)
+    return BudgetError(
+        f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
+        f"required: {format_nbytes(units_nbytes)} for units, and {format_nbytes(least)} for what a step "
+        "makes beside them, however its activations are planned, because of "
+        f"{_fullest_operator(profile, hardware)}. Raise memory.device{_LOGITS[logits]}, or make "
+        "micro-batches or sequences smaller"
+    )
+
+
+def _fullest_operator(profile: Profile, hardware: Hardware) -> str:
+    """The operator that takes the most even if all storages leave that can, and its largest storages."""
+    lifetimes, memory = PlanSearch(profile, hardware).lowest()
+    at = int(np.argmax(memory))
+    operator = int(lifetimes.operators[at])
+    gone = {p.key for p in lifetimes.periods if p.can_leave and p.begin <= at < p.end}
+    away = {slot.storage for slot in profile.slots if slot.key in gone}
+    there = [
+        storage
+        for index, storage in enumerate(profile.storages)
+        if storage.kind in MADE and storage.born <= operator <= storage.dies and index not in away
+    ]
+    there.sort(key=lambda storage: -storage.nbytes)
+    largest = ", ".join(f"{storage.name} {format_nbytes(storage.nbytes)}" for storage in there[:3])
+    again = "recomputation before " if operator in lifetimes.operators[at + 1 :] else ""
+    name = profile.operators[operator].name
+    where = _where(profile, operator)
+    return f"{again}operator {operator} ({name}) {where}, where the largest are {largest}"
+
+
+def _where(profile: Profile, operator: int) -> str:
+    for block in profile.blocks:
+        if block.forward[0] <= operator < block.forward[1]:
+            return f"in the forward of {block.name}"
+        if block.backward[0] <= operator < block.backward[1]:
+            return f"in the backward of {block.name}"
+    return f"in {profile.operators[operator].phase}, outside blocks"
+
+
+def _in_bytes(nbytes: int) -> str:
+    return f"{format_nbytes(nbytes)} ({nbytes} bytes)"

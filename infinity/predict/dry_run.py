@@ -34,7 +34,7 @@ from infinity.engine.schedule import find_blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home, Unit
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
-from infinity.planner.policies import POLICIES, device_error, smallest_budget
+from infinity.planner.search import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
 from infinity.planner.step import (
     StepSetup,
@@ -50,7 +50,7 @@ from infinity.predict.operators import Candidate, OperatorTimes
 from infinity.predict.recording import Played, Subject
 from infinity.predict.recording import play as play_record
 from infinity.recipes.recipe import Recipe
-from infinity.shards.mapped import BaseBuffers
+from infinity.shards.base import BaseBuffers
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -382,7 +382,7 @@ class _Planner:
             unit = model.units[index]
             if unit.home.tier is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
-                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers)
+                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers.nbytes)
                 found[index] = replace(found[index], base_nbytes=nbytes)
         return tuple(found)
 

@@ -29,7 +29,7 @@ from infinity.predict.recording import Record, Subject
 from infinity.predict.recording import record as record_micro_batch
 from infinity.recipes.models.gpt import GPT
 from infinity.recipes.recipe import Recipe
-from infinity.shards.mapped import BaseBuffers, stored_step
+from infinity.shards.base import BaseFiles
 
 #: Tensors that a checkpoint without weights is taken to have.
 _UNKNOWN_TENSORS = 100_000
@@ -121,12 +121,12 @@ class _NoValues:
         """Bytes that decoding a unit reads and writes, and operators of it."""
         return self._decode[unit, on_accelerator]
 
-    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffers: BaseBuffers) -> int:
+    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
         """Return what a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
-        key = unit.index, piece_nbytes, buffers.nbytes
+        key = unit.index, piece_nbytes, buffer_nbytes
         if key not in self._read:
             assert self.base is not None
-            self._read[key] = buffers.read_nbytes(unit, self.base, piece_nbytes, self.sizes)
+            self._read[key] = BaseFiles(self.base, self.sizes, buffer_nbytes).read_nbytes(unit, piece_nbytes)
         return self._read[key]
 
     def counts(self, unit: Unit) -> bool:
@@ -138,14 +138,12 @@ class _NoValues:
             assert base is not None
             if base.why_not_mapped(unit):
                 continue
-            scratch_nbytes = base.scratch_nbytes(unit)
-            if not scratch_nbytes:
+            files = BaseFiles(base, self.sizes)
+            step = files.stored(unit)
+            if step is None:
                 self.mapped.add(unit.index)
             else:
-                step = stored_step(unit, base, 0, self.sizes)
-                shard_nbytes = step.shard_nbytes(unit.world_size)
-                nbytes = shard_nbytes * unit.world_size
-                form = StoredForm(nbytes, shard_nbytes, scratch_nbytes, lambda stored, flat: None)
+                form = files.form(unit, step, lambda stored, flat: None)
                 self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
                 for device, on_accelerator in (("meta", True), ("cpu", False)):
                     self._decode[unit.index, on_accelerator] = self._decoding[device].of(base, unit)

@@ -18,8 +18,8 @@ from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import ActivationPlan, Outcome, Place
 from infinity.planner.planning import FOLDER, PLAN, Planning, PlanRow, load_measured, plan_rows
-from infinity.planner.policies import POLICIES
-from infinity.planner.policies import plan as make_plan
+from infinity.planner.search import POLICIES
+from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play, play_in_detail
 
 #: ``(time_s, nbytes)``: bytes in memory from that time on.

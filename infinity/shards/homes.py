@@ -1,4 +1,4 @@
-"""Homes of shards: host memory, NVMe, the accelerator. Those in a checkpoint: :mod:`infinity.shards.mapped`.
+"""Homes of shards: host memory, NVMe, the accelerator. Those in a checkpoint: :mod:`infinity.shards.base`.
 
 A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to all that read
 and write exact values: construction, saved checkpoints, exports, people.
@@ -24,7 +24,7 @@ memory, and for all that is asked for before it is done with that.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ from torch import Tensor
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
-from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer
+from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
-from infinity.optim.layout import StateLayout, store_master
+from infinity.optim.layout import StateLayout
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
 from infinity.shards.pipeline import Run
@@ -121,7 +121,7 @@ class DiskHome(ShardHome):
 
     # --- room ----------------------------------------------------------------------------------
 
-    def _change(self, versions: Sequence[Version]) -> None:
+    def _change(self, versions: Iterable[Version]) -> None:
         self.versions = list(versions)
         self.store.changes += 1
 
@@ -138,8 +138,7 @@ class DiskHome(ShardHome):
             return
         [first], store, name = self.versions, self.store, self._unit.name
         places = [(chunk.start, chunk.numel) for chunk in first.chunks]
-        count = store.versions if count is None else count
-        bare = [first, *(store.weights(places, name) for _ in range(1, count))]
+        bare = [first, *(store.weights(places, name) for _ in range(1, count or store.versions))]
         self._change([Version(tuple(store.with_state(chunk, name) for chunk in v.chunks)) for v in bare])
 
     def add_exact(self) -> None:
@@ -174,10 +173,9 @@ class DiskHome(ShardHome):
 
     def free(self) -> None:
         """Give back what the shard holds; with the place of its gradient."""
-        versions, self.versions = self.versions, []
         self.store.free_gradient(self._unit.index)
-        self.store.free_versions(versions)
-        self.store.changes += 1
+        self.store.free_versions(self.versions)
+        self._change(())
 
     # --- values --------------------------------------------------------------------------------
 
@@ -186,8 +184,12 @@ class DiskHome(ShardHome):
         store = self.store
         with ExitStack() as landing:
             for number, chunk in enumerate(self.committed.chunks):
+                nbytes = self.layout.nbytes(chunk.numel)
+                lease = store.pool.try_lease(nbytes, who="exact values")
+                if lease is None:
+                    landing.close()
+                    lease = store.pool.lease(nbytes, who="exact values")
                 with ExitStack() as held:
-                    lease = _room(store.pool, store.chunk_nbytes(chunk.numel), landing)
                     held.callback(lease.release)
                     weight, state = store.views(lease, chunk.numel)
                     if read:
@@ -209,6 +211,25 @@ class DiskHome(ShardHome):
         return any(bool(field.view(torch.int64).any()) for field in state[: len(self.layout.exact)])
 
 
+@dataclass(slots=True)
+class DeviceShard:
+    """A shard in accelerator memory, which has the newest values of a unit.
+
+    Attributes:
+        fields: Weights, then each field of the state, on the accelerator, once it has come.
+        home: The last copy of it to host memory; None: values there are older.
+    """
+
+    weight: Lease
+    state: Lease
+    fields: tuple[Tensor, ...] = ()
+    home: Transfer | None = None
+
+    def release(self) -> None:
+        self.weight.release()
+        self.state.release()
+
+
 class HostHome(ShardHome):
     """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
 
@@ -217,7 +238,7 @@ class HostHome(ShardHome):
         leases: The first is of the weights, which an accelerator copies.
         copy: Where it is written on NVMe for a commit.
         recorded: ``copy`` has its values.
-        mirror: Of its newest weights in accelerator memory: see :mod:`infinity.shards.homes`.
+        there: Its newest values in accelerator memory: see [Note: two places of one shard].
     """
 
     def __init__(self, storage: Storage, unit: Unit, *, set_aside: bool) -> None:
@@ -227,7 +248,7 @@ class HostHome(ShardHome):
         self.state: tuple[Tensor, ...] = ()
         self.copy: DiskHome | None = None
         self.recorded = False
-        self.mirror: Lease | None = None
+        self.there: DeviceShard | None = None
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
 
@@ -254,12 +275,12 @@ class HostHome(ShardHome):
     @property
     def lease(self) -> Lease:
         """What holds the newest weights: accelerator memory, if they are there, too."""
-        return self.leases[0] if self.mirror is None else self.mirror
+        return self.leases[0] if self.there is None else self.there.weight
 
     @property
     def is_on_device(self) -> bool:
         """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
-        return self.mirror is not None and (self.updating is None or self.updating.computed.is_set())
+        return self.there is not None and (self.updating is None or self.updating.computed.is_set())
 
     @property
     def weight(self) -> Tensor:
@@ -273,15 +294,20 @@ class HostHome(ShardHome):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of weights and state."""
         return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Start and elements of every chunk."""
+        numel, most = self._unit.shard_numel, self._storage.chunk_numel
+        return [(start, min(most, numel - start)) for start in range(0, numel, most)]
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Every chunk, in its place."""
-        numel = self._unit.shard_numel
-        for start in range(0, numel, self._storage.chunk_numel):
-            part = slice(start, min(start + self._storage.chunk_numel, numel))
-            state = self.layout.complete([field[part] for field in self.state], part.stop - start)
-            yield start, self.weight[part], state
+        for start, numel in self.places:
+            part = slice(start, start + numel)
+            yield start, self.weight[part], self.layout.complete([field[part] for field in self.state], numel)
 
     # --- NVMe ----------------------------------------------------------------------------------
 
@@ -295,10 +321,8 @@ class HostHome(ShardHome):
                 transfer.wait()
             return
         for start, weight, state in home.chunks():
-            part = slice(start, start + len(weight))
-            self.weight[part].copy_(weight)
-            for mine, field in zip(self.state, state, strict=False):
-                mine[part].copy_(field)
+            for mine, field in zip(self.values(), (weight, *state), strict=False):
+                mine[start : start + len(weight)].copy_(field)
 
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
@@ -341,46 +365,6 @@ class HostHome(ShardHome):
         return started
 
 
-def store_exact(layout: StateLayout, values: Tensor, weight: Tensor, state: tuple[Tensor, ...]) -> None:
-    """Write exact values, of fp32 or of bf16, into weights and what makes them exact."""
-    if values.dtype == torch.bfloat16:
-        weight.copy_(values)
-        for field in state[: len(layout.exact)]:
-            field.zero_()
-    else:
-        store_master(layout, values, weight, state)
-
-
-def _room(pool: Pool, nbytes: int, landing: ExitStack) -> Lease:
-    """Staging memory, beside what is ``landing`` or after it."""
-    lease = pool.try_lease(nbytes, who="exact values")
-    if lease is None:
-        landing.close()
-        lease = pool.lease(nbytes, who="exact values")
-    return lease
-
-
-@dataclass(slots=True)
-class _DeviceShard:
-    """A shard in accelerator memory.
-
-    Attributes:
-        host: The home of its unit, which has older values.
-        fields: Weights, then each field of the state, on the accelerator, once it has come.
-        home: The last copy of it to host memory; None: values there are older.
-    """
-
-    weight: Lease
-    state: Lease
-    host: HostHome
-    fields: tuple[Tensor, ...] = ()
-    home: Transfer | None = None
-
-    def release(self) -> None:
-        self.weight.release()
-        self.state.release()
-
-
 class DeviceShards:
     """Shards of this rank in accelerator memory: see [Note: two places of one shard].
 
@@ -401,10 +385,7 @@ class DeviceShards:
         self._stream = new_stream(device)
         self._lock = threading.Lock()  # guards what follows, and the order on the stream
         self._queued = 0  # calls that the thread has still to make
-        self._shards: dict[int, _DeviceShard] = {}
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._shards
+        self._homes: dict[int, HostHome] = {}  # of units that are here, too
 
     def update(
         self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Iterable[Run],
@@ -419,21 +400,20 @@ class DeviceShards:
             ended: Called when the stream was given the update, or with the error.
         """
         with self._lock:
-            found = self._shards.get(unit.index)
-            new = found is None
-            if found is None:
+            new = host.there is None
+            if host.there is None:
                 sizes = self._layout.weight_nbytes, self._layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
-                found = self._shards[unit.index] = _DeviceShard(weight, state, host)
-                host.mirror = weight
-            shard = found
+                host.there = DeviceShard(weight, state)
+                self._homes[unit.index] = host
+            shard = host.there
             shard.home = None
 
             def play() -> BaseException | None:
                 try:
                     if new and after is not None:
                         after.wait()
-                    self._update(shard, gradient(), runs, comes=new)
+                    self._update(shard, host if new else None, gradient(), runs)
                 except BaseException as raised:  # surfaces at wait
                     return raised.with_traceback(None)
                 return None
@@ -460,11 +440,13 @@ class DeviceShards:
 
         self._thread.submit(play)
 
-    def _update(self, shard: _DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
+    def _update(
+        self, shard: DeviceShard, comes_from: HostHome | None, grad: Tensor, runs: Iterable[Run]
+    ) -> None:
         weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
-        if comes:
+        if comes_from is not None:
             shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
-            for target, source in zip(shard.fields, shard.host.values(), strict=True):
+            for target, source in zip(shard.fields, comes_from.values(), strict=True):
                 target.copy_(source, non_blocking=True)
         for run in runs:
             part = slice(run.start, run.stop)
@@ -474,14 +456,14 @@ class DeviceShards:
             )
         shard.weight.record_use()  # which other streams copy; states are used by this one only
 
-    def bring_home(self, index: int, before: Callable[[], object] = lambda: None) -> Transfer | None:
+    def bring_home(self, host: HostHome, before: Callable[[], object]) -> Transfer | None:
         """Start to copy a shard's newest values to host memory; None: they are there.
 
         Args:
             before: Returns when host memory may be written; on this class's thread.
         """
         with self._lock:
-            shard = self._shards.get(index)
+            shard = host.there
             if shard is None or shard.home is not None:
                 return None if shard is None else shard.home
             home = shard.home = Transfer()
@@ -489,7 +471,7 @@ class DeviceShards:
             def copy() -> None:
                 before()
                 # Not through the lease: copies of the weights wait for what the update has left there.
-                for target, source in zip(shard.host.values(), shard.fields, strict=True):
+                for target, source in zip(host.values(), shard.fields, strict=True):
                     target.copy_(source, non_blocking=True)
                 wait_on_host(record(self._device))
 
@@ -499,18 +481,18 @@ class DeviceShards:
     def leave(self, index: int) -> None:
         """Let host memory be the only place of a unit that was brought home; does not block."""
         with self._lock:
-            shard = self._shards.pop(index, None)
-            if shard is not None:
-                shard.host.mirror = None
-                self._queue(shard.release)  # in the order of its stream
+            host = self._homes.pop(index, None)
+            if host is not None and host.there is not None:
+                self._queue(host.there.release)  # in the order of its stream
+                host.there = None
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
         """Return the units that are here, and that are not ``chosen``."""
-        return frozenset(self._shards) - chosen
+        return frozenset(self._homes) - chosen
 
     def close(self) -> None:
         """End the thread and give back the memory; what was not brought home is lost. May be called twice."""
-        for index in list(self._shards):
+        for index in list(self._homes):
             self.leave(index)
         self._thread.shutdown()
         self.pool.close()

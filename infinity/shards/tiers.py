@@ -1,4 +1,4 @@
-"""Placement of shards: which home a unit gets within the budgets, and their exact values.
+"""Placement of shards: which home a unit gets within the budgets, and its exact values there.
 
 A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
 rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
@@ -29,11 +29,11 @@ from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent, format_nbytes
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Lease, Transfer
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
-from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome, store_exact
-from infinity.shards.mapped import BaseHome, MappedBase
+from infinity.shards.base import BaseHome, FrozenBase
+from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import ShardStore, Storage, Version
 
@@ -47,6 +47,7 @@ class Tiers:
         reduce_dtype: Dtype of the gradient reduction.
 
     Attributes:
+        layout: Of weights and states.
         base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
         base_files: Digests of a sample of each of its files, by name.
         pending: The states of an interrupted run are still to be put into their places. Until then units
@@ -58,23 +59,14 @@ class Tiers:
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
+        self.layout: StateLayout = storage.layout
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
-        self.base: MappedBase | None = None
+        self.base: FrozenBase | None = None
         self.base_files: Mapping[str, str] = {}
         self.pending = False
         self.on_device: DeviceShards | None = None
         self.before_write: Callable[[], object] = lambda: None
-        self.snapshot = self._nothing()
-
-    @property
-    def layout(self) -> StateLayout:
-        """Of weights and states."""
-        return self.storage.layout
-
-    @property
-    def pool(self) -> Pool:
-        """Of host memory."""
-        return self.storage.host_pool
+        self.snapshot = self._snapshot({})
 
     @property
     def store(self) -> ShardStore:
@@ -143,10 +135,9 @@ class Tiers:
         elif self._take(nbytes):
             unit.move_to(HostHome(self.storage, unit, set_aside=True))
         elif self.storage.store is not None:
-            if self._is_restoring(unit):
-                return
-            home = None if self.base is None else self.base.home_of(unit)
-            unit.move_to(home or DiskHome(self.storage.store, unit))
+            if not self._is_restoring(unit):
+                home = None if self.base is None else self.base.home_of(unit)
+                unit.move_to(home or DiskHome(self.storage.store, unit))
         else:
             raise BudgetError(
                 f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
@@ -184,7 +175,7 @@ class Tiers:
         aside = self._trained_nbytes(unit) if set_aside else 0
         if not self._take(rounded(unit.stored.shard_nbytes) + aside):
             return
-        lease = self.pool.lease(unit.stored.shard_nbytes, who=unit.name)
+        lease = self.storage.host_pool.lease(unit.stored.shard_nbytes, who=unit.name)
         try:
             home.fetch(lease.memory).wait()
         except BaseException:
@@ -196,10 +187,9 @@ class Tiers:
 
     def _give_back(self, unit: Unit) -> None:
         """Give back what was set aside for a frozen unit's training, or a trained one's stored form."""
-        home = unit.home
+        home, form = unit.home, stored_form(unit)
         if not isinstance(home, ShardHome):
             return
-        form = home.stored_form
         if home.set_aside and (form is not None or not unit.trainable):
             home.set_aside = False
             self._used_nbytes -= self._trained_nbytes(unit)
@@ -230,22 +220,19 @@ class Tiers:
                 home.free()
 
     def _make_trainable(self, unit: Unit) -> None:
-        home = unit.home
+        home, nbytes = unit.home, self._trained_nbytes(unit)
         if not isinstance(home, HostHome):
             if self.storage.store is not None and not self._is_restoring(unit):
                 self._on_disk(unit).train()
-            return
-        if home.trains:
-            return
-        nbytes = self._trained_nbytes(unit)
-        if not home.set_aside and not self._take(nbytes):
-            raise BudgetError(
-                f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
-                f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
-                f"{format_nbytes(self.resident_nbytes - self._used_nbytes)}. Raise memory.host, or make "
-                "the optimizer after requires_grad_(True)"
-            )
-        home.add_moments()
+        elif not home.trains:
+            if not home.set_aside and not self._take(nbytes):
+                raise BudgetError(
+                    f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
+                    f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
+                    f"{format_nbytes(self.resident_nbytes - self._used_nbytes)}. Raise memory.host, or make "
+                    "the optimizer after requires_grad_(True)"
+                )
+            home.add_moments()
 
     def _on_disk(self, unit: Unit) -> DiskHome:
         """Return a unit's home on NVMe; one that is read where it lies gets extents of this run.
@@ -253,26 +240,27 @@ class Tiers:
         Raises:
             DiskError: The file system is full.
         """
-        home = unit.home
-        if isinstance(home, HostHome):
-            assert home.copy is not None
-            return home.copy
+        home = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
         if isinstance(home, BaseHome):
             disk = DiskHome(self.store, unit)
-            disk.reloadable, disk.stored_form = home.reloadable, home.stored_form
+            disk.reloadable = home.reloadable
             for start, weight, state in disk.chunks(read=False, write=True):
                 home.copy_exact(unit.shard_start + start, weight, state)
-            self._leave_base(unit)
-            unit.move_to(disk)
-            return disk
-        assert isinstance(home, DiskHome), f"{unit.name} has no home yet"
+            return self._move_to_disk(unit, disk)
+        assert isinstance(home, DiskHome), f"{unit.name} has no home on NVMe yet"
         return home
+
+    def _move_to_disk(self, unit: Unit, disk: DiskHome) -> DiskHome:
+        self._leave_base(unit)
+        disk.stored_form = stored_form(unit)  # see ShardHome
+        unit.move_to(disk)
+        return disk
 
     def _leave_base(self, unit: Unit) -> None:
         """Let a unit that is read where it lies do so no more."""
         if isinstance(unit.home, BaseHome):
             self.snapshot.wait_for(unit.index)
-            unit.home.leave()
+            unit.stored = None
 
     def _is_restoring(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""
@@ -287,7 +275,6 @@ class Tiers:
         """Store exact values of this rank's shard; a new unit gets its home first.
 
         Args:
-            unit: Whose.
             master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
                 the compute dtype.
             moments: The same of the moments, called after it; None: they are zero.
@@ -299,15 +286,14 @@ class Tiers:
                 return  # with its values
         if self._is_restoring(unit):
             return
-        first, layout = unit.shard_start, self.layout
         trains = isinstance(unit.home, ShardHome) and unit.home.trains
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
-            part = first + start, first + start + len(weight)
-            store_exact(layout, master(*part), weight, state)
+            part = unit.shard_start + start, unit.shard_start + start + len(weight)
+            store_master(self.layout, master(*part), weight, state)
             if not trains:
                 continue
             given = None if moments is None else moments(*part)
-            for number, moment in enumerate(layout.moments_of(state)):
+            for number, moment in enumerate(self.layout.moments_of(state)):
                 moment.zero_() if given is None else moment.copy_(given[number])
         if self.base is not None and isinstance(unit.home, ShardHome):
             unit.home.reloadable = True
@@ -327,7 +313,7 @@ class Tiers:
         return self.gather(unit, self.shard_fields(unit)[0])
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
-        """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
+        """Return copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
         out = [torch.empty(unit.shard_numel, device="cpu") for _ in self.layout.full_names]
         for start, chunk in self.chunk_fields(unit):
             for field, values in zip(out, chunk, strict=True):
@@ -347,10 +333,10 @@ class Tiers:
         """Replace this shard's exact values and moments (optimizer state that is loaded)."""
         self._make_trainable(unit)
         for start, weight, state in self._each_chunk(unit, write=True):
-            stop = start + len(weight)
-            store_master(self.layout, fields[0][start:stop], weight, state)
-            for moment, values in zip(self.layout.moments_of(state), fields[1:], strict=True):
-                moment.copy_(values[start:stop])
+            master, *moments = (field[start : start + len(weight)] for field in fields)
+            store_master(self.layout, master, weight, state)
+            for moment, values in zip(self.layout.moments_of(state), moments, strict=True):
+                moment.copy_(values)
 
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
         """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype.
@@ -378,33 +364,26 @@ class Tiers:
             self.on_device.leave(unit.index)
         home = unit.home
         if not isinstance(home, HostHome) and self._is_restoring(unit):
-            yield from self._each_missing_chunk(unit)
+            for start, numel in self.store.places(unit.shard_numel):  # read in vain, while a model is built
+                weight = torch.zeros(numel, dtype=unit.dtype, device="cpu")
+                yield start, weight, self.layout.complete((), numel)
             return
         if write and isinstance(home, BaseHome):
             home = self._on_disk(unit)
         assert isinstance(home, ShardHome)
         yield from home.chunks(read=read, write=write)
 
-    def _each_missing_chunk(self, unit: Unit) -> Iterator[Chunk]:
-        """Zeros: while a model is built some code reads values, which count for nothing then."""
-        for start, numel in self.store.places(unit.shard_numel):
-            weight = torch.zeros(numel, dtype=unit.dtype, device="cpu")
-            yield start, weight, self.layout.complete((), numel)
-
     # --- the states of an interrupted run (infinity.shards.restore) ------------------------------
 
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
         """Let a unit have versions that were found; one that lives in host memory is read."""
-        self._leave_base(unit)
-        disk = DiskHome(self.store, unit, versions)
+        disk, host = DiskHome(self.store, unit, versions), unit.home
         disk.version = committed
-        host = unit.home
         if isinstance(host, HostHome):
             host.fill(disk)
             host.copy, host.version, host.recorded = disk, committed, True
         else:
-            disk.stored_form = stored_form(unit)
-            unit.move_to(disk)
+            self._move_to_disk(unit, disk)
 
     def forget(self, unit: Unit) -> None:
         """Give back the extents of a unit whose states will be found, and that is not in host memory."""
@@ -415,16 +394,12 @@ class Tiers:
 
     def make_anew(self, unit: Unit) -> Iterator[Chunk]:
         """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
-        self._leave_base(unit)
-        home = unit.home
-        if isinstance(home, HostHome):
-            home.version = 0
+        if isinstance(unit.home, HostHome):
+            unit.home.version = 0
         else:
-            disk = DiskHome(self.store, unit)
-            disk.stored_form = stored_form(unit)
+            disk = self._move_to_disk(unit, DiskHome(self.store, unit))
             if unit.trainable or any(segment.steps for segment in unit.segments):
                 disk.train()
-            unit.move_to(disk)
         yield from self._each_chunk(unit, read=False, write=True)
 
     # --- units that are on an accelerator, too ---------------------------------------------------
@@ -441,16 +416,16 @@ class Tiers:
         Args:
             written: What writes those in host memory to NVMe.
         """
-        if self.on_device is None or unit.index not in self.on_device:
+        if self.on_device is None or not isinstance(unit.home, HostHome):
             return None
-        preserve, written = partial(self.snapshot.preserve, unit.index), tuple(written)
+        preserve, written = self.snapshot.preserve, tuple(written)  # not a snapshot that is yet to be made
 
         def before() -> None:
             for transfer in written:
                 transfer.wait()
-            preserve()
+            preserve(unit.index)
 
-        return self.on_device.bring_home(unit.index, before)
+        return self.on_device.bring_home(unit.home, before)
 
     def about_to_update(self, unit: Unit) -> tuple[HostHome, Callable[[], object]]:
         """Return the home of a unit whose values will change in their place, and what to call before."""
@@ -508,15 +483,13 @@ class Tiers:
         Raises:
             DiskError: The file system is full.
         """
-        store = self.store
-        store.versions = 3
+        self.store.versions = 3
         try:
-            for unit in units:
-                home = unit.home
-                if isinstance(home, DiskHome) and home.trains and len(home.versions) < store.versions:
+            for home in (unit.home for unit in units):
+                if isinstance(home, DiskHome) and home.trains and len(home.versions) < 3:
                     home.add_version()
         except DiskError:
-            store.versions = 2
+            self.store.versions = 2
             raise
 
     def gradient(self, unit: Unit) -> Extent:
@@ -537,7 +510,7 @@ class Tiers:
         """
         sources = {}
         for unit in units:
-            home, version, place, values = unit.home, None, None, None
+            home, version, place, chunks = unit.home, None, None, list[tuple[int, int]]()
             if isinstance(home, BaseHome):
                 sources[unit.index] = Source(lasting=self._lasting(home))
                 continue
@@ -545,16 +518,11 @@ class Tiers:
             if isinstance(disk, DiskHome):
                 version, place = disk.committed, disk.version % len(disk.versions)
                 chunks = [(chunk.start, chunk.numel) for chunk in version.chunks]
-            else:
-                numel = self.storage.chunk_numel
-                starts = range(0, unit.shard_numel, numel)
-                chunks = [(start, min(numel, unit.shard_numel - start)) for start in starts]
-            if isinstance(home, HostHome):
-                values = home.values()
+            elif isinstance(home, HostHome):
+                chunks = home.places
+            values = home.values() if isinstance(home, HostHome) else None
             sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
-        store = self.storage.store
-        reading = (lambda *_: nullcontext(())) if store is None else store.reading  # none is read there
-        self.snapshot = Snapshot(sources, self.layout, self.pool, reading)
+        self.snapshot = self._snapshot(sources)
         return self.snapshot
 
     def _lasting(self, home: BaseHome) -> Generator[tuple[int, tuple[Tensor, ...]]]:
@@ -563,11 +531,13 @@ class Tiers:
 
     def unpin(self) -> None:
         """End what is saved beside training. May be called twice."""
-        snapshot, self.snapshot = self.snapshot, self._nothing()
+        snapshot, self.snapshot = self.snapshot, self._snapshot({})
         snapshot.close()
 
-    def _nothing(self) -> Snapshot:
-        return Snapshot({}, self.layout, self.pool, lambda *_: nullcontext(()))
+    def _snapshot(self, sources: Mapping[int, Source]) -> Snapshot:
+        store = self.storage.store
+        reading = (lambda *_: nullcontext(())) if store is None else store.reading  # none is read there
+        return Snapshot(sources, self.layout, self.storage.host_pool, reading)
 
 
 def is_reloadable(unit: Unit) -> bool:

@@ -126,9 +126,9 @@ def place(more: tuple[str, ...]) -> dict[str, Any]:
     on_device, units = executor.tiers.on_device, executor.units
     assert on_device is not None
     assert executor.host is not None
-    on_cpu = [unit for unit in units if unit.index not in on_device]
+    on_cpu = [unit for unit in units if unit.home.there is None]
     found = {
-        "here": [unit.index in on_device for unit in units],
+        "here": [unit.home.there is not None for unit in units],
         "on the cpu": sum(updated) == sum(s.numel for u in on_cpu for s in u.segments),
         "gradients in host memory": executor.host.gradients.peak_nbytes,
         "states": on_device.pool.leased_nbytes,

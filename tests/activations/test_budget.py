@@ -17,7 +17,7 @@ from infinity.activations.store import open_stores
 from infinity.core.plan import Hardware
 from infinity.core.transfer import Transfer
 from infinity.engine import runtime as runtime_module
-from infinity.planner.policies import smallest_budget
+from infinity.planner.search import smallest_budget
 from infinity.recipes.models.causal import GPTConfig
 from infinity.recipes.models.gpt import GPT
 from tests.helpers.cases import few

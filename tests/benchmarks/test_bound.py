@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.bound import bound
 from infinity.core.errors import BudgetError
 from infinity.core.plan import Hardware, Profile
-from infinity.planner.policies import plan
+from infinity.planner.search import plan
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples
 from tests.helpers.profiles import (

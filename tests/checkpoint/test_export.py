@@ -184,7 +184,7 @@ def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
             infinity.export(model, tmp_path / "out")
     assert left_in(tmp_path) == set()
     infinity.export(model, tmp_path / "out")
-    pool = runtime_of(model).tiers.pool
+    pool = runtime_of(model).storage.host_pool
     assert pool.leased_nbytes == 0
 
 

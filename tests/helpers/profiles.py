@@ -19,7 +19,7 @@ from infinity.core.plan import (
     StorageUse,
     Traffic,
 )
-from infinity.planner.policies import smallest_budget
+from infinity.planner.search import smallest_budget
 from infinity.planner.simulator import play
 
 MIB = 1 << 20

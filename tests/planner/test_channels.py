@@ -6,26 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Traffic
-from infinity.planner.channels import Channel, ChannelTimeline, FenwickTree, channel_timelines, mixed_rates
+from infinity.planner.channels import Channel, mixed_rates
+from infinity.planner.placement import ChannelTimeline, channel_timelines
 from tests.helpers.cases import examples
 
 fast = examples(100)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
-@fast
-def test_sums_are_those_of_the_numbers_after_any_changes(numbers: list[int], data: st.DataObject) -> None:
-    sums = FenwickTree(np.array(numbers))
-    for at in data.draw(st.lists(st.integers(0, len(numbers) - 1), max_size=5)):
-        sums.add(at, -numbers[at])
-        numbers[at] = 0
-    below = [sum(numbers[:end]) for end in range(len(numbers) + 1)]
-    assert [sums.below(end) for end in range(len(numbers) + 1)] == below
-    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(numbers))] * 2)))
-    assert sums.between(begin, end) == sum(numbers[begin:end])
-    amount = data.draw(st.integers(0, max(below[-1], 0)))
-    assert sums.first_end(amount) == next(end for end, total in enumerate(below) if total >= amount)
-    assert sums.last_end(amount) == max(end for end, total in enumerate(below) if total <= amount)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())

@@ -1,17 +1,12 @@
 """TeraIO's algorithm 1, by property and by hand."""
 
-import random
-import time
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Place, SlotKey
-from infinity.planner.channels import channel_timelines
 from infinity.planner.lifetimes import InactivePeriod
-from infinity.planner.migration import Migration, Pressure, migrate
+from infinity.planner.placement import Migration, channel_timelines, migrate
 from tests.helpers.cases import examples
 
 
@@ -88,48 +83,3 @@ def test_migrations_lie_within_their_periods_and_channels_are_never_overbooked(
         assert gap.begin <= migration.gone < migration.back <= gap.end
     for place, most in ((Place.NVME, rate * length), (Place.HOST, 100)):
         assert sum(periods[m.period].nbytes for m in chosen if m.place is place) <= most
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.data())
-@examples(100)
-def test_pressure_is_the_time_above_capacity_after_any_changes(
-    numbers: list[int], data: st.DataObject
-) -> None:
-    memory, length = np.array(numbers), len(numbers)
-    pressure = Pressure(np.ones(length), memory, 20)
-    for _ in range(data.draw(st.integers(0, 6))):
-        begin = data.draw(st.integers(0, length - 1))
-        end = data.draw(st.integers(begin, length))
-        nbytes = data.draw(st.integers(1, 20))
-        pressure.lower(begin, end, nbytes)
-        for at in range(begin, end):
-            memory[at] -= nbytes
-        assert pressure.high_s(0, length) == np.count_nonzero(memory > 20)
-        assert pressure.is_high() == bool((memory > 20).any())
-
-
-def many(number: int) -> float:
-    """Seconds of this process to plan ``number`` random periods at 60 % of the bandwidth they want."""
-    draw = random.Random(0)
-    times = np.full(number, 1e-4)
-    periods = []
-    for _ in range(number):
-        begin, end = sorted((draw.randrange(number), draw.randrange(number)))
-        periods.append(period(draw.randrange(1, 1 << 20), begin, end + 1))
-    changes = np.zeros(number + 2, dtype=np.int64)
-    for each in periods:
-        changes[each.begin] += each.nbytes
-        changes[each.end] -= each.nbytes
-    memory = np.cumsum(changes)[:number]
-    rate = 0.6 * sum(each.nbytes for each in periods) / float(times.sum())
-    channels = channel_timelines(times, Hardware(rate, rate, 1.5 * rate, rate))
-    began_s = time.process_time()
-    migrate(periods, times, memory, int(memory.max() * 0.4), channels, 1 << 30)
-    return time.process_time() - began_s
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_periods_take_seconds_and_ten_times_as_many_about_ten_times_as_long() -> None:
-    few, all_ = many(10_000), many(100_000)
-    print(f"10,000 periods {few:.2f} s, 100,000 periods {all_:.2f} s")
-    assert all_ < 20 * few

@@ -18,7 +18,7 @@ from infinity.planner.planning import (
     plan_rows,
     save_measured,
 )
-from infinity.planner.policies import POLICIES, smallest_budget
+from infinity.planner.search import POLICIES, smallest_budget
 from infinity.planner.simulator import play
 from tests.helpers.profiles import hardware, transformer
 

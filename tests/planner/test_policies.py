@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
-from infinity.planner.policies import (
-    POLICIES,
-    adaptive,
-    keep_all,
-    offload_all,
-    plan,
-    recompute_all,
-    smallest_budget,
-)
-from infinity.planner.search import bounded
+from infinity.planner.placement import bounded
+from infinity.planner.search import POLICIES, plan, smallest_budget
 from infinity.planner.simulator import play, play_in_detail
 from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (
@@ -30,6 +22,7 @@ from tests.helpers.profiles import (
     transformer,
 )
 
+keep_all, offload_all, adaptive = (POLICIES[name] for name in ("keep", "offload", "adaptive"))
 fast = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -73,7 +66,7 @@ def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, 
         assert play(profile, bounded(profile, made, channels), late).peak_nbytes <= made.capacity_nbytes
     assert outcome.peak_nbytes == max(sample.nbytes for sample in timeline.memory) <= made.capacity_nbytes
     assert outcome.host_peak_nbytes <= channels.host_nbytes
-    assert outcome.step_s >= play(profile, keep_all(profile, channels), channels).step_s - 1e-9
+    assert outcome.step_s >= play(profile, keep_all(profile, channels, None), channels).step_s - 1e-9
 
 
 @given(random_profiles(), random_hardware(), st.floats(0, 1), st.floats(0, 1))
@@ -116,8 +109,8 @@ def test_a_policy_that_does_not_keep_a_budget_says_that_a_plan_does() -> None:
 
 def test_keep_and_recompute_are_what_they_say() -> None:
     profile, channels = transformer(8), hardware()
-    kept = play(profile, keep_all(profile, channels), channels)
-    again = play(profile, recompute_all(profile, channels), channels)
+    kept = play(profile, keep_all(profile, channels, None), channels)
+    again = play(profile, POLICIES["recompute"](profile, channels, None), channels)
     assert kept.step_s == pytest.approx(profile.step_s)
     assert kept.stall_s == kept.recompute_s == kept.nbytes_stored == 0
     assert again.peak_nbytes < 0.5 * kept.peak_nbytes
@@ -128,7 +121,7 @@ def test_keep_and_recompute_are_what_they_say() -> None:
 
 def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
     profile, channels = transformer(8), hardware(100.0)
-    made = offload_all(profile, channels)
+    made = offload_all(profile, channels, None)
     outcome = play(profile, made, channels)
     nbytes = {slot.key: slot.nbytes for slot in profile.slots}
     assert outcome.nbytes_stored == outcome.nbytes_loaded == sum(nbytes[key] for key in made.places)
@@ -137,7 +130,7 @@ def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
 
 def test_on_a_quick_drive_the_peak_falls_for_three_percent_of_the_step() -> None:
     profile, channels = transformer(12), hardware(8.0)
-    kept, planned = (play(profile, p(profile, channels), channels) for p in (keep_all, plan))
+    kept, planned = (play(profile, p(profile, channels, None), channels) for p in (keep_all, plan))
     assert planned.peak_nbytes < 0.3 * kept.peak_nbytes
     assert planned.step_s <= 1.03 * kept.step_s
     assert plan(profile, channels).capacity_nbytes is None
@@ -147,7 +140,7 @@ def test_the_adaptive_rule_offloads_as_much_as_the_drive_can_take_and_no_more() 
     profile = transformer(12)
     regions = []
     for rate in (0.01, 0.5, 1.0, 8.0):
-        made = adaptive(profile, hardware(rate))
+        made = adaptive(profile, hardware(rate), None)
         outcome = play(profile, made, hardware(rate))
         assert outcome.step_s <= 1.02 * profile.step_s
         regions.append({key.region for key in made.places})
@@ -209,13 +202,13 @@ def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
 def test_bytes_that_delay_compute_are_paid_for() -> None:
     profile, free = transformer(8), hardware(8.0)
     charged = replace(free, compute_s_per_byte=0.2 / 8e9)
-    made = offload_all(profile, free)
+    made = offload_all(profile, free, None)
     outcome = play(profile, made, charged)
     moved = outcome.nbytes_stored + outcome.nbytes_loaded
     assert outcome.step_s == pytest.approx(profile.step_s + moved * charged.compute_s_per_byte, rel=1e-3)
 
 
 def test_a_plan_for_another_profile_is_refused() -> None:
-    made = offload_all(transformer(4), hardware())
+    made = offload_all(transformer(4), hardware(), None)
     with pytest.raises(ValueError, match="plan again"):
         play(transformer(2), made, hardware())

@@ -27,9 +27,9 @@ from infinity.core.plan import (
 from infinity.planner import simulator
 from infinity.planner.channels import Channel
 from infinity.planner.events import TransferQueues
-from infinity.planner.lifetimes import InactivePeriod, lifetimes_of
-from infinity.planner.migration import least_memory
-from infinity.planner.search import bounded, least_s, with_loads, within
+from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
+from infinity.planner.placement import bounded, with_loads, within
+from infinity.planner.search import least_s
 from infinity.planner.simulator import Simulator, StepTimeline, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 

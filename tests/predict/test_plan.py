@@ -14,7 +14,7 @@ from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.plan import Outcome
 from infinity.planner.planning import FOLDER, Planning, PlanRow, save_measured
-from infinity.planner.policies import smallest_budget
+from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import (
     Alternative,
     alternatives,

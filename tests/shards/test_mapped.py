@@ -21,7 +21,7 @@ from infinity.comm.collectives import Collectives
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
-from infinity.shards.mapped import BaseHome
+from infinity.shards.base import BaseHome
 from infinity.shards.tiers import stored_form
 from tests.helpers import models, quantized
 from tests.helpers.cases import few

@@ -18,8 +18,8 @@ and a thread makes this rank's weights of them, piece by piece: the next is read
 a block that two pieces need are read twice.
 
 [Note: the end of a file]
-An engine reads whole blocks, and a file's last bytes are seldom one. Those are read by a call of their own,
-and are not counted: of a quantized unit once, when it is mapped.
+An engine reads whole blocks, and a file's last bytes are seldom one. Those are read once, by a call of their
+own, and are not counted.
 
 [Note: what is trusted]
 A file's inode, size and time of last change, taken when its header was read, and compared at every step: what
@@ -28,6 +28,7 @@ differs ends the run with an error that names the file.
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -37,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,19 +46,17 @@ from torch import Tensor
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned, around
-from infinity.core.transfer import Lease, Transfer, TransferEngine, stream
+from infinity.core.transfer import Lease, Transfer, stream
 from infinity.device.threads import background_threads
-from infinity.optim.layout import StateLayout, store_master
+from infinity.optim.layout import store_master
 from infinity.partition.unit import StoredForm, Unit
-from infinity.shards.homes import Chunk, ShardHome, store_exact
+from infinity.shards.homes import Chunk, ShardHome
 from infinity.shards.storage import Storage
 
-#: The most that one staging buffer takes (bytes).
-_BUFFER_NBYTES = 4 * 2**20
-#: Part of the host budget that all of them may take, for the same.
+#: The most that one staging buffer takes, and the least: a few ranges with the rest of their blocks (bytes).
+_BUFFER_NBYTES, _LEAST_NBYTES = 4 * 2**20, 8 * BLOCK_NBYTES
+#: Part of the host budget that all of them may take.
 _SHARE = 8
-#: The least that a buffer takes: a few ranges, each with the rest of its blocks (bytes).
-_LEAST_NBYTES = 8 * BLOCK_NBYTES
 #: Two also on few cores: they wait for the drive most of the time, and while one copies the last piece of a
 #: unit, those of the next are on their way.
 _LEAST_THREADS, _MOST_THREADS = 2, 4
@@ -66,16 +65,14 @@ _LEAST_THREADS, _MOST_THREADS = 2, 4
 ViewRead = Callable[[int, int, int], Tensor]
 
 
-class MappedValues(Protocol):
+class BaseValues(Protocol):
     """Says what units are made of, and makes them (:class:`infinity.checkpoint.load.CheckpointValues`)."""
 
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""
-        ...
 
     def scratch_nbytes(self, unit: Unit) -> int:
         """The most that making ``unit`` takes of an accelerator's memory; 0: nothing of it is quantized."""
-        ...
 
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
@@ -86,23 +83,19 @@ class MappedValues(Protocol):
             Where a part ends, in order, and the bytes that it is made of; in whole blocks at most
             ``most_nbytes``, unless it is quantized.
         """
-        ...
 
     def make(self, unit: Unit, start: int, out: Tensor, view: ViewRead) -> None:
         """Put elements from ``start`` on of the flat buffer into ``out``; any thread and device."""
-        ...
 
     def master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Exact values, read from the files at once: see ``master`` of ``Tiers.put``."""
-        ...
 
     def close(self) -> None:
         """Close the files."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class MappedStep:
+class BaseStep:
     """Elements ``[start, stop)`` of a flat buffer, and the bytes that they are made of.
 
     Attributes:
@@ -115,11 +108,104 @@ class MappedStep:
     extent: Extent
     tails: tuple[Piece, ...]
 
+    def shard_nbytes(self, ranks: int) -> int:
+        """Return what each of ``ranks`` reads, if they share it in whole blocks of equal number."""
+        nbytes = self.extent.nbytes + len(self.tails) * BLOCK_NBYTES
+        return aligned(nbytes, BLOCK_NBYTES * ranks) // ranks
+
+    def shard(self, rank: int, ranks: int) -> Extent:
+        """Return what ``rank`` reads of it, but for the ends of files."""
+        nbytes = self.shard_nbytes(ranks)
+        return self.extent.part(rank * nbytes, nbytes)
+
+    def viewer(self, memory: Tensor, first: int) -> ViewRead:
+        """Return what gives bytes that were read to ``memory``, of files from number ``first`` on."""
+        places, place = list[tuple[int, int, int]](), 0
+        for piece in (*self.extent.pieces, *self.tails):
+            places.append((piece.file - first, piece.offset, place))
+            place += aligned(piece.nbytes)
+        places.sort()
+
+        def view(file: int, offset: int, nbytes: int) -> Tensor:
+            at = bisect_right(places, (file, offset, place)) - 1
+            _, begin, found = places[at]
+            held = places[at + 1][1] - offset if places[at + 1 :] and places[at + 1][0] == file else nbytes
+            head = memory.narrow(0, found + offset - begin, min(held, nbytes))
+            if held >= nbytes:
+                return head
+            return torch.cat((head, view(file, offset + held, nbytes - held)))  # the rest is the tail
+
+        return view
+
+
+class BaseBuffers(NamedTuple):
+    """Staging buffers, a pair for each thread, through which units that are not quantized are read."""
+
+    nbytes: int
+    threads: int
+
     @classmethod
-    def of(
-        cls, start: int, stop: int, pieces: Iterable[Piece], first: int, sizes: Sequence[int]
-    ) -> "MappedStep":
-        """Make one of ``pieces`` of files, the first of which is number ``first`` in the volume."""
+    def within(cls, host_nbytes: int) -> "BaseBuffers":
+        """Return those of a host budget."""
+        room = host_nbytes // _SHARE
+        nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
+        threads = min(_MOST_THREADS, max(_LEAST_THREADS, background_threads()))
+        return cls(nbytes, max(1, min(threads, room // (2 * nbytes))))
+
+    @property
+    def all_nbytes(self) -> int:
+        """Bytes of all of them."""
+        return 2 * self.threads * self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFiles:
+    """The files of a checkpoint, and what of them a unit is read from.
+
+    Attributes:
+        sizes: Bytes of each file.
+        buffer_nbytes: Of one staging buffer.
+        first: Number of the first file in the run's volume.
+    """
+
+    values: BaseValues
+    sizes: Sequence[int]
+    buffer_nbytes: int = 0
+    first: int = 0
+
+    def stored(self, unit: Unit) -> BaseStep | None:
+        """Return all stored bytes of a quantized unit: see [Note: quantized units]; None: it is not one."""
+        if not self.values.scratch_nbytes(unit):
+            return None
+        pieces = [piece for _, pieces in self.values.sources(unit, 0, unit.numel) for piece in pieces]
+        return self._step(0, unit.numel, pieces)
+
+    def form(self, unit: Unit, step: BaseStep, decode: Callable[[Tensor, Tensor], None]) -> StoredForm:
+        """Return the form in which a quantized unit travels."""
+        nbytes, scratch_nbytes = step.shard_nbytes(unit.world_size), self.values.scratch_nbytes(unit)
+        return StoredForm(nbytes * unit.world_size, nbytes, scratch_nbytes, decode)
+
+    def steps(self, unit: Unit, start: int, nbytes: int) -> Iterator[BaseStep]:
+        """Cut ``nbytes`` of weights, from byte ``start`` of the shard on, into steps that fit a buffer."""
+        at = unit.shard_start + start // unit.dtype.itemsize
+        stop = at + nbytes // unit.dtype.itemsize
+        held, held_nbytes, end = list[Piece](), 0, at
+        for part_end, pieces in self.values.sources(unit, at, stop, self.buffer_nbytes):
+            more = sum(around(piece).nbytes for piece in pieces)
+            if held and held_nbytes + more > self.buffer_nbytes:
+                yield self._step(at, end, held)
+                at, held, held_nbytes = end, [], 0
+            end, held_nbytes = part_end, held_nbytes + more
+            held += pieces
+        yield self._step(at, stop, held)
+
+    def read_nbytes(self, unit: Unit, piece_nbytes: int) -> int:
+        """Return what an engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
+        starts = range(0, unit.shard_nbytes, piece_nbytes)
+        parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
+        return sum(step.extent.nbytes for part in parts for step in self.steps(unit, *part))
+
+    def _step(self, start: int, stop: int, pieces: Iterable[Piece]) -> BaseStep:
         merged: list[Piece] = []
         for piece in sorted(map(around, pieces), key=lambda each: (each.file, each.offset)):
             last = merged[-1] if merged else None
@@ -129,109 +215,14 @@ class MappedStep:
             else:
                 merged.append(piece)
         blocks, tails = [], []
-        for piece in merged:  # see [Note: the end of a file]
-            size = sizes[piece.file]
-            whole = size // BLOCK_NBYTES * BLOCK_NBYTES
-            split = min(piece.offset + piece.nbytes, whole)
-            if split > piece.offset:
-                blocks.append(Piece(first + piece.file, piece.offset, split - piece.offset))
-            if piece.offset + piece.nbytes > whole:
-                begin = max(piece.offset, whole)
-                tails.append(Piece(first + piece.file, begin, size - begin))
-        return cls(start, stop, Extent(tuple(blocks)), tuple(tails))
-
-    def shard_nbytes(self, ranks: int) -> int:
-        """What each of ``ranks`` reads, if they share it in whole blocks of equal number."""
-        return aligned(self.nbytes, BLOCK_NBYTES * ranks) // ranks
-
-    def shard(self, rank: int, ranks: int) -> Extent:
-        """What ``rank`` reads of it, but for the ends of files."""
-        nbytes = self.shard_nbytes(ranks)
-        return self.extent.part(rank * nbytes, nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the memory that holds them."""
-        return self.extent.nbytes + len(self.tails) * BLOCK_NBYTES
-
-    def viewer(self, memory: Tensor) -> Callable[[int, int, int], Tensor]:
-        """Return what gives bytes of a file, by its number in the volume, that were read to ``memory``."""
-        places, place = list[tuple[int, int, int]](), 0
-        for piece in (*self.extent.pieces, *self.tails):
-            places.append((piece.file, piece.offset, place))
-            place += aligned(piece.nbytes)
-        places.sort()
-
-        def view(file: int, offset: int, nbytes: int) -> Tensor:
-            at = bisect_right(places, (file, offset, place)) - 1
-            _, begin, found = places[at]
-            held = places[at + 1][1] - offset if places[at + 1 :] and places[at + 1][0] == file else nbytes
-            first = memory.narrow(0, found + offset - begin, min(held, nbytes))
-            if held >= nbytes:
-                return first
-            return torch.cat((first, view(file, offset + held, nbytes - held)))  # the rest is the tail
-
-        return view
-
-
-def stored_step(unit: Unit, values: MappedValues, first: int, sizes: Sequence[int]) -> MappedStep:
-    """All stored bytes of a unit: see [Note: quantized units]; arguments as for :class:`MappedBase`."""
-    pieces = [piece for _, pieces in values.sources(unit, 0, unit.numel) for piece in pieces]
-    return MappedStep.of(0, unit.numel, pieces, first, sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class BaseBuffers:
-    """Staging buffers, a pair for each thread, through which units that are not quantized are read.
-
-    Attributes:
-        nbytes: Of one buffer.
-    """
-
-    nbytes: int
-    threads: int
-
-    @classmethod
-    def within(cls, host_nbytes: int) -> "BaseBuffers":
-        """Those of a host budget."""
-        room = host_nbytes // _SHARE
-        nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
-        threads = min(_MOST_THREADS, max(_LEAST_THREADS, background_threads()))
-        return cls(nbytes, max(1, min(threads, room // (2 * nbytes))))
-
-    @property
-    def all_nbytes(self) -> int:
-        return 2 * self.threads * self.nbytes
-
-    def steps(
-        self, unit: Unit, values: MappedValues, start: int, nbytes: int, first: int, sizes: Sequence[int]
-    ) -> Iterator[MappedStep]:
-        """Cut ``nbytes`` of weights, from byte ``start`` of the shard on, into steps that fit a buffer.
-
-        Args:
-            first: Number of the first of the checkpoint's files in the volume; they have ``sizes``.
-        """
-        at = unit.shard_start + start // unit.dtype.itemsize
-        stop = at + nbytes // unit.dtype.itemsize
-        held, held_nbytes, end = list[Piece](), 0, at
-        for part_end, pieces in values.sources(unit, at, stop, self.nbytes):
-            more = sum(around(piece).nbytes for piece in pieces)
-            if held and held_nbytes + more > self.nbytes:
-                yield MappedStep.of(at, end, held, first, sizes)
-                at, held, held_nbytes = end, [], 0
-            end, held_nbytes = part_end, held_nbytes + more
-            held += pieces
-        yield MappedStep.of(at, stop, held, first, sizes)
-
-    def read_nbytes(self, unit: Unit, values: MappedValues, piece_nbytes: int, sizes: Sequence[int]) -> int:
-        """Bytes that an engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
-        return sum(
-            step.extent.nbytes
-            for start in range(0, unit.shard_nbytes, piece_nbytes)
-            for step in self.steps(
-                unit, values, start, min(piece_nbytes, unit.shard_nbytes - start), 0, sizes
-            )
-        )
+        for file, offset, nbytes in ((each.file, each.offset, each.nbytes) for each in merged):
+            size = self.sizes[file]
+            whole = size // BLOCK_NBYTES * BLOCK_NBYTES  # see [Note: the end of a file]
+            if offset < whole:
+                blocks.append(Piece(self.first + file, offset, min(offset + nbytes, whole) - offset))
+            if offset + nbytes > whole:
+                tails.append(Piece(self.first + file, whole, size - whole))
+        return BaseStep(start, stop, Extent(tuple(blocks)), tuple(tails))
 
 
 class BaseHome(ShardHome):
@@ -245,19 +236,16 @@ class BaseHome(ShardHome):
         DiskError: The end of a file cannot be read.
     """
 
-    def __init__(self, base: "MappedBase", unit: Unit) -> None:
-        super().__init__(Tier.NVME, base.layout)
+    def __init__(self, base: "FrozenBase", unit: Unit) -> None:
+        super().__init__(Tier.NVME, base.store.layout)
         self.base, self._unit = base, unit
-        self._plans: dict[tuple[int, int], list[MappedStep]] = {}
-        self._step, self._blocks = MappedStep(0, 0, Extent(()), ()), Extent(())  # of stored bytes
-        scratch_nbytes = base.values.scratch_nbytes(unit)
-        if scratch_nbytes:
-            step = self._step = stored_step(unit, base.values, base.first, base.sizes)
-            self._blocks = step.shard(unit.rank, unit.world_size)
-            base.keep_tails(step)
-            nbytes = step.shard_nbytes(unit.world_size)
-            decode = partial(base.decode, unit, step)
-            unit.stored = StoredForm(nbytes * unit.world_size, nbytes, scratch_nbytes, decode)
+        self._step = base.files.stored(unit)
+        self._blocks = Extent(())  # of the stored bytes, this rank's
+        if self._step is not None:
+            self._blocks = self._step.shard(unit.rank, unit.world_size)
+            for tail in self._step.tails:
+                base.tail(tail)
+            unit.stored = base.files.form(unit, self._step, partial(base.decode, unit, self._step))
 
     @property
     def tier(self) -> Tier:
@@ -269,25 +257,19 @@ class BaseHome(ShardHome):
         """What holds the stored form in host memory."""
         return self.stored_form
 
-    def leave(self) -> None:
-        """The unit has another home."""
-        self._unit.stored = None
-
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
         """Return the bytes that the engine reads for this rank's shard."""
-        unit = self._unit
         if self.stored_form is not None:
             return 0
-        if unit.stored is not None:
+        if self._unit.stored is not None:
             return self._blocks.nbytes
-        most = min(unit.shard_nbytes, piece_nbytes or unit.shard_nbytes)
-        parts = ((start, min(most, unit.shard_nbytes - start)) for start in range(0, unit.shard_nbytes, most))
-        return sum(step.extent.nbytes for part in parts for step in self._plan(*part))
+        whole_nbytes = self._unit.shard_nbytes
+        return self.base.read_nbytes(self._unit, min(whole_nbytes, piece_nbytes or whole_nbytes))
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading this rank's stored bytes, or weights, from byte ``start`` on, into ``memory``."""
         unit, step, blocks = self._unit, self._step, self._blocks
-        if unit.stored is None:
+        if unit.stored is None or step is None:
             return self.read_weight(memory, start)
         first = unit.rank * unit.stored.shard_nbytes + start
         for place, tail in enumerate(step.tails):
@@ -297,29 +279,21 @@ class BaseHome(ShardHome):
         if start or memory.nbytes < blocks.nbytes:
             blocks = blocks.part(start, memory.nbytes)
         if blocks.pieces:
-            return self.base.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
+            return self.base.store.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
         done = Transfer()
         done.finish()
         return done
 
     def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start making this rank's weights from byte ``start`` on, as many as fill ``memory``."""
-        unit, out = self._unit, torch.frombuffer(memory, dtype=self._unit.dtype)
-        if unit.stored is None:
-            return self.base.make(unit, self._plan(start, memory.nbytes), out)
-        return self.base.round(unit, unit.shard_start + start // unit.dtype.itemsize, out)
-
-    def _plan(self, start: int, nbytes: int) -> list[MappedStep]:
-        if (start, nbytes) not in self._plans:
-            self._plans[start, nbytes] = self.base.steps(self._unit, start, nbytes)
-        return self._plans[start, nbytes]
+        return self.base.make(self._unit, start, memory)
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Every chunk, read from the files; it cannot be written."""
         assert not write
         store, first = self.base.store, self._unit.shard_start
         for start, numel in store.places(self._unit.shard_numel):
-            with store.pool.lease(store.chunk_nbytes(numel), who="exact values") as lease:
+            with store.pool.lease(self.layout.nbytes(numel), who="exact values") as lease:
                 weight, state = store.views(lease, numel)
                 self.copy_exact(first + start, weight, state)
                 for moment in self.layout.moments_of(state):
@@ -329,10 +303,10 @@ class BaseHome(ShardHome):
     def copy_exact(self, start: int, weight: Tensor, state: tuple[Tensor, ...]) -> None:
         """Copy exact values from element ``start`` of the flat buffer on. Blocking."""
         with self.base.master(self._unit, start, start + len(weight)) as values:
-            store_exact(self.layout, values, weight, state)
+            store_master(self.layout, values, weight, state)
 
 
-class MappedBase:
+class FrozenBase:
     """Reads units of one checkpoint for this rank.
 
     Args:
@@ -342,39 +316,31 @@ class MappedBase:
         values: Closed with this.
 
     Attributes:
-        own: Units that are not mapped, and why.
+        own: Units that are not read where they lie, and why.
     """
 
-    def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: MappedValues) -> None:
+    def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: BaseValues) -> None:
         assert storage.store is not None
-        self.store, self.values, self.first, self.sizes = storage.store, values, first, sizes
+        self.store = storage.store  # its engine reads the files, which are in the run's volume
+        buffers = BaseBuffers.within(storage.host_nbytes)
+        self.files = BaseFiles(values, sizes, buffers.nbytes, first)
         self.own: dict[str, str] = {}
-        self._tails: dict[Piece, bytes] = {}  # of files that they end
-        self._buffers = BaseBuffers.within(storage.host_nbytes)
+        # The plans of units stay: they are asked for in every step.
+        self.read_nbytes = functools.cache(self.files.read_nbytes)
+        self._steps = functools.cache(lambda *part: tuple(self.files.steps(*part)))
+        self._tails: dict[Piece, bytes] = {}
         self._leases: list[Lease] = []
-        self._pairs: SimpleQueue[tuple[Lease, Lease]] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(self._buffers.threads, "infinity-base")
+        self._pairs: SimpleQueue[list[Lease]] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(buffers.threads, "infinity-base")
         self._closed, self._master_lock = threading.Event(), threading.Lock()
         try:
-            for _ in range(self._buffers.threads):
-                pair = [
-                    storage.host_pool.lease(self._buffers.nbytes, who="reading the checkpoint") for _ in "12"
-                ]
-                self._leases += pair
-                self._pairs.put((pair[0], pair[1]))
+            for _ in range(buffers.threads):
+                for _ in "12":
+                    self._leases.append(storage.host_pool.lease(buffers.nbytes, who="reading the checkpoint"))
+                self._pairs.put(self._leases[-2:])
         except BaseException:
             self.close()
             raise
-
-    @property
-    def layout(self) -> StateLayout:
-        """Of weights and states."""
-        return self.store.layout
-
-    @property
-    def engine(self) -> TransferEngine:
-        """Reads the files, which are in the run's volume."""
-        return self.store.engine
 
     @property
     def buffers_nbytes(self) -> int:
@@ -390,52 +356,58 @@ class MappedBase:
         Raises:
             DiskError: The end of a file cannot be read.
         """
-        why = self.values.why_not_mapped(unit)
-        if quantized and (why or not self.values.scratch_nbytes(unit)):
+        why = self.files.values.why_not_mapped(unit)
+        if quantized and (why or not self.files.values.scratch_nbytes(unit)):
             return None
         if why:
             self.own[unit.name] = why
             return None
         return BaseHome(self, unit)
 
-    def keep_tails(self, step: MappedStep) -> None:
-        """Read the ends of files that belong to stored bytes."""
-        for tail in step.tails:
-            if tail not in self._tails:
-                with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
-                    with memoryview(block) as memory:
-                        self._read_tail(tail, memory)
-                    self._tails[tail] = block[:]
-
     def tail(self, piece: Piece) -> bytes:
-        """Return the end of a file."""
+        """Return a block with the end of a file, which is read once; blocking.
+
+        Raises:
+            DiskError: It cannot be read.
+        """
+        if piece in self._tails:
+            return self._tails[piece]
+        code = moved = 0
+        with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
+            try:  # of the last block O_DIRECT reads what there is
+                moved = os.preadv(self.store.volume.fd(piece.file), [block], piece.offset)
+            except OSError as error:
+                code = error.errno or errno.EIO
+            if moved < piece.nbytes:
+                path = self.store.volume.path(piece.file)
+                raise DiskError(
+                    code or errno.EIO, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved
+                )
+            self._tails[piece] = block[:]
         return self._tails[piece]
 
     @contextlib.contextmanager
     def master(self, unit: Unit, start: int, stop: int) -> Iterator[Tensor]:
         """Exact values of elements ``[start, stop)`` of the flat buffer, inside the context. Blocking."""
         with self._master_lock:  # its memory is one for all threads
-            yield self.values.master(unit, start, stop)
+            yield self.files.values.master(unit, start, stop)
 
-    def steps(self, unit: Unit, start: int, nbytes: int) -> list[MappedStep]:
-        """Cut ``nbytes`` of weights, from byte ``start`` of the shard on, into steps that fit a buffer."""
-        return list(self._buffers.steps(unit, self.values, start, nbytes, self.first, self.sizes))
-
-    def make(self, unit: Unit, steps: Sequence[MappedStep], out: Tensor) -> Transfer:
-        """Start to read ``steps``, and to copy or cast them into ``out``, which begins with the first."""
-        return self._submit(unit, lambda: self._make(unit, steps, out))
-
-    def round(self, unit: Unit, start: int, out: Tensor) -> Transfer:
-        """Start to put weights of a quantized unit from element ``start`` on into ``out``."""
-        return self._submit(unit, lambda: self._round(unit, start, out))
-
-    def _submit(self, unit: Unit, make: Callable[[], None]) -> Transfer:
-        transfer = Transfer()
+    def make(self, unit: Unit, start: int, memory: memoryview) -> Transfer:
+        """Start to put weights of the shard from byte ``start`` on into ``memory``, as many as fill it."""
+        out, transfer = torch.frombuffer(memory, dtype=unit.dtype), Transfer()
+        if unit.stored is None:
+            make = partial(self._make, unit, self._steps(unit, start, memory.nbytes), out)
+        else:
+            make = partial(self._round, unit, unit.shard_start + start // unit.dtype.itemsize, out)
         try:
             self._threads.submit(transfer.run, make)
         except RuntimeError as error:  # closed, or the interpreter ends
             transfer.finish(StateError(f"{unit.name} is read after the model was closed ({error})"))
         return transfer
+
+    def decode(self, unit: Unit, step: BaseStep, memory: Tensor, out: Tensor) -> None:
+        """Make the values of ``step`` of the bytes in ``memory``, on the same device."""
+        self.files.values.make(unit, step.start, out, step.viewer(memory, self.files.first))
 
     def close(self) -> None:
         """End the threads, give back memory and files. May be called twice."""
@@ -444,41 +416,29 @@ class MappedBase:
         for lease in self._leases:
             lease.release()
         self._leases.clear()
-        self.values.close()
+        self.files.values.close()
 
     # --- on a thread -------------------------------------------------------------------------
 
-    def _make(self, unit: Unit, steps: Sequence[MappedStep], out: Tensor) -> None:
+    def _make(self, unit: Unit, steps: Sequence[BaseStep], out: Tensor) -> None:
         """Read and copy or cast ``steps`` into ``out``, whose first element is that of the first."""
         pair = self._pairs.get()  # there are as many as threads
 
-        def read(step: MappedStep, lease: Lease) -> Transfer:
-            return self.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
+        def read(step: BaseStep, lease: Lease) -> Transfer:
+            return self.store.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
 
         try:
             with contextlib.closing(stream(steps, pair, read)) as landed:
                 for step, lease in landed:
                     if self._closed.is_set():
                         raise StateError(f"the model was closed while {unit.name} was read")
+                    for place, tail in enumerate(step.tails):
+                        begin = step.extent.nbytes + place * BLOCK_NBYTES
+                        lease.memory[begin : begin + BLOCK_NBYTES] = self.tail(tail)
                     first = steps[0].start
-                    self._copy(unit, step, lease, out[step.start - first : step.stop - first])
+                    self.decode(unit, step, lease.tensor, out[step.start - first : step.stop - first])
         finally:
             self._pairs.put(pair)
-
-    def _copy(self, unit: Unit, step: MappedStep, lease: Lease, out: Tensor) -> None:
-        for place, tail in enumerate(step.tails):
-            begin = step.extent.nbytes + place * BLOCK_NBYTES
-            self._read_tail(tail, lease.memory[begin : begin + BLOCK_NBYTES])
-        self.decode(unit, step, lease.tensor, out)
-
-    def decode(self, unit: Unit, step: MappedStep, memory: Tensor, out: Tensor) -> None:
-        """Make the values of ``step`` of the bytes in ``memory``, on the same device."""
-        view = step.viewer(memory)
-
-        def view_file(file: int, offset: int, nbytes: int) -> Tensor:
-            return view(self.first + file, offset, nbytes)
-
-        self.values.make(unit, step.start, out, view_file)
 
     def _round(self, unit: Unit, start: int, out: Tensor) -> None:
         """Put weights of a quantized unit from element ``start`` on into ``out``."""
@@ -486,22 +446,7 @@ class MappedBase:
             if values.dtype == out.dtype:
                 out.copy_(values)
                 return
-            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.layout.exact]
-            store_master(self.layout, values, out, tuple(exact))
-
-    def _read_tail(self, piece: Piece, memory: memoryview) -> None:
-        """Read the last bytes of a file; blocking.
-
-        Raises:
-            DiskError: They cannot be read.
-        """
-        code = moved = 0
-        try:  # of the last block O_DIRECT reads what there is
-            moved = os.preadv(self.store.volume.fd(piece.file), [memory], piece.offset)
-        except OSError as error:
-            code = error.errno or errno.EIO
-        if moved < piece.nbytes:
-            path = self.store.volume.path(piece.file)
-            raise DiskError(
-                code or errno.EIO, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved
-            )
+            exact = [
+                torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.store.layout.exact
+            ]
+            store_master(self.store.layout, values, out, tuple(exact))

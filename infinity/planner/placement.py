@@ -1,0 +1,473 @@
+"""Choose the saved storages that leave device memory within a budget, and when each of them returns.
+
+TeraIO's algorithm 1 takes the inactive period with the largest benefit per cost. Benefit: its bytes, for as
+long as they are away while memory is above capacity. Cost: the time that its two transfers take of their
+channels. Both change with every choice, but a benefit only falls, so a heap of old values is enough: the
+best of them is valued again, and taken if it is still (nearly) the best.
+
+Source: TeraIO (arXiv:2506.06472), section 3.3, algorithm 1.
+
+[Note: bytes by operator]
+A timeline holds, for each position, the bytes that fit into its time and are not yet booked. So a transfer
+may use several gaps, and two transfers may share one.
+
+[Note: backlog]
+A plan that would need more than its budget, because stores end later than they should, gets a bound on the
+bytes that wait to be stored.
+
+[Note: late stores]
+A budget is kept however late stores end, not only as predicted. Memory grows between two points where the
+tensor cache is called, the packing of a slot and backward's first request for one; so at each of them the
+slots are waited for with which memory might not hold until the next. They are the first that were packed,
+since stores are begun in that order. On a drive as fast as measured most of them have gone before.
+"""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from infinity.core.plan import (
+    ActivationPlan,
+    Hardware,
+    Load,
+    Outcome,
+    Place,
+    Profile,
+    SlotKey,
+    StoreWait,
+    Traffic,
+)
+from infinity.planner.channels import LOAD, STORE, Channel, mixed_rates
+from infinity.planner.lifetimes import InactivePeriod, Lifetimes, Places, least_memory, lifetimes_of
+from infinity.planner.simulator import Simulator
+
+#: A period whose value has fallen is still taken while it is worth this share of the next best's old value.
+NEARLY_BEST = 0.75
+#: Backlogs that are tried: one that is safe, then by halves up to none.
+TRIES = 7
+
+
+# --- the bytes that channels can still carry -----------------------------------------------------------
+
+
+class ChannelTimeline:
+    """Bytes that one channel can still carry while each operator runs; see [Note: bytes by operator].
+
+    Args:
+        times: Seconds of each operator.
+        bytes_per_s: Rate of the channel.
+        latency_s: Added to every transfer.
+    """
+
+    def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
+        self._bytes_per_s, self._latency_nbytes = bytes_per_s, int(latency_s * bytes_per_s)
+        self._free = (times * bytes_per_s).astype(np.int64)
+        self._until: np.ndarray | None = None  # None: bytes were booked since
+        self._beside: ChannelTimeline | None = None
+        self._tax = 0.0
+
+    def share(self, beside: "ChannelTimeline", tax: float) -> None:
+        """Let each byte booked here take ``tax`` bytes of ``beside``."""
+        self._beside, self._tax = beside, tax
+
+    def time_s(self, nbytes: int) -> float:
+        """Seconds for which ``nbytes`` alone keep the channel busy."""
+        return self.booked_nbytes(nbytes) / self._bytes_per_s if self._bytes_per_s else math.inf
+
+    def booked_nbytes(self, nbytes: int) -> int:
+        """Bytes of the timeline that a transfer of ``nbytes`` takes, its latency included."""
+        return nbytes + self._latency_nbytes
+
+    def until(self) -> np.ndarray:
+        """Free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
+        if self._until is None:
+            self._until = np.concatenate(([0], np.cumsum(self._free)))
+        return self._until
+
+    def earliest_end(self, begin: int, nbytes: int) -> int | None:
+        """The first operator that finds ``nbytes`` moved if they may start with operator ``begin``.
+
+        Returns:
+            None if the rest of the step has no room for them.
+        """
+        until = self.until()
+        wanted = until[begin] + self.booked_nbytes(nbytes)
+        return None if wanted > until[-1] else max(begin, int(np.searchsorted(until, wanted)))
+
+    def latest_start(self, end: int, nbytes: int) -> int | None:
+        """The last operator with which ``nbytes`` may start so that operator ``end`` finds them moved.
+
+        Returns:
+            None if the step up to ``end`` has no room for them.
+        """
+        until = self.until()
+        left = until[end] - self.booked_nbytes(nbytes)
+        return None if left < 0 else min(end, int(np.searchsorted(until, left, "right")) - 1)
+
+    def book_from(self, begin: int, nbytes: int) -> None:
+        """Book ``nbytes`` as early as possible from operator ``begin`` on.
+
+        Bytes without room at the end of the step go on at its beginning, as the bytes of the step before do.
+        Bytes that find no room in a whole step are dropped.
+        """
+        self._book((begin + np.arange(len(self._free))) % max(1, len(self._free)), nbytes)
+
+    def book_until(self, end: int, nbytes: int) -> None:
+        """Book ``nbytes`` as late as possible before operator ``end``; those without room are dropped."""
+        self._book(np.arange(end)[::-1], nbytes)
+
+    def _book(self, order: np.ndarray, nbytes: int) -> None:
+        free = self._free[order]
+        taken = np.clip(self.booked_nbytes(nbytes) - (np.cumsum(free) - free), 0, free)
+        self._take(order, taken)
+        if self._beside is not None and self._tax:
+            self._beside._take(order, (taken * self._tax).astype(np.int64))
+
+    def _take(self, order: np.ndarray, nbytes: np.ndarray) -> None:
+        self._free[order] = np.maximum(self._free[order] - nbytes, 0)
+        self._until = None
+
+
+def channel_timelines(
+    times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
+) -> dict[Channel, ChannelTimeline]:
+    """Timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
+    read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
+    made = {
+        channel: ChannelTimeline(times, rate, hardware.latency_s)
+        for channel, rate in zip(Channel, (write, read, host, host))
+    }
+    writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
+    mixed_read, mixed_write = mixed_rates(hardware)
+    writes.share(reads, (read - mixed_read) / mixed_write if mixed_write else 0.0)
+    reads.share(writes, (write - mixed_write) / mixed_read if mixed_read else 0.0)
+    for unit in traffic:
+        if unit.nbytes_read:
+            reads.book_from(unit.at, unit.nbytes_read)
+        if unit.nbytes_written:
+            writes.book_from(unit.at, unit.nbytes_written)
+    return made
+
+
+# --- storages that leave -------------------------------------------------------------------------------
+
+
+def places_within(
+    lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, everything: Places
+) -> Iterator[Places]:
+    """Ways to keep ``capacity_nbytes``: hidden transfers first; all transfers alike; ``everything``."""
+    seen: list[Places] = []
+    for first in (_hidden(lifetimes, hardware, capacity_nbytes), {}, everything):
+        places = first if first is everything else _forced(lifetimes, hardware, capacity_nbytes, first)
+        if places not in seen and int(least_memory(lifetimes, places).max(initial=0)) <= capacity_nbytes:
+            seen.append(places)
+            yield places
+
+
+def all_places(lifetimes: Lifetimes, hardware: Hardware) -> Places:
+    """Places of all storages that can leave, where that frees memory."""
+    return _forced(lifetimes, hardware, 0, {})
+
+
+def _forced(
+    lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, places: Places
+) -> dict[int, Place]:
+    """Add to ``places``, fullest position first, until memory fits or nothing can leave any more."""
+    chosen, periods = dict(places), lifetimes.periods
+    read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
+    there_and_back = {
+        Place.NVME: read > 0 and write > 0 and 1 / read + 1 / write,
+        Place.HOST: host > 0 and 2 / host,
+    }
+    s_per_byte = {place: cost for place, cost in there_and_back.items() if cost}
+    most = {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
+    given = Counter[Place]()
+    for index in chosen:
+        given[chosen[index]] += periods[index].nbytes
+
+    def soonest(nbytes: int) -> Place | None:
+        """The place from which ``nbytes`` more would be back the soonest; None: no place has room."""
+        possible = (place for place in s_per_byte if given[place] + nbytes <= most[place])
+        return min(possible, key=lambda place: (given[place] + nbytes) * s_per_byte[place], default=None)
+
+    # The longest gap first: it helps the most positions for the same bytes.
+    waiting = [i for i, period in enumerate(periods) if period.is_worth_storing and i not in chosen]
+    waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
+    gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting], dtype=np.int64).reshape(-1, 2)
+    begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
+    over = least_memory(lifetimes, chosen) - capacity_nbytes
+    # In how many of the gaps each position is.
+    change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
+    helped = np.cumsum(np.subtract(*change)[: len(over)])
+    over[helped == 0] = 0
+    while len(over) and over[at := int(over.argmax())] > 0:
+        for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
+            period = periods[waiting[number]]
+            if (place := soonest(period.nbytes)) is not None:
+                chosen[waiting[number]] = place
+                given[place] += period.nbytes
+                over[period.begin : period.end] -= period.nbytes
+                over[period.end : period.released_at + 1] += lifetimes.padding_nbytes
+                helped[period.begin : period.end] -= 1
+                begins[number] = ends[number] = 0  # it is gone
+                break
+        else:
+            over[at] = 0  # nothing helps here
+        if not helped[at]:
+            over[helped == 0] = 0
+    return chosen
+
+
+def _hidden(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
+    """Choose storages whose transfers hide behind compute."""
+    worth = [i for i, period in enumerate(lifetimes.periods) if period.is_worth_storing]
+    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
+    chosen = migrate(
+        [lifetimes.periods[i] for i in worth], lifetimes.times, lifetimes.memory, capacity_nbytes,
+        timelines, hardware.host_nbytes,
+    )  # fmt: skip
+    return {worth[migration.period]: migration.place for migration in chosen}
+
+
+class Migration(NamedTuple):
+    """An inactive period that a storage can spend away from device memory.
+
+    Attributes:
+        period: The index of the period among those that were given.
+        place: The place of the storage meanwhile.
+        gone: The first operator that finds its memory free.
+        back: The operator with which it starts to come back; its memory is taken from then on.
+    """
+
+    period: int
+    place: Place
+    gone: int
+    back: int
+
+
+def migrate(
+    periods: Sequence[InactivePeriod],
+    times: np.ndarray,
+    memory: np.ndarray,
+    capacity_nbytes: int,
+    timelines: Mapping[Channel, ChannelTimeline],
+    host_nbytes: int,
+) -> list[Migration]:
+    """Choose migrations until ``memory`` is at most ``capacity_nbytes``, or nothing helps any more.
+
+    Args:
+        times: Seconds of each operator.
+        memory: Bytes during each operator; not changed.
+        timelines: The timelines of the channels, on which migrations are booked.
+        host_nbytes: Host memory that migrations may take.
+
+    Returns:
+        The migrations in the order of choice; all their transfers hide behind operators.
+    """
+    over = memory - capacity_nbytes
+
+    def best(index: int) -> tuple[float, Migration] | None:
+        """The benefit per cost of a period on NVMe; where the drive has no time for it, on the host."""
+        period = periods[index]
+        for place in Place.NVME, Place.HOST:
+            store, load = timelines[STORE[place]], timelines[LOAD[place]]
+            gone = store.earliest_end(period.begin, period.nbytes)
+            back = load.latest_start(period.end, period.nbytes)
+            if (
+                gone is None
+                or back is None
+                or back <= gone
+                or (place is Place.HOST and period.nbytes > host_nbytes)
+            ):
+                continue
+            high_s = float(times[gone:back] @ (over[gone:back] > 0))
+            if high_s and period.nbytes:
+                cost_s = store.time_s(period.nbytes) + load.time_s(period.nbytes)
+                return period.nbytes * high_s / cost_s, Migration(index, place, gone, back)
+        return None
+
+    heap = [(-found[0], index) for index in range(len(periods)) if (found := best(index)) is not None]
+    heapq.heapify(heap)
+    chosen = []
+    while heap and (over > 0).any():
+        _, index = heapq.heappop(heap)
+        found = best(index)
+        if found is None:
+            continue
+        value, migration = found
+        if heap and value < -NEARLY_BEST * heap[0][0]:
+            heapq.heappush(heap, (-value, index))
+            continue
+        chosen.append(migration)
+        period = periods[index]
+        timelines[STORE[migration.place]].book_from(period.begin, period.nbytes)
+        timelines[LOAD[migration.place]].book_until(period.end, period.nbytes)
+        host_nbytes -= period.nbytes if migration.place is Place.HOST else 0
+        over[migration.gone : migration.back] -= period.nbytes
+    return chosen
+
+
+# --- loads and backlog -------------------------------------------------------------------------------
+
+
+def with_loads(
+    lifetimes: Lifetimes,
+    places: Places,
+    hardware: Hardware,
+    capacity_nbytes: int | None,
+    policy: str = "plan",
+) -> ActivationPlan:
+    """Make the plan that stores ``places`` and loads them as late as channels and memory allow.
+
+    Each load starts when backward asks for something, in the order of need. With a capacity, memory stays
+    within it if :func:`least_memory` does: the storage needed first has the first right to room, and a load
+    without room starts later, at worst when it is needed. The plan has no budget yet.
+    """
+    periods = lifetimes.periods
+    triggers: dict[int, SlotKey | None] = {p.end: p.key for p in reversed(periods) if p.is_named}
+    triggers[lifetimes.backward] = None
+    asks = sorted(triggers)
+    desired = _desired(lifetimes, places, hardware)
+    memory = least_memory(lifetimes, places)
+    loads = []
+    earliest = lifetimes.backward
+    for index in sorted(places):
+        period = periods[index]
+        start, loaded_nbytes = period.end, period.nbytes + lifetimes.padding_nbytes
+        wanted = asks[max(0, bisect_left(asks, desired[index] + 1) - 1)]
+        wanted = max(wanted, earliest, min(period.begin, start))
+        if capacity_nbytes is not None and wanted < start:
+            full = np.flatnonzero(memory[wanted:start] + loaded_nbytes > capacity_nbytes)
+            wanted += int(full[-1]) + 1 if len(full) else 0
+        start = min(start, asks[bisect_left(asks, wanted)])
+        memory[start : period.end] += loaded_nbytes
+        loads.append(Load(triggers[start], period.key))
+        earliest = start
+    placed = {periods[index].key: places[index] for index in sorted(places)}
+    return ActivationPlan(policy, placed, tuple(loads), lifetimes.recomputed)
+
+
+def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
+    """The latest positions from which the loads need not be waited for, in the order of need."""
+    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
+    loading = {place: timelines[LOAD[place]] for place in (Place.NVME, Place.HOST)}
+    until = {place: timeline.until() for place, timeline in loading.items()}
+    left = {place: int(until[place][-1]) for place in loading}  # before the loads that are needed later
+    found: dict[int, int] = {}
+    before = len(lifetimes.times)
+    for index in sorted(places, reverse=True):
+        period, place = lifetimes.periods[index], places[index]
+        room = min(left[place], int(until[place][period.end])) - loading[place].booked_nbytes(period.nbytes)
+        left[place] = max(0, room)
+        start = int(np.searchsorted(until[place], room, "right")) - 1
+        before = max(lifetimes.backward, min(before, start, period.end))
+        found[index] = before
+    return found
+
+
+def within(
+    lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
+    limit_s: float = float("inf"),
+) -> tuple[ActivationPlan, Outcome] | None:  # fmt: skip
+    """Bound the plan's backlog if it needs that to keep the capacity; see [Note: backlog].
+
+    Returns:
+        The plan and its predicted outcome; None if no backlog helps, or a step takes ``limit_s`` or more.
+    """
+    simulator = Simulator(lifetimes, plan, hardware)
+    outcome = simulator.run_within(limit_s)
+    if outcome is None:
+        return None
+    if outcome.peak_nbytes <= capacity_nbytes:
+        return plan, outcome
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    least = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
+    # Beside these bytes there is never more than the backlog, however late stores end.
+    low, high = capacity_nbytes - int(least.max(initial=0)), simulator.most_backlog_nbytes
+    found, tried_nbytes = None, low
+    for _ in range(TRIES if low >= 0 else 0):
+        bounded = replace(plan, backlog_nbytes=tried_nbytes)
+        simulator = Simulator(lifetimes, bounded, hardware)
+        outcome = simulator.run_within(limit_s, capacity_nbytes)
+        if simulator.peak_nbytes > capacity_nbytes:
+            high = tried_nbytes
+        else:
+            low = tried_nbytes
+            if outcome is not None:
+                found, limit_s = (bounded, outcome), outcome.step_s
+        tried_nbytes = (low + high) // 2
+    return found
+
+
+def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
+    """Make a plan keep its capacity on a drive slower than measured, too; see [Note: late stores].
+
+    Without a capacity twice the bytes that wait for the measured drive may wait to be stored.
+    """
+    lifetimes = lifetimes_of(profile, plan.recomputed)
+    if plan.capacity_nbytes is not None:
+        return replace(plan, waits=tuple(_waits(lifetimes, plan, plan.capacity_nbytes)))
+    simulator = Simulator(lifetimes, plan, hardware)
+    simulator.run()
+    return replace(plan, backlog_nbytes=2 * simulator.most_backlog_nbytes)
+
+
+def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
+    """The waits with which memory stays within the capacity whenever stores end."""
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
+    loads = _load_positions(lifetimes, plan)
+    # in the order of packing
+    stored = sorted((lifetimes.periods[index] for index in places), key=lambda period: period.key)
+    nbytes, packed, begin = (
+        np.array([getattr(period, name) for period in stored], dtype=np.int64)
+        for name in ("nbytes", "packed_at", "begin")
+    )
+    # from its load on ``memory`` has a slot's bytes
+    load = np.array([loads.get(period.key, period.end) for period in stored], dtype=np.int64)
+    calls = _calls(lifetimes) if stored else []
+    first = 0  # of the slots that need not have gone yet
+    ends = [*(at for at, _, _ in calls[1:]), len(memory)]
+    for (at, backward, key), until in zip(calls, ends):
+        late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
+        late, positions = late[::-1], np.arange(at, until)[:, None]  # the newest first
+        held = np.where((begin[late] <= positions) & (positions < load[late]), nbytes[late], 0).cumsum(1)
+        too_many = (held + memory[at:until, None] > capacity_nbytes).any(0)
+        if too_many.any():
+            first = int(late[too_many.argmax()]) + 1
+            yield StoreWait(key, backward, stored[first - 1].key)
+
+
+def _calls(lifetimes: Lifetimes) -> list[tuple[int, bool, SlotKey]]:
+    """Positions before which the tensor cache is called, each with its call: ``(at, backward, key)``."""
+    found: dict[int, tuple[bool, SlotKey]] = {}
+    named = [period for period in lifetimes.periods if period.is_named]
+    for period in sorted(named, key=lambda period: period.key):  # the last of those packed together
+        if period.packed_at < lifetimes.backward:
+            found[period.packed_at + 1] = False, period.key
+    for period in reversed(named):  # the first of those asked for together
+        found[period.end] = True, period.key
+    return [(at, *found[at]) for at in sorted(found)]
+
+
+def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[SlotKey, int]:
+    """The position before which each load starts."""
+    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
+    return {load.slot: asked[load.after] for load in plan.loads}
+
+
+def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
+    """Bytes by position of storages whose loads start before they are needed."""
+    change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
+    for slot, start in _load_positions(lifetimes, plan).items():
+        period = lifetimes.periods[lifetimes.index[slot]]
+        nbytes = period.nbytes + lifetimes.padding_nbytes
+        change[max(start, min(period.begin, period.end))] += nbytes
+        change[period.end] -= nbytes
+    return np.cumsum(change[:-1])
