@@ -33,35 +33,6 @@ if TYPE_CHECKING:
     )
     from infinity.recipes.recipe import Recipe, load_recipe
 
-#: Where each name lives; it is imported when it is used first, so that what needs no torch starts at once.
-_HOMES = {
-    "Init": "infinity.api.init",
-    "close": "infinity.api.init",
-    "gathered": "infinity.api.init",
-    "no_sync": "infinity.api.init",
-    "state_dict": "infinity.api.init",
-    "BudgetError": "infinity.core.errors",
-    "CheckpointError": "infinity.core.errors",
-    "DiskError": "infinity.core.errors",
-    "DivergenceError": "infinity.core.errors",
-    "InfinityError": "infinity.core.errors",
-    "PeerError": "infinity.core.errors",
-    "RecipeError": "infinity.core.errors",
-    "StateError": "infinity.core.errors",
-    "add_lora": "infinity.api.lora",
-    "save_lora": "infinity.api.lora",
-    "offload_activations": "infinity.api.offload_activations",
-    "load_checkpoint": "infinity.api.portable",
-    "save_checkpoint": "infinity.api.portable",
-    "AdamW": "infinity.api.adamw",
-    "from_pretrained": "infinity.api.pretrained",
-    "Recipe": "infinity.recipes.recipe",
-    "load_recipe": "infinity.recipes.recipe",
-    "export": "infinity.api.export",
-    "layer_schedule": "infinity.api.layer_schedule",
-    "resume": "infinity.api.init",
-}
-
 __all__ = [
     "AdamW",
     "BudgetError",
@@ -90,6 +61,25 @@ __all__ = [
     "state_dict",
 ]
 
+#: Modules of the names; each is imported when it is used first, so that what needs no torch starts at once.
+_HOMES = {
+    name: f"infinity.{module}"
+    for module, names in {
+        "api.adamw": "AdamW",
+        "api.export": "export",
+        "api.init": "Init close gathered no_sync resume state_dict",
+        "api.layer_schedule": "layer_schedule",
+        "api.lora": "add_lora save_lora",
+        "api.offload_activations": "offload_activations",
+        "api.portable": "load_checkpoint save_checkpoint",
+        "api.pretrained": "from_pretrained",
+        "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
+        "RecipeError StateError",
+        "recipes.recipe": "Recipe load_recipe",
+    }.items()
+    for name in names.split()
+}
+
 __version__ = version("infinity-offload")
 
 
@@ -97,9 +87,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "from_pretrained":
-        import_module(
-            "infinity.recipes.models.gpt"
-        )  # registers the built-in model, which a checkpoint may name
+        import_module("infinity.recipes.models.gpt")  # registers the model, which a checkpoint may name
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value
 

@@ -8,10 +8,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+from infinity import __version__
 from infinity.core.errors import InfinityError, RecipeError
 
 #: Exit codes of the signals that stop a command: as a shell reports them, and "try again later" for SIGUSR1,
@@ -29,24 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
-    parser = _parser()
-    if (sys.argv[1:] if argv is None else argv)[:1] == ["rok"]:
-        parser.error("infinity rok is now python benchmarks/rok.py, with the same arguments")
-    args, more = parser.parse_known_args(argv)
-    if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:  # argparse ends a list of arguments at the first option
-        args.overrides = [*args.overrides, *more]
-    for name, value in vars(args).items():
-        if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
-            parser.error(f"argument --{name}: expected one argument")
+    args = _parse(sys.argv[1:] if argv is None else argv)
     if argv is None and args.command in ("train", "resume"):
         from infinity.device.accelerator import restart_with_tunables
 
         restart_with_tunables(sys.argv[0], sys.argv[1:])  # before torch is imported
     # Neither a recipe nor a checkpoint fetches anything, whatever the environment says.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", USE_HUB_KERNELS="0")
-    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         with _terminable():
             args.run_command(args)
@@ -57,14 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InfinityError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
-        _say(f"{rank}{type(error).__name__}: {error}", error)
+        _say(f"{type(error).__name__}: {error}", error)
         return 1
-    except _Stopped as stop:
-        _say(f"{rank}stopped by {stop.signal.name}; the run's files are closed", stop)
-        return STOPPED[stop.signal]
-    except KeyboardInterrupt as interrupt:
-        _say(f"{rank}interrupted; the run's files are closed", interrupt)
-        return STOPPED[signal.SIGINT]
+    except (_Stopped, KeyboardInterrupt) as stop:
+        number = stop.signal if isinstance(stop, _Stopped) else signal.SIGINT
+        how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+        _say(f"{how}; the run's files are closed", stop)
+        return STOPPED[number]
     return 0
 
 
@@ -73,331 +61,9 @@ def _say(line: str, error: BaseException) -> None:
     noted: BaseException | None = error
     while noted is not None and not hasattr(noted, "__notes__"):
         noted = noted.__context__
-    notes = getattr(noted, "__notes__", ())
-    print("\n".join((f"infinity: {line}", *notes)), file=sys.stderr, flush=True)
-
-
-# --- commands; each imports what it needs, so that --help starts at once --------------------------
-
-
-def _train(args: argparse.Namespace) -> None:
-    if args.dry_run:
-        from infinity.predict.plan_recipe import show_recipe
-
-        show_recipe(args.recipe, args.overrides, _console(), on=args.on, ranks=args.ranks, tokens=args.tokens)
-        return
-    for name in ("on", "ranks", "tokens"):
-        if getattr(args, name) is not None:
-            raise RecipeError(f"--{name} is for --dry-run, which trains nothing")
-    from infinity.recipes.recipe import load_recipe
-
-    recipe = load_recipe(args.recipe, args.overrides)
-    from infinity.app.train import train
-
-    train(recipe)
-
-
-def _resume(args: argparse.Namespace) -> None:
-    from infinity.app.runs import interrupted_run
-
-    recipe = interrupted_run(args.run, args.overrides)
-    from infinity.app.train import train
-
-    train(recipe)
-
-
-def _runs(args: argparse.Namespace) -> None:
-    from infinity.app.runs import list_runs, remove_runs, runs_table
-    from infinity.core.files import user_path
-
-    folder = user_path(args.dir, "DIR")
-    if args.remove:
-        removed = remove_runs(folder, args.remove, (lambda line: True) if args.yes else _confirm)
-        print("removed" if removed else "nothing was removed; --yes removes without asking")
-    else:
-        _console().print(runs_table(list_runs(folder)))
-
-
-def _verify(args: argparse.Namespace) -> None:
-    from infinity.app.runs import verify_run
-
-    for line in verify_run(args.run):
-        print(line, flush=True)
-
-
-def _confirm(line: str) -> bool:
-    try:
-        return input(f"{line}? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
-
-
-def _export(args: argparse.Namespace) -> None:
-    from infinity.app.save import publish_run
-
-    _report(f"exported {publish_run(args.run, args.out, stored=args.stored)} to {args.out}")
-
-
-def _save(args: argparse.Namespace) -> None:
-    from infinity.app.save import save_run
-
-    _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
-
-
-def _report(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun come here
-        print(line)
-
-
-def _plan(args: argparse.Namespace) -> None:
-    from infinity.core.files import is_file
-
-    if is_file(args.run):
-        from infinity.predict.plan_recipe import show_recipe
-
-        show_recipe(
-            args.run, args.overrides, _console(), on=args.on, ranks=args.ranks, budget=args.budget,
-            tokens=args.tokens,
-        )  # fmt: skip
-    elif args.overrides or any(getattr(args, name) is not None for name in ("on", "ranks", "tokens")):
-        raise RecipeError(
-            f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
-        )
-    else:
-        from infinity.predict.plan_run import show_plan
-
-        show_plan(args.run, args.budget, _console())
-
-
-def _probe(args: argparse.Namespace) -> None:
-    from infinity.core.files import user_path
-    from infinity.predict.machines import describe_machine, probe, write_machine
-
-    machine = probe(args.dir)
-    print(describe_machine(machine))
-    if args.output is not None:
-        write_machine(machine, user_path(args.output, "--output"))
-        print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
-
-
-def _recipe(args: argparse.Namespace) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from infinity.recipes.recipe import recipe_table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "type and range", "default", "meaning"):
-        table.add_column(name, no_wrap=name == "key", overflow="fold")
-    for row in recipe_table():
-        table.add_row(*(Text(cell) for cell in row))
-    _console(400).print(table)
-
-
-def _console(width: int = 160) -> Any:
-    """Return a console of standard output; a pipe gets lines of ``width`` characters."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else width)
-
-
-# --- arguments -----------------------------------------------------------------------------------
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def _parser() -> argparse.ArgumentParser:
-    try:
-        installed = version("infinity-offload")
-    except PackageNotFoundError:
-        installed = "(source tree, not installed)"
-    parser = argparse.ArgumentParser(
-        prog="infinity", description="Train models that are larger than the machine's memory."
-    )
-    parser.add_argument("--version", action="version", version=f"infinity {installed}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    for add in (
-        _add_train_command, _add_resume_command, _add_runs_command, _add_verify_command, _add_export_command,
-        _add_save_command, _add_plan_command, _add_probe_command, _add_recipe_command,
-    ):  # fmt: skip
-        add(commands)
-    return parser
-
-
-def _add_train_command(commands: Commands) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train a model with a recipe",
-        description="Train a model with a recipe. On several ranks: torchrun -m infinity train ...",
-    )
-    _add_recipe(train)
-    train.add_argument(
-        "--dry-run", action="store_true", help="train nothing: say what the run would need and take"
-    )
-    _add_hardware(train)
-    train.set_defaults(run_command=_train)
-
-
-def _add_resume_command(commands: Commands) -> None:
-    resume = commands.add_parser(
-        "resume",
-        help="go on with a run that was interrupted",
-        description="Go on after the last committed step of a run that was interrupted, with the recipe in "
-        "its folder. On several ranks: torchrun -m infinity resume ...",
-    )
-    _add_run(resume)
-    _add_overrides(resume, "such as memory.host=16GiB; what changes a run's numbers must stay")
-    resume.set_defaults(run_command=_resume)
-
-
-def _add_runs_command(commands: Commands) -> None:
-    runs = commands.add_parser(
-        "runs",
-        help="list runs, or remove some",
-        description="List runs with their state, step, bytes on drives, and the time since they were "
-        "written. With --remove: remove their folders, and their files on the drives of this machine.",
-    )
-    runs.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="their directory (default: runs)")
-    runs.add_argument("--remove", nargs="+", metavar="NAME", help="remove these, after asking")
-    runs.add_argument("--yes", action="store_true", help="remove without asking")
-    runs.set_defaults(run_command=_runs)
-
-
-def _add_verify_command(commands: Commands) -> None:
-    verify = commands.add_parser(
-        "verify",
-        help="check everything that an interrupted run keeps on drives",
-        description="Check what an interrupted run goes on from: its records, and, if it ran with "
-        "memory.verify=true, each block of weights and optimizer states. The exit code is 1 if something is "
-        "damaged.",
-    )
-    verify.add_argument(
-        "run",
-        nargs="+",
-        metavar="RUN",
-        help="a run's folder; of a loop of your own, the run's directory on every drive (memory.nvme/NAME)",
-    )
-    verify.set_defaults(run_command=_verify)
-
-
-def _add_export_command(commands: Commands) -> None:
-    export = commands.add_parser(
-        "export",
-        help="export a run's trained model as a Hugging Face directory",
-        description="Export the model that a run saved (run.save) as a Hugging Face directory. Weights are "
-        "hard links if the file system supports them, else copies. Of a run that was interrupted: the model "
-        "after its last committed step; the run can still go on.",
-    )
-    _add_run(export)
-    export.add_argument("out", metavar="OUT", help="the new directory")
-    export.add_argument(
-        "--stored",
-        action="store_true",
-        help="quantize the weights again, in the files and the form (FP8, MXFP4, INT4) of the checkpoint "
-        "that the run trained (model.path), and say how far they are from the trained ones",
-    )
-    export.set_defaults(run_command=_export)
-
-
-def _add_save_command(commands: Commands) -> None:
-    save = commands.add_parser(
-        "save",
-        help="save an interrupted run's last step as a portable checkpoint",
-        description="Save the weights and optimizer states of the last committed step of a run that was "
-        "interrupted as a directory of torch.distributed.checkpoint, which FSDP2 and torchtitan load on any "
-        "number of ranks. The run can still go on. On several ranks: torchrun -m infinity save ...",
-    )
-    _add_run(save)
-    save.add_argument("dir", metavar="DIR", help="the new directory")
-    save.set_defaults(run_command=_save)
-
-
-def _add_plan_command(commands: Commands) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="say what a recipe needs and takes on some hardware, or show a run's plan for activations",
-        description="Of a recipe: what lies where, the least budgets, bytes and time of a step and what "
-        "bounds it, cost, the drives' life, and what would be faster, without reading a weight. Of a run: "
-        "its plan for activations, block by block, beside alternatives, with a picture. Nothing is trained.",
-    )
-    plan.add_argument(
-        "run", metavar="RECIPE|RUN", help="a recipe, as in configs/, or a run's folder, such as runs/mine"
-    )
-    _add_overrides(
-        plan,
-        "of a recipe, such as train.batch_size=4 memory.host=100GiB; of the hardware, such as "
-        "drives.per_node=4",
-    )
-    _add_hardware(plan)
-    plan.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help="of a recipe: memory.device; of a run: plan for another budget of device memory for all that a "
-        "step allocates, such as 2GiB",
-    )
-    plan.set_defaults(run_command=_plan)
-
-
-def _add_probe_command(commands: Commands) -> None:
-    probe = commands.add_parser(
-        "probe",
-        help="measure this machine, and write a hardware file",
-        description="Measure what computes, host memory and the drives of the given directories, in some "
-        "seconds, and write a hardware file for infinity plan --on.",
-    )
-    probe.add_argument("dir", nargs="*", metavar="DIR", help="a directory on each drive")
-    probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
-    probe.set_defaults(run_command=_probe)
-
-
-def _add_recipe_command(commands: Commands) -> None:
-    recipe = commands.add_parser("recipe", help="list every recipe key with type, default and meaning")
-    recipe.set_defaults(run_command=_recipe)
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
-    _add_overrides(parser, "such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]")
-
-
-def _add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    # The default says to argparse that none is needed.
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
-
-
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--on",
-        metavar="HARDWARE",
-        help="a hardware file, or a name such as hgx-h100 (configs/hardware); default: this machine",
-    )
-    parser.add_argument(
-        "--ranks", type=_at_least_one(int), metavar="N", help="ranks in all (default: one for each device)"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_at_least_one(float),
-        metavar="N",
-        help="tokens to train on, such as 1e9 (default: train.steps)",
-    )
-
-
-def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return what reads an argument of a ``kind``, a number of things."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not 1 <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"got {text[:100]}; wanted a number >= 1")
-        return number
-
-    read.__name__ = kind.__name__  # argparse names it where the text is no number
-    return read
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder, such as runs/2026-01-31_12-00-00_1")
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    lines = f"infinity: {rank}{line}", *getattr(noted, "__notes__", ())
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 class _Stopped(SystemExit):
@@ -416,7 +82,7 @@ def _terminable() -> Iterator[None]:
     are being closed. A second Ctrl-C interrupts that as well. Under ``nohup`` SIGHUP stays ignored.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
         for other in STOPPED:
             signal.signal(other, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -425,9 +91,303 @@ def _terminable() -> Iterator[None]:
     numbers = set(STOPPED)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
-    before = [(number, signal.signal(number, leave)) for number in numbers]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before:
+        for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+_PARSER = argparse.ArgumentParser(
+    prog="infinity", description="Train models that are larger than the machine's memory."
+)
+_PARSER.add_argument("--version", action="version", version=f"infinity {__version__}")
+_COMMANDS = _PARSER.add_subparsers(dest="command", required=True, metavar="COMMAND")
+_Argument: TypeAlias = tuple[str, dict[str, Any]]
+_Run: TypeAlias = Callable[[argparse.Namespace], None]
+
+
+def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Decorator that makes ``_name`` the command ``infinity name``; its docstring is the help."""
+
+    def add(run: _Run) -> _Run:
+        text = run.__doc__ or ""
+        summary = text[:1].lower() + text.partition(".")[0][1:]
+        parser = _COMMANDS.add_parser(run.__name__[1:], help=summary, description=text)
+        for name, options in arguments:
+            parser.add_argument(name, **options)
+        parser.set_defaults(run_command=run)
+        return run
+
+    return add
+
+
+def _argument(name: str, metavar: str, help: str, **options: Any) -> _Argument:
+    return name, {"metavar": metavar, "help": help, **options}
+
+
+def _flag(name: str, help: str) -> _Argument:
+    return name, {"action": "store_true", "help": help}
+
+
+def _overrides(help: str) -> _Argument:
+    # The default says to argparse that none is needed.
+    return _argument("overrides", "key=value", help, nargs="*", default=[])
+
+
+def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads an argument of a ``kind``, a number of things."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 1 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text[:100]}; wanted a number >= 1")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
+_RUN = _argument("run", "RUN", "a run's folder, such as runs/2026-01-31_12-00-00_1")
+_HARDWARE = (
+    _argument(
+        "--on",
+        "HARDWARE",
+        "a hardware file, or a name such as hgx-h100 (configs/hardware); default: this machine",
+    ),
+    _argument("--ranks", "N", "ranks in all (default: one for each device)", type=_at_least_one(int)),
+    _argument(
+        "--tokens", "N", "tokens to train on, such as 1e9 (default: train.steps)", type=_at_least_one(float)
+    ),
+)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command; leave the process where they are wrong."""
+    if argv[:1] == ["rok"]:
+        _PARSER.error("infinity rok is now python benchmarks/rok.py, with the same arguments")
+    args, more = _PARSER.parse_known_args(argv)
+    if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
+        _PARSER.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:  # argparse ends a list of arguments at the first option
+        args.overrides = [*args.overrides, *more]
+    for name, value in vars(args).items():
+        if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
+            _PARSER.error(f"argument --{name}: expected one argument")
+    return args
+
+
+# --- commands; each imports what it needs, so that --help starts at once --------------------------
+
+
+@_command(
+    _argument("recipe", "RECIPE", "a YAML file, as in configs/"),
+    _overrides("such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"),
+    _flag("--dry-run", "train nothing: say what the run would need and take"),
+    *_HARDWARE,
+)
+def _train(args: argparse.Namespace) -> None:
+    """Train a model with a recipe. On several ranks: torchrun -m infinity train ..."""
+    if args.dry_run:
+        _show_recipe(args.recipe, args)
+        return
+    for name in ("on", "ranks", "tokens"):
+        if getattr(args, name) is not None:
+            raise RecipeError(f"--{name} is for --dry-run, which trains nothing")
+    from infinity.recipes.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    from infinity.app.train import train
+
+    train(recipe)
+
+
+@_command(_RUN, _overrides("such as memory.host=16GiB; what changes a run's numbers must stay"))
+def _resume(args: argparse.Namespace) -> None:
+    """Go on with a run that was interrupted.
+
+    It goes on after its last committed step, with the recipe in its folder. On several ranks:
+    torchrun -m infinity resume ...
+    """
+    from infinity.app.runs import interrupted_run
+
+    recipe = interrupted_run(args.run, args.overrides)
+    from infinity.app.train import train
+
+    train(recipe)
+
+
+@_command(
+    _argument("dir", "DIR", "their directory (default: runs)", nargs="?", default="runs"),
+    _argument("--remove", "NAME", "remove these, after asking", nargs="+"),
+    _flag("--yes", "remove without asking"),
+)
+def _runs(args: argparse.Namespace) -> None:
+    """List runs, or remove some.
+
+    A run has its state, step, bytes on drives, and the time since they were written. With --remove: remove
+    their folders, and their files on the drives of this machine.
+    """
+    from infinity.app.runs import list_runs, remove_runs, runs_table
+    from infinity.core.files import user_path
+
+    folder = user_path(args.dir, "DIR")
+    if args.remove:
+        removed = remove_runs(folder, args.remove, (lambda line: True) if args.yes else _confirm)
+        print("removed" if removed else "nothing was removed; --yes removes without asking")
+    else:
+        _console().print(runs_table(list_runs(folder)))
+
+
+def _confirm(line: str) -> bool:
+    try:
+        return input(f"{line}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+@_command(
+    _argument(
+        "run",
+        "RUN",
+        "a run's folder; of a loop of your own, the run's directory on every drive (memory.nvme/NAME)",
+        nargs="+",
+    )
+)
+def _verify(args: argparse.Namespace) -> None:
+    """Check everything that an interrupted run keeps on drives.
+
+    These are its records, and, if it ran with memory.verify=true, each block of weights and optimizer
+    states. The exit code is 1 if something is damaged.
+    """
+    from infinity.app.runs import verify_run
+
+    for line in verify_run(args.run):
+        print(line, flush=True)
+
+
+@_command(
+    _RUN,
+    _argument("out", "OUT", "the new directory"),
+    _flag(
+        "--stored",
+        "quantize the weights again, in the files and the form (FP8, MXFP4, INT4) of the checkpoint that "
+        "the run trained (model.path), and say how far they are from the trained ones",
+    ),
+)
+def _export(args: argparse.Namespace) -> None:
+    """Export a run's trained model as a Hugging Face directory.
+
+    It is the model that the run saved (run.save); weights are hard links if the file system supports them,
+    else copies. Of a run that was interrupted it is the model after its last committed step; the run can
+    still go on.
+    """
+    from infinity.app.save import publish_run
+
+    _report(f"exported {publish_run(args.run, args.out, stored=args.stored)} to {args.out}")
+
+
+@_command(_RUN, _argument("dir", "DIR", "the new directory"))
+def _save(args: argparse.Namespace) -> None:
+    """Save an interrupted run's last step as a portable checkpoint.
+
+    It has the weights and optimizer states of the last committed step as a directory of
+    torch.distributed.checkpoint, which FSDP2 and torchtitan load on any number of ranks. The run can still
+    go on. On several ranks: torchrun -m infinity save ...
+    """
+    from infinity.app.save import save_run
+
+    _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
+
+
+def _report(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun come here
+        print(line)
+
+
+@_command(
+    _argument("run", "RECIPE|RUN", "a recipe, as in configs/, or a run's folder, such as runs/mine"),
+    _overrides(
+        "of a recipe, such as train.batch_size=4 memory.host=100GiB; of the hardware, such as "
+        "drives.per_node=4"
+    ),
+    *_HARDWARE,
+    _argument(
+        "--budget",
+        "SIZE",
+        "of a recipe: memory.device; of a run: plan for another budget of device memory for all that a step "
+        "allocates, such as 2GiB",
+    ),
+)
+def _plan(args: argparse.Namespace) -> None:
+    """Say what a recipe needs and takes on some hardware, or show a run's plan for activations.
+
+    Of a recipe: what lies where, the least budgets, bytes and time of a step and what bounds it, cost, the
+    drives' life, and what would be faster, without reading a weight. Of a run: its plan for activations,
+    block by block, beside alternatives, with a picture. Nothing is trained.
+    """
+    from infinity.core.files import is_file
+
+    if is_file(args.run):
+        _show_recipe(args.run, args, budget=args.budget)
+        return
+    if args.overrides or any(getattr(args, name) is not None for name in ("on", "ranks", "tokens")):
+        raise RecipeError(
+            f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
+        )
+    from infinity.predict.plan_run import show_plan
+
+    show_plan(args.run, args.budget, _console())
+
+
+def _show_recipe(path: str, args: argparse.Namespace, budget: str | None = None) -> None:
+    from infinity.predict.plan_recipe import show_recipe
+
+    hardware = {"on": args.on, "ranks": args.ranks, "tokens": args.tokens}
+    show_recipe(path, args.overrides, _console(), budget=budget, **hardware)
+
+
+@_command(
+    _argument("dir", "DIR", "a directory on each drive", nargs="*"),
+    _argument("--output", "FILE", "the hardware file to write, such as here.yaml"),
+)
+def _probe(args: argparse.Namespace) -> None:
+    """Measure this machine, and write a hardware file.
+
+    What computes, host memory and the drives of the given directories are measured, in some seconds; the
+    file is for infinity plan --on.
+    """
+    from infinity.core.files import user_path
+    from infinity.predict.machines import describe_machine, probe, write_machine
+
+    machine = probe(args.dir)
+    print(describe_machine(machine))
+    if args.output is not None:
+        write_machine(machine, user_path(args.output, "--output"))
+        print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
+
+
+@_command()
+def _recipe(args: argparse.Namespace) -> None:
+    """List every recipe key with type, default and meaning."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from infinity.recipes.recipe import recipe_table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "type and range", "default", "meaning"):
+        table.add_column(name, no_wrap=name == "key", overflow="fold")
+    for row in recipe_table():
+        table.add_row(*(Text(cell) for cell in row))
+    _console(400).print(table)
+
+
+def _console(width: int = 160) -> Any:
+    """Return a console of standard output; a pipe gets lines of ``width`` characters."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width)

@@ -274,7 +274,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 549,
+    "": 497,
     "activations": 2846,
     "api": 1991,
     "app": 1616,
@@ -287,10 +287,10 @@ ROOM_BUDGETS = {
     "observe": 965,
     "optim": 1086,
     "partition": 3182,
-    "planner": 5078,
-    "predict": 2767,
+    "planner": 4847,
+    "predict": 2765,
     "recipes": 2494,
-    "shards": 5310,
+    "shards": 5239,
 }
 
 

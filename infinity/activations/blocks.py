@@ -75,7 +75,7 @@ def _forward(
     in_backward = torch._C._current_graph_task_id() != -1
     if record is None or in_backward or not torch.is_grad_enabled():
         return own(*args, **kwargs)
-    region, profiler = record.calls.enter(), cache.profiler
+    region, profiler = record.enter(), cache.profiler
     leaves = tree_leaves((args, kwargs), is_leaf=_is_kv_cache)
     # Asked of every block's cache, recomputed or not: it is filled after the pass came to it first.
     empty = [record.was_empty(leaf) for leaf in leaves if _is_kv_cache(leaf)]
@@ -86,7 +86,7 @@ def _forward(
             return _recomputed(block.module, own, args, kwargs)
         return own(*args, **kwargs)
     finally:
-        record.calls.leave()
+        record.leave()
         if profiler is not None:
             profiler.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 

@@ -64,28 +64,17 @@ class _Held:
     """Bytes of a slot in memory, as long as they are there.
 
     Attributes:
-        storage: None: they are away; other code may still hold them.
+        storage: The storage that has them; None: they are away, though other code may still hold them.
         offset_nbytes: Where they begin in it.
         was_loaded: They are no longer where they were packed.
     """
 
-    __slots__ = ("_alive", "offset_nbytes", "storage", "was_loaded")
+    __slots__ = ("alive", "offset_nbytes", "storage", "was_loaded")
 
     def __init__(self, storage: torch.UntypedStorage, offset_nbytes: int = 0, *, was_loaded: bool) -> None:
         self.storage: torch.UntypedStorage | None = storage
+        self.alive = weakref.ref(storage)
         self.offset_nbytes, self.was_loaded = offset_nbytes, was_loaded
-        self._alive = weakref.ref(storage)
-
-    def release(self) -> None:
-        self.storage = None
-
-    def is_of(self, storage: torch.UntypedStorage) -> bool:
-        return self._alive() is storage and not self.offset_nbytes
-
-    def hold_again(self) -> bool:
-        """Hold what other code still held; return whether it did."""
-        self.storage = self._alive()
-        return self.storage is not None
 
 
 class Slot:
@@ -126,8 +115,9 @@ class Slot:
             self._stats.deferred(self._stored, self.nbytes if held else 0)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether these are the bytes of ``storage`` at ``version``."""
-        return self.version == version and self._held.is_of(storage)
+        """Return whether these are the bytes of ``storage`` at ``version``."""
+        held = self._held
+        return self.version == version and held.alive() is storage and not held.offset_nbytes
 
     @property
     def was_loaded(self) -> bool:
@@ -178,7 +168,7 @@ class Slot:
 
     def _release(self) -> None:
         self.lifecycle.move(S.STORED)
-        self._held.release()
+        self._held.storage = None
         self._stats.freed(self.nbytes)
 
     # --- and back ----------------------------------------------------------------------------
@@ -190,7 +180,8 @@ class Slot:
             if self.state is not S.STORED:
                 return False
             self._stats.allocated(self.nbytes)
-            if self._held.hold_again():
+            self._held.storage = self._held.alive()
+            if self._held.storage is not None:  # other code held it
                 self.lifecycle.move(S.RESIDENT)
                 return False
             assert self._stored is not None
@@ -246,7 +237,7 @@ class StoreQueue:
 
     Args:
         stats: Counts bytes.
-        in_flight_nbytes: Given to stores at one time, at least one slot.
+        in_flight_nbytes: Bytes given to stores at one time; at least one slot is.
     """
 
     def __init__(self, stats: ActivationStats, in_flight_nbytes: int = 64 * 2**20) -> None:
@@ -257,7 +248,7 @@ class StoreQueue:
         # Number and bytes of each; a slot goes with its graph.
         self._waiting: OrderedDict[weakref.ref[Slot], tuple[int, int]] = OrderedDict()
         self._in_flight: dict[int, int] = {}  # bytes of each store by its number
-        self._starting, self._begun = False, 0  # the store that was begun last
+        self._starting = False
         self._error: Exception | None = None
 
     def put(self, slot: Slot, store: ActivationStore) -> int:
@@ -290,44 +281,31 @@ class StoreQueue:
     def nbytes(self) -> int:
         """Bytes that wait or are in flight."""
         with self._lock:
-            waiting = sum(nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None)
-            return waiting + self.in_flight_nbytes
+            return self.in_flight_nbytes + sum(
+                nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None
+            )
 
     def has_ended(self, number: int) -> bool:
-        """Whether nothing that was put up to ``number`` waits or is in flight."""
+        """Return whether nothing that was put up to ``number`` waits or is in flight."""
         with self._lock:
             waiting = (before for slot, (before, _) in self._waiting.items() if slot() is not None)
             return all(before > number for before in (*self._in_flight, *waiting))
 
     def wait_below(self, nbytes: int) -> None:
-        """Return when at most ``nbytes`` wait or are in flight.
-
-        Raises:
-            DiskError: A store failed.
-        """
+        """Return when at most ``nbytes`` wait or are in flight; raise DiskError if a store failed."""
         self._wait_until(lambda: self.nbytes <= nbytes)
 
     def wait_until(self, number: int) -> None:
-        """Return when nothing that was put up to ``number`` waits or is in flight.
-
-        Raises:
-            DiskError: A store failed.
-        """
+        """Return when :meth:`has_ended` is true of ``number``; raise DiskError if a store failed."""
         self._wait_until(lambda: self.has_ended(number))
 
     def wait_for(self, number: int) -> None:
-        """Return when what was put as ``number`` is not in flight.
-
-        Raises:
-            DiskError: A store failed.
-        """
+        """Return when what was put as ``number`` is not in flight; raise DiskError if a store failed."""
         self._wait_until(lambda: number not in self._in_flight)
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            self._start()  # what waits, where the thread that should have was interrupted
-            with self._lock:
-                self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
+        with self._lock:
+            self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
         self.check()
 
     def check(self) -> None:
@@ -336,15 +314,13 @@ class StoreQueue:
         Raises:
             DiskError: A store failed; its bytes are still in memory.
         """
-        if self._error is None:
-            return
-        self.drain()
-        error, self._error = self._error, None
-        assert error is not None
-        try:
-            raise error.with_traceback(None)
-        finally:
-            del error  # an error whose frame holds it keeps the step's graph alive
+        if self._error is not None:
+            self.drain()
+            error, self._error = self._error, None
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error  # an error whose frame holds it keeps the step's graph alive
 
     def drain(self) -> None:
         """Return when nothing is in flight; slots that wait are not stored."""
@@ -361,65 +337,54 @@ class StoreQueue:
             if self._starting:
                 return
             self._starting = True
-        try:
-            while self._start_one():
-                pass
-        except BaseException:  # Ctrl-C: nothing may wait for a store that was not begun
-            self._starting = False
-            self._end(self._begun)
-            raise
+        while self._start_one():
+            pass
 
     def _start_one(self) -> bool:
-        slot = self._next()  # held by this frame only: a drained queue holds no slot
-        if slot is not None:
-            transfer = slot.start_store()
-            transfer.then(partial(self._ended, self._begun, weakref.ref(slot), transfer))
-        return slot is not None
-
-    def _next(self) -> Slot | None:
-        """The next slot that may go and whose graph still lives; None: this thread stops starting."""
         with self._lock:
-            while self._waiting:
-                ref, (number, nbytes) = next(iter(self._waiting.items()))
-                if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
-                    break
-                del self._waiting[ref]
-                slot = ref()
-                if slot is not None:
-                    self._begun = number
-                    self._in_flight[number] = nbytes
-                    self._stats.nbytes_stored += nbytes
-                    return slot
-            self._starting = False
-            self._changed.notify_all()
-            return None
-
-    def _ended(self, begun: int, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
-        """Runs on the thread that saw the end; the graph, and the slot with it, may be gone."""
-        error = _error_of(transfer)
+            number, slot = self._next()  # held by this frame only: a drained queue holds no slot
+            if slot is None:
+                self._starting = False
+                self._changed.notify_all()
+                return False
+            self._in_flight[number] = slot.nbytes
+            self._stats.nbytes_stored += slot.nbytes
         try:
-            _end_store(ref, well=error is None)
-        finally:
+            transfer = slot.start_store()
+        except BaseException:  # nobody may wait for a store that was not begun
             with self._lock:
-                self._error = self._error or error
-            self._end(begun)
-            self._start()
+                self._starting = False
+                self._end(number)
+            raise
+        transfer.then(partial(self._ended, number, weakref.ref(slot), transfer))
+        return True
 
-    def _end(self, begun: int) -> None:
+    def _next(self) -> tuple[int, Slot | None]:
+        """Take the next slot that may go and whose graph still lives."""
+        while self._waiting:
+            ref, (number, nbytes) = next(iter(self._waiting.items()))
+            if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
+                break
+            del self._waiting[ref]
+            if (slot := ref()) is not None:
+                return number, slot
+        return 0, None
+
+    def _ended(self, number: int, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
+        """End a store, on the thread that saw the end; the graph, and the slot with it, may be gone."""
+        error = None
+        try:
+            transfer.wait()
+        except Exception as raised:  # also a budget's: the thread that waits for the end must hear of it
+            error = raised.with_traceback(None)
+        if (slot := ref()) is not None:
+            slot.end_store(well=error is None)
+        del slot  # a drained queue holds no slot
         with self._lock:
-            self._in_flight.pop(begun, None)
-            self._changed.notify_all()
+            self._error = self._error or error
+            self._end(number)
+        self._start()
 
-
-def _error_of(transfer: Transfer) -> Exception | None:
-    try:
-        transfer.wait()
-    except Exception as error:  # also a budget's: the thread that waits for the end must hear of it
-        return error
-    return None
-
-
-def _end_store(ref: "weakref.ref[Slot]", *, well: bool) -> None:
-    slot = ref()  # held by this frame only: a drained queue holds no slot
-    if slot is not None:
-        slot.end_store(well=well)
+    def _end(self, number: int) -> None:
+        del self._in_flight[number]
+        self._changed.notify_all()

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,31 +103,9 @@ class StoredActivation:
             self._give_back()
 
 
-class ActivationStore(Protocol):
-    """NVMe or host memory, as far as activations are concerned.
-
-    Attributes:
-        padding_nbytes: What a storage takes beyond its size once it has been loaded.
-    """
-
-    padding_nbytes: int
-
-    def reserve(self, storage: Storage, who: str) -> StoredActivation:
-        """Reserve room for ``storage``.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        ...
-
-    def close(self) -> None:
-        """Finish what is in flight."""
-        ...
-
-
 def open_stores(
     device: torch.device, pool: Pool, piece_nbytes: int, volume: Volume | None, engine: TransferEngine | None
-) -> dict[Place, ActivationStore]:
+) -> "dict[Place, ActivationStore]":
     """Open the stores that there are for activations.
 
     Without an accelerator activations are in host memory already: only NVMe is farther away.
@@ -204,9 +182,8 @@ def _host_bytes_per_s(device: torch.device) -> float:
 class DirectStore:
     """NVMe for storages in host memory; see [Note: no copy].
 
-    Args:
-        volume: Hands out extents.
-        engine: Moves bytes to and from them.
+    Attributes:
+        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
     """
 
     padding_nbytes = BLOCK_NBYTES
@@ -215,6 +192,7 @@ class DirectStore:
         self.volume, self.engine = volume, engine
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
+        """Reserve room for ``storage``; DiskError: the file system is full."""
         return _Direct(self, storage, who)
 
     def close(self) -> None:
@@ -266,12 +244,7 @@ def _free(volume: Volume, extents: list[Extent]) -> None:
 
 
 class CopyThread:
-    """A thread that copies in the order of the calls, on an accelerator's stream of its own.
-
-    Args:
-        name: Of the thread.
-        device: Where activations are.
-    """
+    """A thread that copies in the order of the calls, on an accelerator's stream of its own."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
@@ -295,32 +268,29 @@ class Copy(Transfer):
         issued: Ends earlier: when the copies are on their way.
     """
 
-    __slots__ = ("_move", "issued")
+    __slots__ = ("_moves", "issued")
 
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()
-        self._move: Callable[[], None] | None = move
-        self.issued = StreamTransfer()
+        self._moves, self.issued = [move], StreamTransfer()
 
     def perform(self, after: torch.Event | None, device: torch.device) -> None:
-        move, self._move = self._move, None
-        assert move is not None
-        error: BaseException | None = None
-        try:
+        """Make the move and wait for its copies, on the thread that copies."""
+
+        def issue() -> None:
+            move = self._moves.pop()
             wait_on_stream(after, device)
             try:
                 move()
             finally:
-                del move
                 self.issued.record(device)
-        except BaseException as raised:  # surfaces at wait
-            error = raised.with_traceback(None)
-        self.issued.finish(error)
-        try:
+
+        def end() -> None:
             wait_on_host(record(device))
-        except BaseException as raised:  # of the device
-            error = error or raised.with_traceback(None)
-        self.finish(error)
+            self.issued.wait()
+
+        self.issued.run(issue)
+        self.run(end)
 
 
 class StagedStore:
@@ -345,6 +315,7 @@ class StagedStore:
         self.storing, self.loading = CopyThread("store", device), CopyThread("load", device)
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
+        """Reserve room for ``storage``; DiskError: the file system is full."""
         if self.volume is None or self.engine is None:
             return _InHost(self, storage, self.pool.lease(storage.nbytes(), who=who))
         if self.engine.name == "gds":
@@ -471,3 +442,7 @@ class _Gds(_Staged):
 
     def get(self, target: Tensor) -> None:
         self._engine.read(self._extent.head(len(target)), target).wait()
+
+
+#: NVMe or host memory, as far as activations are concerned.
+ActivationStore = DirectStore | StagedStore

@@ -20,12 +20,13 @@ Several operators save one storage. It is loaded once, held until each of them h
 A graph that is kept (``retain_graph``) reads again: then it is loaded again.
 """
 
+import math
 import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -53,48 +54,30 @@ def untraced(function: F) -> F:
 # --- policies ----------------------------------------------------------------------------------------
 
 
-class ActivationPolicy(Protocol):
-    """Decides about slots and blocks while the model runs.
+class PlannedPolicy:
+    """Follows a plan.
 
     Attributes:
         keeps_budget: Bytes of stores that have not ended count.
     """
 
-    keeps_budget: bool
-
-    def place(self, key: SlotKey) -> Place: ...
-    def recomputes(self, region: int) -> bool: ...
-
-    def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
-        """Slots to load when backward first asks for ``after``; None: those that were packed before it."""
-        ...
-
-    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
-        """The slot up to which all must have been stored when ``key`` is packed or asked for; None: none."""
-        ...
-
-
-class PlannedPolicy:
-    """Follows a plan."""
-
     def __init__(self, plan: ActivationPlan) -> None:
-        self.plan = plan
+        self.plan, self.place = plan, plan.place
         self._loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
         for load in plan.loads:
             self._loads[load.after].append(load.slot)
         self.keeps_budget = plan.capacity_nbytes is not None
         self._waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
 
-    def place(self, key: SlotKey) -> Place:
-        return self.plan.place(key)
-
     def recomputes(self, region: int) -> bool:
         return region in self.plan.recomputed
 
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
+        """Return the slots to load when backward first asks for ``after``."""
         return self._loads.get(after, ())
 
     def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
+        """Return the slot up to which all must have been stored when ``key`` is packed or asked for."""
         return self._waits.get((key, backward))
 
 
@@ -111,51 +94,28 @@ class UniformPolicy:
     keeps_budget = False
 
     def __init__(self, place: Place, *, recompute: bool = False, last: int | None = None) -> None:
-        self._place, self._recompute, self._last = place, recompute, last
+        self._place, self._recompute = place, recompute
+        self._last = math.inf if last is None or last < 0 else last
 
     def place(self, key: SlotKey) -> Place:
-        return Place.KEEP if self._is_last(key.region) else self._place
+        return self._place if key.region < self._last else Place.KEEP
 
     def recomputes(self, region: int) -> bool:
-        return self._recompute and not self._is_last(region)
+        return self._recompute and region < self._last
 
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
+        """Return None: the slots that were packed before ``after`` are loaded."""
         return None
 
     def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
         return None
 
-    def _is_last(self, region: int) -> bool:
-        return self._last is not None and 0 <= self._last <= region
+
+#: Decides about slots and blocks while the model runs.
+ActivationPolicy = PlannedPolicy | UniformPolicy
 
 
 # --- records and handles -----------------------------------------------------------------------------
-
-
-class BlockCalls:
-    """Where a forward pass is: which call of a block, or what lies between two of them.
-
-    Attributes:
-        region: 2n - 1 in the n-th call of a block, 2n after it.
-    """
-
-    def __init__(self) -> None:
-        self.region = self._calls = self._ordinal = 0
-
-    def enter(self) -> int:
-        """A call of a block begins; return its region."""
-        self._calls += 1
-        self.region, self._ordinal = 2 * self._calls - 1, 0
-        return self.region
-
-    def leave(self) -> None:
-        """The call has ended."""
-        self.region, self._ordinal = 2 * self._calls, 0
-
-    def next_key(self) -> SlotKey:
-        """Return the key of what is packed next."""
-        self._ordinal += 1
-        return SlotKey(self.region, self._ordinal - 1)
 
 
 class PassRecord:
@@ -163,10 +123,14 @@ class PassRecord:
 
     Args:
         policy: Decides about its slots.
+
+    Attributes:
+        region: 2n - 1 in the n-th call of a block, 2n after it.
     """
 
     def __init__(self, policy: ActivationPolicy) -> None:
-        self.policy, self.calls = policy, BlockCalls()
+        self.policy = policy
+        self.region = self._ordinal = 0
         self.slots: weakref.WeakValueDictionary[SlotKey, Slot] = weakref.WeakValueDictionary()
         self.packed: list[SlotKey] = []
         self.positions: dict[SlotKey, int] = {}  # in ``packed``
@@ -176,6 +140,23 @@ class PassRecord:
         self.fetched: set[SlotKey] = set()  # for it
         self.backward = -1  # the backward pass that runs now, by the number that autograd gave it
         self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def enter(self) -> int:
+        """Begin the next call of a block; return its region."""
+        self._move(self.region + 1 + self.region % 2)
+        return self.region
+
+    def leave(self) -> None:
+        """End the call of a block."""
+        self._move(self.region + self.region % 2)
+
+    def _move(self, region: int) -> None:
+        self.region, self._ordinal = region, 0
+
+    def next_key(self) -> SlotKey:
+        """Return the key of what is packed next."""
+        self._ordinal += 1
+        return SlotKey(self.region, self._ordinal - 1)
 
     def was_empty(self, kv_cache: Any) -> bool:
         """Whether a cache of keys and values was empty when the pass came to it first."""
@@ -347,7 +328,7 @@ class TensorCache:
         return storage.resizable() and tensor.nbytes * _LEAST_PART >= nbytes
 
     def _begin(self, record: PassRecord, tensor: Tensor) -> Slot:
-        slot = Slot(record.calls.next_key(), tensor.untyped_storage(), tensor._version, self.stats)
+        slot = Slot(record.next_key(), tensor.untyped_storage(), tensor._version, self.stats)
         record.add(slot)
         if self.profiler is not None:
             self.profiler.packed(slot.key, tensor)

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from infinity.core.config import MemoryConfig
 from infinity.partition.builder import PartitionConfig
-from infinity.shards.store import DurabilityConfig, Resume
+from infinity.shards.journal import DurabilityConfig, Resume
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 

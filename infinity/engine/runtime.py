@@ -63,11 +63,11 @@ from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles, used_after
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.journal import Resume
 from infinity.shards.records import Records
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
 from infinity.shards.storage import Storage
-from infinity.shards.store import Resume
 from infinity.shards.tiers import Tiers
 
 

@@ -194,7 +194,7 @@ class Speculation:
     Attributes:
         counter: 0 to 3; from 2 on the prediction is that they will be right.
         started: Updates of the last step that started before its norm was known.
-        rolled_back: Speculated steps that were void.
+        rolled_back: Those of them that were void.
 
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """

@@ -277,7 +277,7 @@ class _Cache:
             return _Packed(tensor)
         known = self._keys.get(storage._cdata)
         if known is None or known[0]() is not storage:
-            key = self.record.calls.next_key()
+            key = self.record.next_key()
             self._keys[storage._cdata] = weakref.ref(storage), key
             self.profiler.packed(key, tensor)
             self.profiler.tell("slots", "pack", key, storage.nbytes())

@@ -31,7 +31,7 @@ from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.loader import DataConfig
 from infinity.recipes.models.causal import ModelConfig
-from infinity.shards.store import DurabilityConfig
+from infinity.shards.journal import DurabilityConfig
 
 #: The longest recipe that is read; one with every key has 5 kB.
 _MOST_NBYTES = 2**20

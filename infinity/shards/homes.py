@@ -42,8 +42,7 @@ from infinity.optim.layout import StateLayout
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
 from infinity.shards.pipeline import Run
-from infinity.shards.storage import Storage
-from infinity.shards.store import ChunkExtents, ShardStore, Version
+from infinity.shards.storage import ChunkExtents, ShardStore, Storage, Version
 
 #: The first element of a chunk in its shard, its weights, and the fields of its state.
 Chunk = tuple[int, Tensor, tuple[Tensor, ...]]

@@ -35,7 +35,7 @@ from infinity.optim.layout import StateLayout
 from infinity.optim.rules import Rule, UpdateRule
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Expected, Job, Move, Moves, Stage
-from infinity.shards.store import ChunkExtents, Version
+from infinity.shards.storage import ChunkExtents, Version
 
 
 @dataclass(frozen=True, slots=True)

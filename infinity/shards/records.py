@@ -2,26 +2,133 @@
 
 A step that was committed (:mod:`infinity.shards.updates`) is recorded in two parts: which versions of units
 are the committed ones is known at once, the small state (a scheduler's next learning rate) when the next
-forward pass begins. :class:`infinity.shards.commits.Commits` writes the record when what it names has landed.
+forward pass begins. :class:`infinity.shards.journal.Commits` writes the record when what it names has landed.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
 from infinity.planner.updates import Speculation
-from infinity.shards.commits import CommitInterval, Commits, StepState
 from infinity.shards.homes import HostHome
-from infinity.shards.journal import CommitRecord
+from infinity.shards.journal import CommitRecord, Commits, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
 from infinity.shards.tiers import Tiers, is_reloadable
+
+#: A part of the state, and what returns the rest of it later; None: that is all.
+Parts = tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None]
+
+
+class StepState:
+    """The small state of the last recorded step.
+
+    Step counts, generators and what the optimizer follows are known when ``step()`` ends, the learning rates
+    that schedulers set after it when the next forward pass begins.
+
+    Args:
+        speculation: The speculation, whose prediction belongs to the state.
+
+    Attributes:
+        packed: The state as bytes; empty: no step has one.
+        step: The step whose state it is.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        self.packed, self.step = b"", 0
+        self._speculation = speculation
+        self._parts: Parts | None = None
+
+    def take(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Take what is known when a step ends, or when a state was loaded; ``late`` returns the rest."""
+        self._parts = {**state, "predictor": self._speculation.counter}, late
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether a state was taken that is not packed."""
+        return self._parts is not None
+
+    def complete(self, step: int) -> None:
+        """Pack what was taken, with the rest of it.
+
+        Raises:
+            StateError: ``step()`` raised before anything was taken; or the state cannot be kept.
+        """
+        if self._parts is None:
+            raise StateError(
+                f"step() of the optimizer raised before step {step} was recorded, so no later one can be: "
+                "end the program, and go on from the step before with infinity.resume"
+            )
+        state, late = self._parts
+        self.packed, self.step = pack({**state, **({} if late is None else late())}), step
+        self._parts = None
+
+    def forget(self) -> None:
+        """Drop what was taken: it belongs to no step that is recorded."""
+        self._parts = None
+
+    def restore(self, packed: bytes, step: int) -> None:
+        """Go on with the state of a saved step."""
+        self.packed, self.step = packed, step
+        self._speculation.counter = unpack(packed)["predictor"]
+
+
+#: Part of the time that commits may cost.
+_MOST_COST = 0.035
+#: Steps with what a commit writes beside them, and as many without, after which the interval is chosen.
+_SEEN_STEPS = 4
+
+
+class CommitInterval:
+    """The steps that are recorded: every one, or as few as keep the cost of commits low.
+
+    Beside its record a commit writes what lies in host memory, while the next step computes. How much longer
+    that step takes is measured: at first every second step is recorded. Then every n-th is, so that commits
+    take at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
+
+    Args:
+        every: The number of steps; None: as measured.
+
+    Attributes:
+        every: Steps from one record to the next.
+        chosen: It stays as it is.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.wanted, self.every, self.chosen = every, 1, False
+        self._ended_s: float | None = None
+        self._recorded = False  # the step before the one that runs now
+        self._with_s: list[float] = []
+        self._without_s: list[float] = []
+
+    def ends(self, step: int) -> bool:
+        """Return whether ``step`` is recorded."""
+        return step % self.every == 0
+
+    def step(self, *, recorded: bool) -> None:
+        """Note that a step ends; if it is ``recorded``, its commit is written beside the next one."""
+        if self.chosen:
+            return
+        now_s = time.monotonic()
+        if self._ended_s is not None:
+            (self._with_s if self._recorded else self._without_s).append(now_s - self._ended_s)
+        self._ended_s, self._recorded = now_s, recorded
+
+    @property
+    def measured(self) -> int | None:
+        """The number of steps that this rank would choose; None: too few were seen."""
+        if min(len(self._with_s), len(self._without_s)) < _SEEN_STEPS:
+            return None
+        step_s = median(self._without_s)
+        return max(1, math.ceil((median(self._with_s) - step_s) / (_MOST_COST * step_s)))
 
 
 @dataclass(slots=True)
@@ -202,7 +309,7 @@ class Records:
     def wait_for_commit(self) -> None:
         """Return when the last record is on disk, if places that it frees may be written now. Any thread.
 
-        See [Note: the commit barrier] in :mod:`infinity.shards.commits`. With a third place the step after a
+        See [Note: the commit barrier] in :mod:`infinity.shards.journal`. With a third place the step after a
         record need not wait.
         """
         if self._commit is not None:

@@ -26,7 +26,7 @@ from infinity.optim.rules import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.homes import DiskHome, HostHome
 from infinity.shards.saved import SavedRank, SavedRun
-from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
+from infinity.shards.storage import ShardStore, Version, versions_of_plain, versions_to_plain
 from infinity.shards.tiers import Tiers, is_reloadable
 from infinity.shards.verified import BlockSums, load_sums
 

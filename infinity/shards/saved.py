@@ -27,10 +27,10 @@ from infinity.shards.journal import (
     CorruptJournalError,
     Journal,
     RankFiles,
+    Resume,
     read_journal,
     whole_numbers,
 )
-from infinity.shards.store import Resume
 
 _JOURNAL = re.compile(r"rank(\d+)-(\d+)\.commits")
 _DATA = re.compile(r"rank(\d+)-(\d+)-\d+\.bin")

@@ -23,7 +23,7 @@ from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.optim.layout import StateLayout
-from infinity.shards.store import ChunkExtents, Version
+from infinity.shards.storage import ChunkExtents, Version
 
 #: Of the waits of the training thread, so that Ctrl-C gets through (s).
 _SLICE_S = 0.5

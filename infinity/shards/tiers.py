@@ -35,8 +35,7 @@ from infinity.partition.unit import Unit
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.storage import Storage
-from infinity.shards.store import ShardStore, Version
+from infinity.shards.storage import ShardStore, Storage, Version
 
 
 class Tiers:

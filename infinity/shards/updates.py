@@ -34,8 +34,8 @@ from infinity.core.transfer import Lease, Transfer
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
-from infinity.shards.commits import Commits
 from infinity.shards.homes import ShardHome
+from infinity.shards.journal import Commits
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers

@@ -27,7 +27,7 @@ from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW
 from infinity.shards.homes import DiskHome
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.store import ChunkExtents, Version
+from infinity.shards.storage import ChunkExtents, Version
 from infinity.shards.tiers import Tiers
 from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of

@@ -10,8 +10,15 @@ import torch
 
 import infinity
 from infinity.core.transfer import Transfer
-from infinity.shards.commits import Commits
-from infinity.shards.journal import CommitRecord, CorruptJournalError, Journal, RankFiles, pack, read_journal
+from infinity.shards.journal import (
+    CommitRecord,
+    Commits,
+    CorruptJournalError,
+    Journal,
+    RankFiles,
+    pack,
+    read_journal,
+)
 from tests.helpers import models
 from tests.helpers.journals import newest, records, run_sql
 from tests.helpers.reference import Rule

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infinity.shards import commits
-from infinity.shards.commits import CommitInterval
+from infinity.shards import records
+from infinity.shards.records import CommitInterval
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from infinity.shards.commits import CommitInterval
 )
 def test_commits_cost_at_most_a_thirtieth_of_the_time(monkeypatch, beside_s, every):
     now = [0.0]
-    monkeypatch.setattr(commits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
     interval = CommitInterval(None)
     interval.every = 2
     step = 0

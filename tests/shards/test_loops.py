@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import infinity
 from infinity.core.errors import StateError
-from infinity.shards.commits import Commits
+from infinity.shards.journal import Commits
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Loader, Net

@@ -16,7 +16,7 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
 from infinity.optim.rules import ADAMW, IDLE, HostRule
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
-from infinity.shards.store import ChunkExtents, Version
+from infinity.shards.storage import ChunkExtents, Version
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool
 from tests.helpers.limits import comes_true

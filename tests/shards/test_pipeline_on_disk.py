@@ -15,7 +15,7 @@ from infinity.nvme.volume import Volume
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
 from infinity.optim.rules import ADAMW, IDLE, HostRule
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
-from infinity.shards.store import ChunkExtents, Version
+from infinity.shards.storage import ChunkExtents, Version
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NUMEL, CHUNK = 11 * GRAIN_NUMEL, 4 * GRAIN_NUMEL
