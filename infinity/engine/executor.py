@@ -396,8 +396,8 @@ class StepExecutor:
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
-        planned, records, training = self.updates.planned, self.updates.records, self.prefetcher.training
-        before, moved = self.figures.moved, (planned["read"], planned["write"] + records.planned_written)
+        planned, training = self.updates.records.planned, self.prefetcher.training
+        before, moved = self.figures.moved, (planned["read"], planned["write"])
         self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
         if training.fetched is not None:
             staging = self.mover.staging

@@ -8,6 +8,7 @@ forward pass begins. :class:`infinity.shards.journal.Commits` writes the record 
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -160,7 +161,7 @@ class Records:
     Attributes:
         interval: Says which steps are recorded.
         steps: Steps that were committed.
-        planned_written: Bytes of units in host memory that were written for records.
+        planned: Bytes that updates and records of all steps were to ``read`` and ``write``.
         recorded: The step of the last record that was given to be written; None: there is none.
     """
 
@@ -170,7 +171,8 @@ class Records:
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
         self._small = StepState(speculation)
-        self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
+        self.interval, self.steps = CommitInterval(every), 0
+        self.planned: Counter[str] = Counter()
         self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet
         self._layout = -1  # changes of the store that the last record knew
@@ -212,7 +214,7 @@ class Records:
             self._pass_barrier()
             updated = self.bring_home(index) or home.updating
             self._stored[index] = home.store_copy(self.tiers.store, self.next_place, updated)
-            self.planned_written += home.nbytes
+            self.planned["write"] += home.nbytes
 
     def bring_home(self, index: int) -> Transfer | None:
         """Start to copy a unit's newest values home, after writes of those there; None: they are."""

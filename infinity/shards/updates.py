@@ -20,7 +20,6 @@ there. For a commit it is brought home first, and its next update waits for noth
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -175,7 +174,6 @@ class Updates:
         ready: Updates of this step, by index of the unit.
         records: Of the steps that were committed.
         stored_gradients: Those that wait on NVMe.
-        planned: Bytes that the updates of all steps were to ``read`` and ``write``.
     """
 
     def __init__(
@@ -184,12 +182,11 @@ class Updates:
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline
-        self.units, self.order, self.speculation, self.on_failure = units, order, speculation, on_failure
+        self.order, self.speculation, self.on_failure = order, speculation, on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
-        self.planned: Counter[str] = Counter()
         for unit in units:
             unit.home.updating = None  # of an optimizer before
         self.records = Records(tiers, units, commits, every, speculation)
@@ -253,7 +250,7 @@ class Updates:
     def _store(self, pending: PendingUpdate) -> None:
         nbytes = self.tiers.gradient_nbytes(pending.unit)
         pending.stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
-        self.planned["write"] += nbytes
+        self.records.planned["write"] += nbytes
         pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def land_held(self) -> None:
@@ -278,9 +275,11 @@ class Updates:
         self._expecting = True
         # Empty while unknown; a step that was forgotten may have begun it.
         once = dict.fromkeys(self.order.gradients)
-        coming = [index for index in once if self.units[index].home.tier is Tier.NVME]
+        coming = [index for index in once if self.records.units[index].home.tier is Tier.NVME]
         spilled = frozenset() if self.early else self.stored_gradients.chosen
-        units = [self.units[index] for index in (coming if self.early else self._in_order_of_use(coming))]
+        units = [
+            self.records.units[index] for index in (coming if self.early else self._in_order_of_use(coming))
+        ]
         self.pipeline.expect([(unit.name, self._source(unit, unit.index in spilled)) for unit in units])
 
     def total_sum_of_squares(self) -> float:
@@ -324,8 +323,8 @@ class Updates:
             pending.future.wait()
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
-            self.planned["read"] -= pending.job.unread_nbytes
-            self.planned["write"] -= pending.job.unwritten_nbytes
+            self.records.planned["read"] -= pending.job.unread_nbytes
+            self.records.planned["write"] -= pending.job.unwritten_nbytes
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
@@ -376,7 +375,7 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
-        for unit in self.units:
+        for unit in self.records.units:
             if unit.home.tier is Tier.HOST and unit.home.updating is not None:
                 unit.home.updating.wait()
         self.stored_gradients.land()
@@ -457,9 +456,9 @@ class Updates:
             if earlier is not None:
                 earlier.wait()  # of a stored gradient at once after land_held
         weights, layout, n = pending.weights, self.tiers.layout, unit.shard_numel
-        self.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
-        self.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
-        self.planned["write"] += layout.nbytes(n)
+        self.records.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
+        self.records.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
+        self.records.planned["write"] += layout.nbytes(n)
         pending.job = UpdateJob(
             name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
             writes=self.tiers.version(unit, pending.place), weight=weights.values, in_place=weights.stay,
