@@ -433,19 +433,16 @@ class Updates:
                 weights, state = home.weight[part], tuple(each[part] for each in home.state)
                 self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
 
-        def beside() -> None:
-            error = None
+        def play(error: BaseException | None = None) -> None:
             try:
                 update()
             except BaseException as raised:  # surfaces at wait
+                if self.beside is None:
+                    raise
                 error = raised.with_traceback(None)
             self._landed(pending, future, error)
 
-        def at_once() -> None:
-            update()
-            self._landed(pending, future, None)
-
-        return at_once if self.beside is None else partial(self.beside.submit, beside)
+        return play if self.beside is None else partial(self.beside.submit, play)
 
     def _in_pipeline(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
         """Return what updates a unit on NVMe, chunk by chunk, from its committed version to the next."""
