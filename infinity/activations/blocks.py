@@ -7,7 +7,7 @@ recomputation runs the block's own forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,40 +31,42 @@ def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
 
     Blocks may be compiled one by one. A model that is compiled as a whole has none.
     """
-    found: list[NamedBlock] = []
-    _find(model, "", False, found)
-    return found
+    return list(_blocks_in(model, "", False))
 
 
-def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -> None:
+def _blocks_in(module: nn.Module, name: str, listed: bool) -> Iterator[NamedBlock]:
     is_list = isinstance(module, nn.ModuleList)
     if listed and not is_list and next(module.parameters(), None) is not None:
-        found.append(NamedBlock(name, module))
-        return
-    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-        return  # torch.compile made one graph of it: the pass's position in it is unknown
-    for child_name, child in module.named_children():
-        _find(child, f"{name}.{child_name}" if name else child_name, is_list, found)
+        yield NamedBlock(name, module)
+    elif module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+        # Else torch.compile made one graph of it: the pass's position in it is unknown.
+        for child_name, child in module.named_children():
+            yield from _blocks_in(child, f"{name}.{child_name}" if name else child_name, is_list)
+
+
+@contextmanager
+def patched(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """Let ``module`` itself have ``value`` as its attribute ``name``, whatever its class has."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
 
 
 @contextmanager
 def tracked(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
     """Make the blocks tell ``cache`` the position of a pass; see [Note: wrapped forwards]."""
-    changed: list[tuple[nn.Module, str, Any]] = []
-    try:
+    with ExitStack() as stack:
         for block in blocks:
-            module = block.module
-            name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-            own = getattr(module, name)
-            changed.append((module, name, module.__dict__.get(name)))
-            module.__dict__[name] = partial(_forward, block, own, cache)
+            name = "forward" if block.module._compiled_call_impl is None else "_compiled_call_impl"
+            own = getattr(block.module, name)
+            stack.enter_context(patched(block.module, name, partial(_forward, block, own, cache)))
         yield
-    finally:
-        for module, name, before in changed:
-            if before is None:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = before
 
 
 @untraced

@@ -32,6 +32,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from infinity.activations.blocks import patched
 from infinity.activations.tensor_cache import untraced
 from infinity.core.errors import StateError
 
@@ -122,16 +123,12 @@ class LogitSlices:
         if head is None:
             yield
             return
-        before = head.__dict__.get("forward")
-        self._head, head.__dict__["forward"] = head, partial(self._forward, head, head.forward)
+        self._head = head
         try:
-            yield
+            with patched(head, "forward", partial(self._forward, head, head.forward)):
+                yield
         finally:
             self._head = None
-            if before is None:
-                del head.__dict__["forward"]
-            else:
-                head.__dict__["forward"] = before
 
     def _find(self, model: nn.Module) -> nn.Module | None:
         if model not in self._heads:
@@ -232,9 +229,12 @@ class PendingHead:
 #: Functions of tensors that say something of shape and dtype, not of values.
 _DESCRIBE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"))
 _PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"))
-_SCALES = frozenset(("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"))
 _ASK_FOR_GRADIENT = frozenset(("retain_grad", "register_hook"))
-_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+#: Those that do the same to each value of logits, if their other arguments are no tensors.
+_ELEMENTWISE = frozenset((
+    "tanh", "to", "float", "double", "half", "bfloat16", "mul", "multiply", "__mul__", "__rmul__", "div",
+    "divide", "true_divide", "__truediv__",
+))  # fmt: skip
 
 
 @dataclass
@@ -353,27 +353,19 @@ class PendingLogits(Tensor):
         """Return what a function makes of these, with further arguments; None: it needs values."""
         name, dtype, hidden, operators = func.__name__, self.dtype, self._hidden, self._operators
         operator = partial(_call, func, args, kwargs)
-        if (cast := self._cast(name, args, kwargs)) is not None:
-            dtype, operators = cast, (*operators, operator)
-        elif (name == "tanh" and not args and not kwargs) or (name in _SCALES and _is_number(args, kwargs)):
-            operators = (*operators, operator)
+        if name in _ELEMENTWISE:
+            if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+                return None
+            like = operator(torch.empty(0, dtype=dtype, device=self.device))
+            if like.device != self.device or not like.is_floating_point():
+                return None
+            dtype, operators = like.dtype, (*operators, operator)
         elif (rows := self._rows(name, args, kwargs)) is not None:
             hidden = rows(hidden)
         else:
             return None
         trained = self.requires_grad and torch.is_grad_enabled()
         return self._make(self._head, hidden, dtype, trained, self._family, operators, (self, operator))
-
-    def _cast(self, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
-        """Return the dtype that a cast gives; None: it is none, or to another device."""
-        if name in _CASTS and not args and not kwargs:
-            return _CASTS[name]
-        given = args if not kwargs else (kwargs.get("dtype"),)
-        if name != "to" or len(given) != 1 or len(args) + len(kwargs) != 1:
-            return None
-        if isinstance(given[0], torch.dtype):
-            return given[0] if given[0].is_floating_point else None
-        return self.dtype if given[0] == self.device else None
 
     def _rows(self, name: str, args: Any, kwargs: Any) -> Operator | None:
         """Return what does to the head's input what a function does to rows; None: it does something else."""
@@ -441,10 +433,6 @@ def _losses(
 
 def _call(func: Any, args: Any, kwargs: Any, logits: Tensor) -> Any:
     return func(logits, *args, **kwargs)
-
-
-def _is_number(args: Any, kwargs: Any) -> bool:
-    return len(args) == 1 and not kwargs and type(args[0]) in (int, float)
 
 
 def _refuse_gradient(grad: Tensor) -> None:

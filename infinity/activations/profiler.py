@@ -20,11 +20,10 @@ import itertools
 import time
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +193,7 @@ class Recording:
             tuple(self._lifetimes(slots)),
             tuple(slots),
             tuple(self._blocks()),
-            tuple(self._traffic()),
+            tuple(Traffic(min(at, self.last), read, written) for at, read, written in self.traffic),
         )
 
     def _slots(self) -> list[SlotUse]:
@@ -236,16 +235,6 @@ class Recording:
             born = min(life.born, self.last)
             yield StorageUse(f"{index} {life.name}", life.nbytes, kind, born, min(dies, self.last))
 
-    def _traffic(self) -> Iterator[Traffic]:
-        """Bytes that units move, by the operator beside which the move began."""
-        read, written = Counter[int](), Counter[int]()
-        for position, nbytes_read, nbytes_written in self.traffic:
-            at = min(position, self.last)
-            read[at] += nbytes_read
-            written[at] += nbytes_written
-        for at in sorted(read.keys() | written.keys()):
-            yield Traffic(at, read[at], written[at])
-
     def _blocks(self) -> Iterator[BlockCall]:
         """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
         regions = [mark for mark in self.regions if mark.end]
@@ -267,12 +256,17 @@ class Recording:
 # --- recording ---------------------------------------------------------------------------------------
 
 
-class _Signature(NamedTuple):
+@cache
+def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Arguments that an operator writes: positions, and names (``out=``, which it does not read)."""
-
-    name: str
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
+    schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
+    written = [
+        (position, argument)
+        for position, argument in enumerate(schema.arguments if schema else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    positions = tuple(position for position, argument in written if not argument.kwarg_only)
+    return positions, tuple(argument.name for _, argument in written)
 
 
 class Profiler(TorchDispatchMode):
@@ -284,7 +278,6 @@ class Profiler(TorchDispatchMode):
 
     Args:
         weights: Parameters, whose gradients are found too. Every ``nn.Parameter`` counts as one.
-        states: Of the optimizer.
         device: Whose operators are timed.
     """
 
@@ -293,23 +286,20 @@ class Profiler(TorchDispatchMode):
     def __init__(
         self,
         weights: Iterable[Tensor] = (),
-        states: Iterable[Tensor] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights, self._states = list(weights), list(states)
+        self._weights = list(weights)
         self._device = torch.device(device)
         self._on_cpu = self._device.type == "cpu"
         self._recorded = Recording()
-        self._signatures: dict[Any, _Signature] = {}
         self._pauses = 0
         self._own_s = 0.0  # seconds that a plain step would not take
         self._wall_s = 0.0
 
     def __enter__(self) -> "Profiler":
-        for kind, tensors in ((Kind.WEIGHT, self._weights), (Kind.STATE, self._states)):
-            for tensor in tensors:
-                self._recorded.storages.find(tensor, kind, kind.value)
+        for weight in self._weights:
+            self._recorded.storages.find(weight, Kind.WEIGHT, "weight")
         self._find_gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._wall_s -= self._now_s()
@@ -328,18 +318,18 @@ class Profiler(TorchDispatchMode):
         came_s = time.perf_counter()
         if self._recorded.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
             self.backward_begins()
-        signature = self._signatures.get(func) or self._learn(func)
-        read, written = self._arguments(signature, args, kwargs)
+        read, written = self._arguments(func, args, kwargs)
         begin = self._tick()
         result = func(*args, **kwargs)
         times = begin, self._tick()
-        made = self._indices((result,), Kind.WORKING, signature.name)
+        name = str(func)
+        made = self._indices((result,), Kind.WORKING, name)
         if written or not made or not set(made) <= set(read):
             node = running_node() if self._recorded.phase is Phase.BACKWARD else NO_NODE
             region = self._recorded.region if self._recorded.phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
             phase = self._recorded.phase
-            self._recorded.calls.append(Call(signature.name, times, read, outputs, phase, region, node))
+            self._recorded.calls.append(Call(name, times, read, outputs, phase, region, node))
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
@@ -427,28 +417,13 @@ class Profiler(TorchDispatchMode):
                 index = self._recorded.storages.find(weight.grad, Kind.GRADIENT, "gradient")
                 self._recorded.storages.lives[index].kind = Kind.GRADIENT
 
-    def _learn(self, func: Any) -> _Signature:
-        schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
-        written = [
-            (position, argument)
-            for position, argument in enumerate(schema.arguments if schema else ())
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        signature = _Signature(
-            str(func),
-            tuple(position for position, argument in written if not argument.kwarg_only),
-            tuple(argument.name for _, argument in written),
-        )
-        self._signatures[func] = signature
-        return signature
-
     def _arguments(
-        self, signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Storages that the call reads, and storages of arguments that it writes."""
-        names = signature.names
+        """Return the storages that the call reads, and those of arguments that it writes."""
+        positions, names = _written(func)
         reads = (*args, *(value for name, value in kwargs.items() if name not in names))
-        writes = [args[position] for position in signature.positions if position < len(args)]
+        writes = [args[position] for position in positions if position < len(args)]
         writes += [kwargs[name] for name in names if name in kwargs]
         read = self._indices(reads, Kind.INPUT, "input")
         return read, self._indices(writes, Kind.INPUT, "input") if writes else ()

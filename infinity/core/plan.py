@@ -46,7 +46,6 @@ class Kind(StrEnum):
     WORKING = "working"  # made inside the step, and not saved
     WEIGHT = "weight"
     GRADIENT = "gradient"
-    STATE = "state"  # of the optimizer
     INPUT = "input"  # was there before the step
 
 

@@ -2,8 +2,7 @@
 
 For a budget and a set of recomputed blocks, :mod:`infinity.planner.placement` chooses the storages that leave
 and when they come back; the simulator predicts what that costs. What remains is how many blocks to recompute,
-and which: the first so many of a fixed order, searched around the number of the next smaller budget. Where
-blocks are few, one more or less matters: other orders, and single blocks, are tried too.
+and which: the first so many of a fixed order, searched around the number of the next smaller budget.
 
 [Note: one ladder for every budget]
 The plan for a budget is the fastest one for a rung within it, and rungs depend on the profile and the
@@ -12,6 +11,7 @@ not depend on the budget either: more memory never makes a step slower.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,6 @@ from infinity.planner.simulator import Simulator
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
 RUNGS = 32
-#: Blocks are few if they are no more than this.
-FEW = 12
 #: Of so many blocks one more or less makes no difference; of twice as many two.
 _MANY = 128
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
@@ -82,7 +80,7 @@ class PlanSearch:
         self._profile, self._hardware = profile, hardware
         self._index = ProfileIndex(profile)
         self._lifetimes: dict[frozenset[int], Lifetimes] = {}
-        self._orders = list(_orders(profile))
+        self._order = _order(profile)
         self._everything: dict[frozenset[int], Places] = {}
         self._count = 0  # of recomputed blocks in the plan for the rung below
         self.keep = self._simulated(ActivationPlan("plan"))
@@ -95,15 +93,15 @@ class PlanSearch:
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:
         """Lifetimes with the lowest peak that a plan can reach, and memory by position."""
-        sets = list(self._some_sets())
-        memories = [least_memory(self.lifetimes(blocks), self._all_places(blocks)) for blocks in sets]
-        best = min(range(len(sets)), key=lambda i: (int(memories[i].max(initial=0)), i))
-        return self.lifetimes(sets[best]), memories[best]
+        found = (
+            (self.lifetimes(blocks), least_memory(self.lifetimes(blocks), self._all_places(blocks)))
+            for blocks in self._some_sets()
+        )
+        return min(found, key=lambda each: int(each[1].max(initial=0)))
 
     def smallest_budget(self) -> int:
         """Bytes of the smallest budget that a plan can keep, however slowly."""
-        _, memory = self.lowest()
-        return int(memory.max(initial=0))
+        return int(self.lowest()[1].max(initial=0))
 
     def frontier(self, capacity_nbytes: int) -> Iterator[Candidate]:
         """The fastest plans that were found for rungs up to a capacity, smallest rung first.
@@ -113,7 +111,7 @@ class PlanSearch:
         """
         rungs = [rung for rung in self._rungs() if rung <= capacity_nbytes]
         for rung in rungs:
-            candidate = self._best(rung, thorough=rung in rungs[-2:])
+            candidate = self._best(rung)
             if candidate is not None:
                 yield candidate
                 if self._is_fast(candidate):
@@ -153,8 +151,7 @@ class PlanSearch:
         yield frozenset()
         drive = min(self._hardware.read_bytes_per_s, self._hardware.write_bytes_per_s)
         if drive <= 0:
-            order = self._orders[0]
-            yield from (frozenset(order[:count]) for count in range(1, len(order) + 1))
+            yield from (frozenset(self._order[: count + 1]) for count in range(len(self._order)))
 
     def _all_places(self, recomputed: frozenset[int]) -> Places:
         if recomputed not in self._everything:
@@ -167,14 +164,12 @@ class PlanSearch:
         most = max(least, int(self.lifetimes(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
 
-    def _best(self, rung: int, *, thorough: bool = True) -> Candidate | None:
-        """The fastest plan that was found for this budget; ``thorough``: of few blocks each one is tried."""
+    def _best(self, rung: int) -> Candidate | None:
+        """The fastest plan that was found for this budget."""
         best = self._counted(rung)
         if best is None:
             for recomputed in self._some_sets():
                 best = self._faster(best, rung, recomputed)
-        if best is not None and thorough and len(self._orders[0]) <= FEW:
-            best = self._improved(best, rung)
         return best
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
@@ -185,7 +180,7 @@ class PlanSearch:
 
     def _counted(self, rung: int) -> Candidate | None:
         """Search the number of recomputed blocks around that of the rung below."""
-        order = self._orders[0]
+        order = self._order
         found = self._faster(None, rung, frozenset(order[: self._count]))
         step = max(1, len(order) // 32 if self._count else len(order) // 4)
         least = len(order) // _MANY
@@ -199,16 +194,6 @@ class PlanSearch:
             else:
                 step //= 2
         return found
-
-    def _improved(self, best: Candidate, rung: int) -> Candidate:
-        """Try the same number of other blocks, and changing each one."""
-        number = len(best.plan.recomputed)
-        sets = [frozenset(order[:number]) for order in self._orders[1:]] if number else []
-        sets += [best.plan.recomputed ^ {region} for region in self._orders[0]]
-        for recomputed in sets:
-            if not self._is_fast(best):
-                best = self._faster(best, rung, recomputed) or best
-        return best
 
     def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
         """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
@@ -230,10 +215,10 @@ class PlanSearch:
         return best
 
 
-def _orders(profile: Profile) -> Iterator[tuple[int, ...]]:
-    """Regions of blocks in the orders in which they are tried: by worth, then spread; early; late first."""
-    nbytes = {block.region: 0 for block in profile.blocks}
+def _order(profile: Profile) -> tuple[int, ...]:
+    """Regions of blocks in the order in which they are recomputed: by worth, and evenly spread."""
     blocks = {block.region: block for block in profile.blocks}
+    nbytes = Counter[int]()
     for slot in profile.slots:
         block = blocks.get(slot.key.region)
         if block is not None and slot.storage not in block.inputs and not slot.held:
@@ -245,19 +230,12 @@ def _orders(profile: Profile) -> Iterator[tuple[int, ...]]:
         return float(f"{nbytes[block.region] / max(time_s, 1e-9):.1e}")
 
     spread = {block.region: _radical_inverse(i) for i, block in enumerate(useful)}
-    yield tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
-    yield tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), b.region)))
-    yield tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), -b.region)))
+    return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
 
 
 def _radical_inverse(number: int) -> float:
     """The bits mirrored at the point: 0, 1/2, 1/4, 3/4, ... (van der Corput), evenly spread prefixes."""
-    value, weight = 0.0, 0.5
-    while number:
-        value += weight * (number & 1)
-        number >>= 1
-        weight /= 2
-    return value
+    return int(f"{number:b}"[::-1], 2) / (1 << max(1, number.bit_length()))
 
 
 # --- policies ----------------------------------------------------------------------------------------
