@@ -13,7 +13,6 @@ from tests.helpers.launch import RanksError, run_ranks
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "activations/store.py _host_bytes_per_s": "only times are read there",
-    "app/": "only times are read there",
     "comm/collectives.py Collectives._end: work.wait (1)": "without it the thread looks again and again",
     "device/memory.py HostBuffer.close": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
@@ -23,6 +22,7 @@ EXEMPT = {
     "partition/mover.py UnitMover._decode: stored.lease.record_use (1)": (
         "only of tiles that are not used; test_device.py shows it"
     ),
+    "predict/": "only times are read there",
 }
 #: Scenarios in which a call is looked for, by the beginning of its place.
 SCENARIOS = {
