@@ -29,8 +29,7 @@ import torch
 from worker import Job, Phase
 
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
-from infinity.device.machine import free_host_nbytes, total_host_nbytes, usable_cores
-from infinity.device.threads import rank_threads
+from infinity.device.machine import free_host_nbytes, rank_threads, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
 from infinity.optim.rules import ADAMW, measure_rates
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.api.adamw import AdamW
     from infinity.api.export import export
-    from infinity.api.init import Init, close, gathered, no_sync, resume, state_dict
-    from infinity.api.layer_schedule import layer_schedule
+    from infinity.api.init import Init, close, gathered, layer_schedule, no_sync, resume, state_dict
     from infinity.api.lora import add_lora, save_lora
     from infinity.api.offload_activations import offload_activations
     from infinity.api.portable import load_checkpoint, save_checkpoint
@@ -67,8 +66,7 @@ _HOMES = {
     for module, names in {
         "api.adamw": "AdamW",
         "api.export": "export",
-        "api.init": "Init close gathered no_sync resume state_dict",
-        "api.layer_schedule": "layer_schedule",
+        "api.init": "Init close gathered layer_schedule no_sync resume state_dict",
         "api.lora": "add_lora save_lora",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",

@@ -21,8 +21,8 @@ import torch
 
 import infinity
 from infinity import DiskError, StateError
-from infinity.core.owned import OwnedStack, close_collected, weakly
-from infinity.device.threads import compiling
+from infinity.core.process import OwnedStack, close_collected, weakly
+from infinity.device.machine import compiling
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.cases import few

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError, library_errors
-from infinity.core.interrupts import uninterrupted
+from infinity.core.process import uninterrupted
 from infinity.core.transfer import TransferEngine
 from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import Runtime, runtime_of

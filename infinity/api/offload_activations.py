@@ -21,9 +21,8 @@ from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
-from infinity.core.interrupts import uninterrupted
 from infinity.core.nbytes import parse_nbytes
-from infinity.core.owned import OwnedStack
+from infinity.core.process import OwnedStack, uninterrupted
 from infinity.device.accelerator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool

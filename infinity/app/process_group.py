@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from infinity.comm.ranks import join_ranks, peer_errors
 from infinity.core.errors import InfinityError, PeerError, RecipeError
-from infinity.core.launch import launched
-from infinity.device.machine import local_ranks, usable_cores
-from infinity.device.threads import set_rank_threads
+from infinity.core.process import launched
+from infinity.device.machine import local_ranks, set_rank_threads, usable_cores
 from infinity.recipes.recipe import Recipe, TrainConfig
 
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.

@@ -45,7 +45,7 @@ from infinity.checkpoint.directory import (
     read_json_object,
 )
 from infinity.core.errors import CheckpointError
-from infinity.device.threads import compile_ahead
+from infinity.device.machine import compile_ahead
 from infinity.optim.layout import split
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import BudgetError, LaunchError, PeerError, first_line
-from infinity.core.launch import check_meeting_point, launched
+from infinity.core.process import check_meeting_point, launched
 from infinity.device.accelerator import hardware_id
 
 T = TypeVar("T")

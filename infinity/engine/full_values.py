@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
-from infinity.core.interrupts import UninterruptedExit, uninterrupted
+from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole

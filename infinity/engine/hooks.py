@@ -51,7 +51,7 @@ of a call opens the saved-tensor hooks and closes them.
 PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended. So the outermost call keeps the Python
 frame in which it runs: only a frame that has ended can be cleared. What such a call holds is given back
 before the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before
-their updates. The hooks themselves are never ended halfway: see :mod:`infinity.core.interrupts`.
+their updates. The hooks themselves are never ended halfway: see :mod:`infinity.core.process`.
 """
 
 import functools
@@ -73,10 +73,8 @@ from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
-from infinity.core.interrupts import UninterruptedExit, uninterrupted
-from infinity.core.owned import weakly
-from infinity.engine.gradients import Gradients
-from infinity.engine.unit_gradient import ReleasedGradient
+from infinity.core.process import UninterruptedExit, uninterrupted, weakly
+from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.pins import BackwardPins, Leaves
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex

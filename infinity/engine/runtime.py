@@ -8,7 +8,7 @@ the collectives, and nothing on this rank waits any longer for a buffer that wil
 
 [Note: how a runtime ends]
 By ``close``; with the interpreter; when model and optimizer are collected; and, in a forked child, at once:
-see :mod:`infinity.core.owned`. The modules hold the runtime, and it holds them: garbage that Python's
+see :mod:`infinity.core.process`. The modules hold the runtime, and it holds them: garbage that Python's
 collector finds, as long as nothing else leads to them. So threads, and hooks of tensors, which torch keeps
 where the collector cannot look, know the runtime weakly. After the end its parameters are placeholders, and
 every use of the model or its optimizer raises :class:`StateError`.
@@ -38,10 +38,9 @@ from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import BEGIN_ANEW, DiskError, PeerError, StateError
-from infinity.core.interrupts import uninterrupted
 from infinity.core.lifecycle import UnitState
-from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
+from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
 from infinity.device.accelerator import heap_line, memory_nbytes
 from infinity.device.machine import (
     DTYPES,
@@ -466,7 +465,7 @@ class Runtime:
 
     @property
     def _doubtful(self) -> bool:
-        """Return whether a second Ctrl-C ended a section: see :mod:`infinity.core.interrupts`."""
+        """Return whether a second Ctrl-C ended a section: see :mod:`infinity.core.process`."""
         return uninterrupted.broken != self._sections_broken
 
     def _left(self) -> str:

@@ -1,6 +1,6 @@
 """The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares, FP8.
 
-Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.device.threads` has the
+Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.device.machine` has the
 door to it.
 
 [Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, in
@@ -33,7 +33,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from torch import Tensor
 
-from infinity.device.threads import LEAST_NUMEL, in_slices
+from infinity.device.machine import LEAST_NUMEL, in_slices
 
 Array = Any  # numpy's, of one dimension and contiguous
 F = TypeVar("F", bound=Callable[..., Any])

@@ -27,7 +27,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from infinity.device.threads import compiling, rank_threads
+from infinity.device.machine import compiling, rank_threads
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.device.threads import background_threads, in_slices
+from infinity.device.machine import background_threads, in_slices
 
 ROW_NUMEL, LANES = 2**15, 128
 #: A loss scale grows to this at most.

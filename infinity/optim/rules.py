@@ -33,8 +33,8 @@ from torch import Tensor
 from infinity.core.budget import rounded
 from infinity.core.config import Config, Valid, setting
 from infinity.device.accelerator import compile_kernel, rounds_roots
+from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead
 from infinity.device.memory import HostBuffer
-from infinity.device.threads import LEAST_NUMEL, background_threads, compile_ahead
 from infinity.optim.layout import StateField, StateLayout, exact_fields, master_of, store_master
 from infinity.optim.norm import sum_of_squares
 

@@ -55,7 +55,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
-from infinity.device.threads import background_threads
+from infinity.device.machine import background_threads
 from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 

@@ -174,7 +174,7 @@ class TransferQueues:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class Task:
     """A job of a server.
 
     Attributes:
@@ -196,7 +196,7 @@ class Server:
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Task] = deque()
         self.left_s = NEVER_S
 
     @property
@@ -208,11 +208,11 @@ class Server:
         """Threads that it keeps busy now."""
         return self._jobs[0].threads if self.busy else 0.0
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         self._jobs.append(job)
         self._begin()
 
-    def ready(self, job: Job) -> None:
+    def ready(self, job: Task) -> None:
         """Let ``job``, which has what it waited for, begin when its turn comes."""
         job.ready = True
         self._begin()
@@ -332,7 +332,7 @@ class VirtualClock:
 
     def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
         """Queue what one of the servers does in ``time_s``."""
-        self.servers[name].submit(Job(time_s, then, threads))
+        self.servers[name].submit(Task(time_s, then, threads))
 
     def elapse(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""

@@ -18,7 +18,7 @@ import torch
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
-from infinity.api.layer_schedule import units_of
+from infinity.api.init import units_of
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError

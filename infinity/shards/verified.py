@@ -27,7 +27,7 @@ from infinity.core.errors import DamagedDataError, StateError
 from infinity.core.files import open_found
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
 from infinity.core.transfer import Transfer, TransferEngine
-from infinity.device.threads import background_threads
+from infinity.device.machine import background_threads
 from infinity.nvme.volume import Range, Volume, open_direct
 from infinity.shards.journal import CorruptJournalError, read_sums
 from infinity.shards.saved import SavedRank, find_saved

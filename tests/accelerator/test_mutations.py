@@ -28,9 +28,9 @@ EXEMPT = {
 SCENARIOS = {
     "activations/": ("gpt2 with activations stored", "activations stored in host memory"),
     "comm/": ("two ranks, accumulated",),
-    "engine/gradient_path.py GradientPath._reduce": ("two ranks, accumulated",),
-    "engine/gradient_path.py GradientPath._add_up": ("two ranks, accumulated and forgotten",),
-    "engine/gradient_path.py GradientPath._submit_device_update": ("on the device, forgotten",),
+    "engine/gradients.py GradientPath._reduce": ("two ranks, accumulated",),
+    "engine/gradients.py GradientPath._add_up": ("two ranks, accumulated and forgotten",),
+    "engine/gradients.py GradientPath._submit_device_update": ("on the device, forgotten",),
     "optim/rules.py": ("updated on the accelerator",),
     "partition/mover.py UnitMover._decode": ("quantized base",),
     "shards/homes.py": ("on the device, clipped", "on the device, out and in again"),

@@ -74,7 +74,7 @@ def test_training_with_updates_on_the_accelerator_gives_the_same_bits(
 
 def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list[str]]:
     """Digests with one thread that updates units in host memory, and with four; and what went wrong."""
-    from infinity.engine import update_rules
+    from infinity.engine import executor as update_rules
     from infinity.engine.runtime import runtime_of
     from tests.accelerator import device
 

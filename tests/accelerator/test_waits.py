@@ -18,7 +18,7 @@ OF_THE_USER = ("accelerator/", "helpers/", "transformers/", "integrations/")
 #: Threads on which forward and backward run; torch's own have no name but this.
 COMPUTE = ("MainThread", "Dummy-")
 #: Where ``step()`` reads the norms of all gradients that stayed on the device, once.
-OF_THE_STEP = "engine/gradient_path.py GradientPath.read_norms"
+OF_THE_STEP = "engine/gradients.py GradientPath.read_norms"
 #: Waits per unit and step on other threads, at most: for the gradient of an update, its norm, the weights.
 PER_UNIT = 3
 #: More of them in a step, where other work delays a thread and a pool has no room: for a copy that ends.

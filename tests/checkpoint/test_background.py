@@ -20,7 +20,7 @@ from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
-from infinity.core.owned import close_collected
+from infinity.core.process import close_collected
 from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.device.threads import compiling
+from infinity.device.machine import compiling
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import run_ranks

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity.core.interrupts import uninterrupted
+from infinity.core.process import uninterrupted
 
 
 @pytest.fixture

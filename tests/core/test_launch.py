@@ -3,7 +3,7 @@
 import pytest
 
 from infinity.core.errors import LaunchError
-from infinity.core.launch import Launch, check_meeting_point, launched
+from infinity.core.process import Launch, check_meeting_point, launched
 
 SLURM = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import StateError
-from infinity.engine.unit_gradient import ReleasedGradient, UnitGradient
+from infinity.engine.gradients import ReleasedGradient, UnitGradient
 from infinity.partition.unit import Unit, layout, placeholder
 from tests.helpers.fakes import FakePool
 

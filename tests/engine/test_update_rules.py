@@ -12,8 +12,8 @@ import infinity
 from infinity.comm.ranks import Ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.lifecycle import Tier
-from infinity.engine import update_rules
-from infinity.engine.update_rules import device_nbytes, is_faster, make_rules
+from infinity.engine import executor as update_rules
+from infinity.engine.executor import device_nbytes, is_faster, make_rules
 from infinity.nvme.probe import Speed
 from infinity.optim.rules import ADAMW, DeviceRule, HostRule
 from tests.helpers import models

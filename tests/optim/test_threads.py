@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from infinity.device import threads
-from infinity.device.threads import background_threads, rank_threads, set_rank_threads
+from infinity.device import machine as threads
+from infinity.device.machine import background_threads, rank_threads, set_rank_threads
 from infinity.optim.rules import ADAMW, HostRule
 
 

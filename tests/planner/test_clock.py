@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock, events
 from infinity.planner.clock import play_step
-from infinity.planner.events import COMPUTE, DECODE, LINKS, UPDATE, Job, Server, StepCost
+from infinity.planner.events import COMPUTE, DECODE, LINKS, UPDATE, Server, StepCost, Task
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -341,9 +341,9 @@ def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
 def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
     ended: list[str] = []
-    links, gather = Server(), Job(1.0, lambda: ended.append("gather"), ready=False)
+    links, gather = Server(), Task(1.0, lambda: ended.append("gather"), ready=False)
     links.submit(gather)
-    links.submit(Job(2.0, lambda: ended.append("reduction")))
+    links.submit(Task(2.0, lambda: ended.append("reduction")))
     assert not links.busy
     links.ready(gather)
     assert links.left_s == 1.0

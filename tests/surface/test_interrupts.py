@@ -18,8 +18,8 @@ import torch
 import infinity
 from infinity import StateError
 from infinity.activations import tensor_cache
-from infinity.core import interrupts
-from infinity.core.interrupts import UninterruptedExit, uninterrupted
+from infinity.core import process as interrupts
+from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import HostRule
 from infinity.shards.updates import Updates

@@ -1,0 +1,316 @@
+"""This process: its place among ranks, what it must close, and Ctrl-C, held back while tables change.
+
+[Note: ranks]
+Rank and number of ranks are taken from one launcher; the place on the machine from the first that says it,
+because scripts often set ``RANK`` and ``WORLD_SIZE`` themselves and leave the rest to SLURM.
+
+[Note: forked children]
+A forked child has a copy of every object, none of the threads, and the same files. If it closed what it
+inherited, it would wait for threads that it does not have, remove the files of its parent, and speak to other
+ranks in the parent's name. So everything that must be closed hangs on an :class:`OwnedStack`.
+
+[Note: dropped without close]
+The garbage collector calls finalizers on any thread, inside any lock. So a finalizer waits for nothing: it
+hands the stack to a thread of its own, which closes it. The stack must not refer to its holder, or the holder
+is never collected: what holds threads and files knows those that it serves :func:`weakly`.
+
+[Note: Ctrl-C]
+A signal's handler raises between any two bytecodes of the main thread, and only there. In the model's compute
+nothing of ours is half done: what the step has so far is dropped when the next one begins. What is left are
+lines between which tables do not agree: a buffer is leased and not noted yet, or half of the units are
+committed. They run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called when
+the outermost section ends, so nothing is left half done, and nothing is repaired.
+
+A section may wait for a disk or for other ranks. If that hangs, a second signal is not held back, if it comes
+some time after the first. Models that were built before it raise
+:class:`~infinity.core.errors.StateError` from then on.
+
+Handlers are called through ours, which a section puts in place of those that it finds. On other threads a
+section does nothing: no signal raises there.
+"""
+
+import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from threading import get_ident
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from infinity.core.errors import LaunchError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_dropped: "queue.SimpleQueue[Callable[[], object]]" = queue.SimpleQueue()  # its put may interrupt itself
+_closer: threading.Thread | None = None
+
+
+class OwnedStack(contextlib.ExitStack):
+    """An exit stack of the process that made it; in a forked child it ends without calling anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if os.getpid() != self._pid:
+            self.pop_all()
+            return False
+        return bool(super().__exit__(kind, error, trace))
+
+    def close_with(self, holder: object) -> None:
+        """Close when ``holder`` is collected, too: see [Note: dropped without close]."""
+        global _closer
+        if _closer is None or not _closer.is_alive():  # none yet, or this is a child of the one that had it
+            _closer = threading.Thread(target=_close_dropped, name="infinity-closer", daemon=True)
+            _closer.start()
+        weakref.finalize(holder, _dropped.put, self.close).atexit = False
+
+
+def close_collected() -> None:
+    """Return when everything that was collected until now is closed."""
+    if _closer is not None and _closer.is_alive():
+        reached = threading.Event()
+        _dropped.put(reached.set)
+        reached.wait()
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
+    """Return a function that calls a bound ``method`` while its object lives, and does nothing afterwards."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        found = ref()
+        return None if found is None else found(*args, **kwargs)
+
+    return call
+
+
+def _close_dropped() -> None:
+    while True:
+        call = _dropped.get()
+        with contextlib.suppress(Exception):  # its holder is gone: no caller can be told
+            call()
+        del call
+
+
+class _Launcher(NamedTuple):
+    """The names of a launcher's variables."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+#: The first that is there counts: torchrun may be started by srun, and mpirun starts processes through it.
+#: SLURM_NTASKS is not among them, as it is also set where a batch script runs, which is one process.
+_LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        "mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process among those that a launcher started.
+
+    Attributes:
+        rank: The number of this process, from 0.
+        world_size: Number of ranks.
+        local_rank: Number of this rank on its machine, from 0; None: no launcher says so.
+        local_world_size: Ranks on this machine; None likewise.
+        launcher: Who said it; empty: nothing did, and this is the only process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    launcher: str = ""
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launch:
+    """Return the place of this process.
+
+    Args:
+        environment: Variables; None: those of this process.
+
+    Raises:
+        LaunchError: A variable is missing, or has no valid value.
+    """
+    env = os.environ if environment is None else environment
+    named = next((each for each in _LAUNCHERS if each.world_size in env), None)
+    local = next((each.local_rank for each in _LAUNCHERS if each.local_rank in env), None)
+    several = next((each.local_world_size for each in _LAUNCHERS if each.local_world_size in env), None)
+    local_rank = None if local is None else _number(env, local)
+    local_world_size = None if several is None else max(1, _number(env, several))
+    if named is None:
+        return Launch(local_rank=local_rank, local_world_size=local_world_size)
+    world_size = max(1, _number(env, named.world_size))
+    rank = _number(env, named.rank) if world_size > 1 else 0
+    if rank >= world_size:
+        raise LaunchError(f"{named.rank}={rank}; wanted less than {named.world_size}={world_size}")
+    return Launch(rank, world_size, local_rank, local_world_size, named.name)
+
+
+def check_meeting_point(found: Launch, environment: Mapping[str, str] | None = None) -> None:
+    """Raise unless the environment says where the ranks meet.
+
+    Raises:
+        LaunchError: It does not.
+    """
+    env = os.environ if environment is None else environment
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise LaunchError(
+            f"{found.launcher} started {found.world_size} ranks, but {' and '.join(missing)} "
+            f"{'are' if len(missing) > 1 else 'is'} not set, where they meet: export MASTER_ADDR, the name "
+            "of rank 0's machine (under SLURM $(scontrol show hostnames $SLURM_NODELIST | head -n 1)), and "
+            "MASTER_PORT, a free port of it such as 29500, before the launcher; for runs that do not belong "
+            "together export WORLD_SIZE=1"
+        )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    if name.endswith("TASKS_PER_NODE"):
+        text = _on_this_node(text, env.get("SLURM_NODEID", "0"))
+    if not text.isdecimal():
+        raise LaunchError(
+            f"{name}: got {env.get(name)!r}; wanted a number, as torchrun, srun and mpirun set it. Start the "
+            "ranks with one of them, or unset its other variables"
+        )
+    return int(text)
+
+
+def _on_this_node(text: str, node: str) -> str:
+    """Return this node's part of SLURM's list of tasks per node, such as ``4(x2),3``."""
+    counts: list[str] = []
+    for part in text.split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [count] * (int(times) if times.isdecimal() else 1)
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else text
+
+
+#: A signal that comes so long after one that is held back is not (s): launchers send several at once.
+PATIENCE_S = 1.0
+#: Signals whose handlers are held back. SIGALRM is none of them: it may be what ends a wait that hangs.
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _Handler:
+    """Handler that calls ``handler`` when no section is open."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        section = uninterrupted
+        if section.depth or (frame is not None and frame.f_code in _BEGINNING):
+            now = time.monotonic()
+            _, came = section.pending.setdefault(number, (lambda: self.handler(number, frame), now))
+            if now - came < PATIENCE_S:
+                return
+        section.pending.pop(number, None)
+        try:
+            self.handler(number, frame)
+        except BaseException:
+            section.broken += section.depth > 0
+            raise
+
+
+class Section:
+    """Context of lines that no signal's handler comes between; may be nested, and used as a decorator.
+
+    Attributes:
+        depth: Sections that the main thread is in.
+        pending: The handlers' calls that are held back, by signal, and when these came (s).
+        broken: Sections that an exception of a handler has left.
+    """
+
+    def __init__(self) -> None:
+        self.depth = self.broken = 0
+        self._main = threading.main_thread().ident
+        self.pending: dict[int, tuple[Callable[[], object], float]] = {}
+
+    def __enter__(self) -> None:
+        if get_ident() == self._main:
+            self.depth += 1
+            if self.depth == 1:
+                _take_over_handlers()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if get_ident() == self._main:
+            self.depth -= 1
+            if self.pending and not self.depth:
+                self._call_handlers()
+
+    def _call_handlers(self) -> None:
+        """Call what was held back, in order; one that raises does not keep the others from being called."""
+        while self.pending:
+            call, _ = self.pending.pop(next(iter(self.pending)))
+            try:
+                call()
+            finally:
+                self._call_handlers()
+
+    def follow_fork(self) -> None:
+        """Let the thread that forked be the main thread, in a child."""
+        if get_ident() != self._main:
+            self._main, self.depth, self.pending = get_ident(), 0, {}
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def held_back(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return held_back
+
+
+class UninterruptedExit(ExitStack):
+    """An ``ExitStack`` whose contexts end in one section."""
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        with uninterrupted:
+            return super().__exit__(*exc)
+
+
+def _take_over_handlers() -> None:
+    for number in HELD_BACK:
+        handler = _signal.getsignal(number)
+        if callable(handler) and type(handler) is not _Handler:
+            _signal.signal(number, _Handler(handler))
+
+
+uninterrupted = Section()
+os.register_at_fork(after_in_child=uninterrupted.follow_fork)
+#: Functions that a section begins in: a signal that comes as one of them is called is held back, too.
+_BEGINNING = {Section.__enter__.__code__, UninterruptedExit.__exit__.__code__}
