@@ -192,7 +192,7 @@ class Recording:
             ),
             tuple(self._lifetimes(slots)),
             tuple(slots),
-            tuple(self._blocks()),
+            tuple(self.blocks()),
             tuple(Traffic(min(at, self.last), read, written) for at, read, written in self.traffic),
         )
 
@@ -235,7 +235,7 @@ class Recording:
             born = min(life.born, self.last)
             yield StorageUse(f"{index} {life.name}", life.nbytes, kind, born, min(dies, self.last))
 
-    def _blocks(self) -> Iterator[BlockCall]:
+    def blocks(self) -> Iterator[BlockCall]:
         """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
         regions = [mark for mark in self.regions if mark.end]
         first_nodes = [mark.first_node for mark in regions]

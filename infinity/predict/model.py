@@ -25,7 +25,7 @@ from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.operators import OperatorTimes
-from infinity.predict.recording import Record, Subject
+from infinity.predict.recording import Batch, Record
 from infinity.predict.recording import record as record_micro_batch
 from infinity.recipes.models.gpt import GPT
 from infinity.recipes.recipe import Recipe
@@ -165,7 +165,7 @@ class ModelWithoutValues:
     ) -> None:
         self.notes: list[str] = []
         self.times = times
-        self.sizes = sizes
+        self.sizes, self._dtype = sizes, dtype
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.values = _NoValues(self._mode)
         self.construction = Construction(
@@ -195,14 +195,20 @@ class ModelWithoutValues:
             self.notes.append("experts are computed in tiles: planned as if each step used all of them")
         self._records: dict[object, Record] = {}
 
-    def record(self, subject: Subject, plan: ActivationPlan) -> Record:
+    @property
+    def of_leaves(self) -> frozenset[int]:
+        """Indices of units that are gathered as parts of a leaf."""
+        return frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
+
+    def record(self, batch: Batch, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
         everything = plan.policy == "recompute" and not plan.recomputed
-        key = subject.tokens, subject.logits, subject.packing, everything, plan.recomputed
+        key = batch, everything, plan.recomputed
         if key not in self._records:
             self._records[key] = record_micro_batch(
-                subject, lambda region: everything or region in plan.recomputed
-            )
+                self.module, self.units, self.leaves, self._dtype, batch,
+                lambda region: everything or region in plan.recomputed,
+            )  # fmt: skip
         return self._records[key]
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
