@@ -204,17 +204,6 @@ def _forget_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's random generator."""
-    state: torch.Tensor = _module(device).get_rng_state(device)
-    return state
-
-
-def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
-    """Put back what :func:`generator_state` returned."""
-    _module(device).set_rng_state(state, device)
-
-
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
@@ -278,7 +267,7 @@ def _glibc_version() -> tuple[int, ...] | None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states as tensors, numbers and text."""
+    """Return the states of all random generators that a model may use: tensors, numbers and text."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -286,7 +275,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
     }
     if device.type != "cpu":
-        states["device"] = generator_state(device)
+        states["device"] = _module(device).get_rng_state(device)
     return states
 
 
@@ -298,4 +287,4 @@ def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     if device.type != "cpu" and "device" in states:
-        set_generator_state(states["device"], device)
+        _module(device).set_rng_state(states["device"], device)

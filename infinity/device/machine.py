@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from infinity.core.process import launched
+from infinity.device.accelerator import synchronize
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -283,23 +284,19 @@ def compare_dtype(
 def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     """Multiply two square matrices; returns seconds."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    _finish(device)
+    synchronize(device)
     began_s = time.perf_counter()
     torch.mm(matrix, matrix)
-    _finish(device)
+    synchronize(device)
     return time.perf_counter() - began_s
-
-
-def _finish(device: torch.device) -> None:
-    """Block until the accelerator has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _gflops(flops_per_s: float) -> str:
     gflops = flops_per_s / 1e9
     return f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}"
 
+
+# --- threads ---------------------------------------------------------------------------------
 
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.
 LEAST_NUMEL = 2**16
