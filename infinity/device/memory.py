@@ -42,7 +42,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -203,15 +204,12 @@ class DeviceBuffer:
         self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
-__all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
-
-
-class BufferLease:
-    """Holding one buffer; see :class:`infinity.core.transfer.Lease`."""
+class Lease:
+    """Holding one buffer of a pool. A context manager; ``release`` may be called twice."""
 
     __slots__ = ("_deferred", "_nbytes", "_pool", "_released", "lent", "who")
 
-    def __init__(self, pool: "BufferPool", buffer: Buffer, nbytes: int, who: str) -> None:
+    def __init__(self, pool: "Pool", buffer: Buffer, nbytes: int, who: str) -> None:
         self._pool, self._nbytes, self.who = pool, nbytes, who
         self.lent: Buffer | None = buffer  # None: released
         self._deferred = self._released = False
@@ -310,7 +308,7 @@ class _Leased:
         self.given_back += 1
 
 
-class BufferPool:
+class Pool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
     Args:
@@ -360,7 +358,7 @@ class BufferPool:
         with self.changed:
             return dict(self._leased.by_holder)
 
-    def lease(self, nbytes: int, *, who: str) -> BufferLease:
+    def lease(self, nbytes: int, *, who: str) -> Lease:
         """Hold a buffer of ``nbytes``; block until it fits.
 
         Raises:
@@ -370,7 +368,7 @@ class BufferPool:
         """
         return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
 
-    def _await_lease(self, nbytes: int, who: str) -> BufferLease:
+    def _await_lease(self, nbytes: int, who: str) -> Lease:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
@@ -397,7 +395,7 @@ class BufferPool:
                 event.synchronize()  # it comes by itself
         return lease
 
-    def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
+    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
         """The same without blocking: None when it does not fit now."""
         size = rounded(max(1, nbytes))
         with self.changed:
@@ -413,7 +411,7 @@ class BufferPool:
                 self._lent.add(buffer)
         if buffer is None:
             buffer = self._replace(unmapped, size, who)
-        return BufferLease(self, buffer, nbytes, who)
+        return Lease(self, buffer, nbytes, who)
 
     def _replace(self, unmapped: list[Buffer], size: int, who: str) -> Buffer:
         """Give back kept buffers, then make one in their place; without the lock, since both take long."""
@@ -520,7 +518,7 @@ class BufferPool:
 
     # --- from a lease ------------------------------------------------------------------------
 
-    def take_back(self, lease: BufferLease) -> None:
+    def take_back(self, lease: Lease) -> None:
         with self.changed:
             buffer, lease.lent = lease.lent, None
             if buffer is None:
@@ -538,14 +536,14 @@ class BufferPool:
             buffer.close()
 
 
-class HostPool(BufferPool):
+class HostPool(Pool):
     """Page-aligned host memory: staging buffers, and states that stay resident.
 
     Args:
-        capacity_nbytes: The capacity, as for :class:`BufferPool`.
-        key: The recipe's key, as for :class:`BufferPool`.
+        capacity_nbytes: The capacity, as for :class:`Pool`.
+        key: The recipe's key, as for :class:`Pool`.
         device: Page-lock the buffers for this accelerator.
-        patience_s: The patience, as for :class:`BufferPool` (s).
+        patience_s: The patience, as for :class:`Pool` (s).
     """
 
     def __init__(
@@ -563,7 +561,7 @@ class HostPool(BufferPool):
         return HostBuffer(nbytes, self._device)
 
 
-class DevicePool(BufferPool):
+class DevicePool(Pool):
     """Memory of an accelerator; its leases have no ``memory``. See [Note: memory of an accelerator]."""
 
     _lends_at_once = True
@@ -582,7 +580,7 @@ class DevicePool(BufferPool):
     def make(self, nbytes: int) -> Buffer:
         return DeviceBuffer(nbytes, self._device, self._stream)
 
-    def take_back(self, lease: BufferLease) -> None:
+    def take_back(self, lease: Lease) -> None:
         if lease.lent is not None:
             lease.record_use()
         super().take_back(lease)
@@ -590,3 +588,33 @@ class DevicePool(BufferPool):
     def unmap_leased(self) -> None:
         synchronize(self._device)
         super().unmap_leased()
+
+
+class CountingPool:
+    """Pool of the training thread that counts waiting for a buffer as a stall of cause ``update``."""
+
+    def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], object]], None]) -> None:
+        self._pool, self._stalls = pool, stalls
+        self._held_back: list[Lease] = []
+
+    def hold_back(self, lease: Lease) -> None:
+        """Let a lease be given back after :meth:`give_back` only, or when a buffer does not fit beside it."""
+        lease.defer_release(True)
+        self._held_back.append(lease)
+
+    def give_back(self) -> None:
+        """Give back what was held back, as soon as its users have released it."""
+        held_back, self._held_back = self._held_back, []
+        for lease in held_back:
+            lease.defer_release(False)
+
+    def lease(self, nbytes: int, *, who: str) -> Lease:
+        found = [self._pool.try_lease(nbytes, who=who)]
+        if found[0] is None:
+            self.give_back()
+            self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
+        assert found[-1] is not None
+        return found[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)

@@ -35,9 +35,9 @@ from torch import Tensor
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.core.transfer import ChainedTransfer, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
-from infinity.device.memory import DevicePool
+from infinity.device.memory import DevicePool, Lease
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit

@@ -29,7 +29,8 @@ from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent, format_nbytes
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import Transfer
+from infinity.device.memory import Lease
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.base import BaseHome, FrozenBase

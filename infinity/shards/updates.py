@@ -29,7 +29,8 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import Transfer
+from infinity.device.memory import Lease
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.device.memory import BufferPool
+from infinity.device.memory import Pool
 from infinity.nvme.engines.base import Move, QueuedEngine
 from infinity.optim import norm
 from infinity.optim.rules import HostRule
@@ -33,7 +33,7 @@ def install() -> None:
         return
     for owner, name, around in (
         (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
-        (Move, "then", _follows), (HostRule, "update", _updates), (BufferPool, "take_back", _takes_back),
+        (Move, "then", _follows), (HostRule, "update", _updates), (Pool, "take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
     for module in (norm, updates):

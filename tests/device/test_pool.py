@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
-from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
-from infinity.observe.metrics import CountingPool, Stalls
+from infinity.device.memory import Buffer, CountingPool, DevicePool, HostPool, Lease
+from infinity.observe.metrics import Stalls
 from infinity.observe.timeline import Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
@@ -232,7 +232,7 @@ def test_never_above_capacity_and_no_two_live_buffers_overlap(
     steps: list[tuple[int, bool]], capacity: int
 ) -> None:
     pool = HostPool(capacity)
-    live: list[BufferLease] = []
+    live: list[Lease] = []
     for nbytes, release_first in steps:
         if release_first and live:
             live.pop(nbytes % len(live)).release()
