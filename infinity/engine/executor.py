@@ -263,7 +263,7 @@ class StepExecutor:
             self._apply_division()
 
     def _leave_device(self, index: int) -> None:
-        home = self.updates.records.bring_home(index)
+        home = self.tiers.bring_home(self.units[index])
         if home is not None:
             home.wait()
         assert self.tiers.on_device is not None

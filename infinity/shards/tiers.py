@@ -411,18 +411,14 @@ class Tiers:
         if home is not None:
             home.wait()
 
-    def bring_home(self, unit: Unit, written: Iterable[Transfer] = ()) -> Transfer | None:
-        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there.
-
-        Args:
-            written: What writes those in host memory to NVMe.
-        """
+    def bring_home(self, unit: Unit) -> Transfer | None:
+        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there."""
         if self.on_device is None or not isinstance(unit.home, HostHome):
             return None
-        preserve, written = self.snapshot.preserve, tuple(written)  # not a snapshot that is yet to be made
+        preserve, storing = self.snapshot.preserve, unit.home.storing  # not a snapshot that is yet to be made
 
         def before() -> None:
-            for transfer in written:
+            for transfer in storing:  # those of older values in host memory
                 transfer.wait()
             preserve(unit.index)
 

@@ -422,11 +422,12 @@ class Updates:
 
     def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
         """Return what updates a unit in host memory: see [Note: shards in host memory]."""
-        stored, runs = self.records.take_stored(pending.unit.index), self._runs(pending)
+        runs = self._runs(pending)
         home, preserve = self.tiers.about_to_update(pending.unit)
+        storing, home.storing = home.storing, ()
 
         def update() -> None:
-            for transfer in stored:  # what is written of it leaves first, and what is saved is read
+            for transfer in storing:  # what is written of it leaves first, and what is saved is read
                 transfer.wait()
             preserve()
             for run in runs:
