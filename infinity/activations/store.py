@@ -31,7 +31,7 @@ from torch import Tensor
 
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine, stream
+from infinity.core.transfer import Transfer, TransferEngine, stream
 from infinity.device.accelerator import (
     StreamTransfer,
     record,
@@ -40,7 +40,7 @@ from infinity.device.accelerator import (
     wait_on_host,
     wait_on_stream,
 )
-from infinity.device.memory import HostBuffer
+from infinity.device.memory import HostBuffer, Lease, Pool
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 

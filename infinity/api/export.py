@@ -20,7 +20,8 @@ from infinity.checkpoint.writer import check_room
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
-from infinity.core.transfer import Lease, Transfer, stream
+from infinity.core.transfer import Transfer, stream
+from infinity.device.memory import Lease
 from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome, ShardHome

@@ -75,49 +75,40 @@ class DiskError(FileError):
     def __init__(
         self, errno: int, action: str, path: Path | str, *, offset: int, nbytes: int, moved: int = 0
     ) -> None:
-        self.path, self.offset, self.nbytes = str(path), offset, nbytes
-        self._made_with = errno, action, self.path, offset, nbytes, moved
-        free = free_space(self.path)
-        name = errno_names.errorcode.get(errno, str(errno))
         which = f" of {nbytes} bytes at offset {offset} failed after {moved} bytes" if nbytes else " failed"
         text = (
-            f"{action}{which}: "
-            f"{os.strerror(errno)} ({name}); {free}. The committed step is unharmed; {_advice(errno)}"
+            f"{action}{which}: {_named(errno)}; {free_space(str(path))}. "
+            f"The committed step is unharmed; {_advice(errno)}"
         )
-        super().__init__(errno, text, self.path)
+        self._say(errno, text, path, offset, nbytes)
+
+    def _say(self, errno: int, text: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
+        """Set what every error of a drive has."""
+        self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        OSError.__init__(self, errno, text, self.path)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_disk_error, self._made_with)
+        # An OSError is made again from its arguments, which here are not those of the constructor.
+        return _remade, (type(self), self.errno, self.strerror, self.__dict__)
 
 
 class DirectoryError(DiskError):
     """A directory cannot be used for a run."""
 
     def __init__(self, errno: int, action: str, path: Path | str) -> None:
-        self.path, self.offset, self.nbytes = str(path), 0, 0
-        name = errno_names.errorcode.get(errno, str(errno))
         text = (
-            f"{action} failed: {os.strerror(errno)} ({name}); "
+            f"{action} failed: {_named(errno)}; "
             f"{_MORE_FILES + ', or ' if errno in _TOO_MANY_FILES else ''}"
             "give memory.nvme a directory on a local drive that this user may write"
         )
-        self._made_of = errno, action, self.path
-        OSError.__init__(self, errno, text, self.path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return DirectoryError, self._made_of
+        self._say(errno, text, path)
 
 
 class UnsafePathError(DiskError):
     """Another user could have chosen, or could still change, what a path leads to."""
 
     def __init__(self, path: Path | str, why: str) -> None:
-        self.path, self.offset, self.nbytes = str(path), 0, 0
-        self._why = why
-        OSError.__init__(self, errno_names.EPERM, f"{path} {why}", self.path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return UnsafePathError, (self.path, self._why)
+        self._say(errno_names.EPERM, f"{path} {why}", path)
 
 
 class ChangedFileError(DiskError):
@@ -129,13 +120,7 @@ class ChangedFileError(DiskError):
     )
 
     def __init__(self, path: Path | str, what: str) -> None:
-        self.path, self.offset, self.nbytes = str(path), 0, 0
-        self._what = what
-        text = f"{path} {what}, by another program: {self.advice}"
-        OSError.__init__(self, errno_names.ESTALE, text, self.path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path, self._what)
+        self._say(errno_names.ESTALE, f"{path} {what}, by another program: {self.advice}", path)
 
 
 class ChangedCheckpointError(ChangedFileError):
@@ -151,17 +136,13 @@ class DamagedDataError(DiskError):
     """Bytes that were read are not those that were written there (``memory.verify``)."""
 
     def __init__(self, path: Path | str, *, offset: int, nbytes: int) -> None:
-        self.path, self.offset, self.nbytes = str(path), offset, nbytes
         text = (
             f"{path}: {nbytes} bytes from offset {offset} on are not what this run wrote there: the drive, "
             "its connection, memory or another program changed them. Start the run again: if only the "
             "reading failed, it goes on from its last commit; `infinity verify RUN` says whether that is "
             f"whole. If it is not, go on from a copy of the run's files or a saved model; {BEGIN_ANEW}"
         )
-        OSError.__init__(self, errno_names.EIO, text, self.path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _damaged_data_error, (self.path, self.offset, self.nbytes)
+        self._say(errno_names.EIO, text, path, offset, nbytes)
 
 
 @contextmanager
@@ -183,12 +164,16 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {reason}") from error
 
 
-def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:
-    return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
+def _remade(kind: type[DiskError], errno: int, text: str, attributes: dict[str, object]) -> DiskError:
+    """Return the error that was pickled or copied."""
+    error = kind.__new__(kind)
+    OSError.__init__(error, errno, text, attributes["path"])
+    error.__dict__.update(attributes)
+    return error
 
 
-def _damaged_data_error(path: str, offset: int, nbytes: int) -> DamagedDataError:
-    return DamagedDataError(path, offset=offset, nbytes=nbytes)
+def _named(errno: int) -> str:
+    return f"{os.strerror(errno)} ({errno_names.errorcode.get(errno, str(errno))})"
 
 
 def copied(error: BaseException) -> BaseException:

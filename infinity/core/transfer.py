@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import islice
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from infinity.core.errors import copied
 from infinity.core.nbytes import Extent
@@ -159,80 +159,13 @@ class TransferEngine(Protocol):
         ...
 
 
-class Lease(Protocol):
-    """Holding one buffer of a pool. A context manager; ``release`` may be called twice.
-
-    On an accelerator a lease keeps the order of those who use its buffer: see :mod:`infinity.device.memory`.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def tensor(self) -> Any:
-        """The buffer as a ``torch.uint8`` tensor, ``(nbytes,)``, sharing one storage; after earlier uses."""
-        ...
-
-    @property
-    def memory(self) -> memoryview:
-        """The buffer for an engine, page-aligned, after earlier uses; only of pools in host memory."""
-        ...
-
-    def record_use(self) -> None:
-        """Let the next use wait for what the calling thread has given its stream until now."""
-        ...
-
-    def release(self) -> None: ...
-
-    def defer_release(self, deferred: bool) -> None:
-        """Let :meth:`release`, on whatever thread, take effect when this is called with False."""
-        ...
-
-    def __enter__(self) -> "Lease": ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class Pool(Protocol):
-    """A bounded set of buffers, counted to the byte."""
-
-    @property
-    def capacity_nbytes(self) -> int: ...
-
-    @property
-    def leased_nbytes(self) -> int: ...
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that was leased at one time (bytes)."""
-        ...
-
-    def lease(self, nbytes: int, *, who: str) -> Lease:
-        """Hold a buffer of ``nbytes``; block until it fits.
-
-        Raises:
-            BudgetError: ``nbytes`` can never fit, or nothing was given back for the pool's
-                patience (s); names who holds what, and what to turn.
-        """
-        ...
-
-    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
-        """The same without blocking: None when it does not fit now."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Raise ``error`` from every lease that waits for a buffer, or would have to."""
-        ...
-
-    def close(self) -> None: ...
-
-
 P = TypeVar("P")
+B = TypeVar("B")
 
 
 def stream(
-    pieces: Iterable[P], buffers: Iterable[Lease], read: Callable[[P, Lease], Transfer]
-) -> Generator[tuple[P, Lease]]:
+    pieces: Iterable[P], buffers: Iterable[B], read: Callable[[P, B], Transfer]
+) -> Generator[tuple[P, B]]:
     """Read pieces through a few buffers, so that the next ones are read while one is used.
 
     Close the generator before the buffers are given back: then nothing is written to them any more.
@@ -248,7 +181,7 @@ def stream(
         DiskError: A piece cannot be read.
     """
     left, free = iter(pieces), deque(buffers)
-    reading: deque[tuple[P, Lease, Transfer]] = deque()
+    reading: deque[tuple[P, B, Transfer]] = deque()
     try:
         while True:
             for piece in islice(left, len(free)):

@@ -204,17 +204,6 @@ def _forget_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's random generator."""
-    state: torch.Tensor = _module(device).get_rng_state(device)
-    return state
-
-
-def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
-    """Put back what :func:`generator_state` returned."""
-    _module(device).set_rng_state(state, device)
-
-
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
@@ -222,8 +211,8 @@ def _module(device: torch.device) -> Any:
 _MERGES = (2, 39)
 _VARIABLE = "GLIBC_TUNABLES"
 _TUNABLES = {"glibc.malloc.tcache_count": 0, "glibc.malloc.mxfast": 0}
-#: Of drivers: beside an accelerator activations are not in host memory.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+#: Files that drivers of accelerators make; beside an accelerator activations are not in host memory.
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def tunables(environment: Mapping[str, str]) -> str | None:
@@ -231,7 +220,7 @@ def tunables(environment: Mapping[str, str]) -> str | None:
 
     None: it does anyway, or the variable says already what shall be cached.
     """
-    version = _glibc_version()
+    version = glibc_version()
     given = environment.get(_VARIABLE, "")
     if version is None or version >= _MERGES or any(name in given for name in _TUNABLES):
         return None
@@ -243,7 +232,7 @@ def heap_line() -> str:
     wanted = tunables(os.environ)
     if wanted is None:
         return ""
-    version = ".".join(map(str, _glibc_version() or ()))
+    version = ".".join(map(str, glibc_version() or ()))
     return (
         f"glibc {version} reuses little of the memory that torch frees, so the process takes more than its "
         f"budget for activations: start Python with {_VARIABLE}={wanted}, or use glibc 2.39 or later"
@@ -262,12 +251,12 @@ def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
     """
     wanted, started = tunables(os.environ), sys.orig_argv
     is_ours = Path(program).name in ("infinity", "__main__.py") and started[-len(arguments) :] == [*arguments]
-    if wanted is None or not (is_ours and sys.executable) or any(map(os.path.exists, _ACCELERATORS)):
+    if wanted is None or not (is_ours and sys.executable) or any(map(os.path.exists, DEVICE_FILES)):
         return
     os.execve(sys.executable, [sys.executable, *started[1:]], {**os.environ, _VARIABLE: wanted})
 
 
-def _glibc_version() -> tuple[int, ...] | None:
+def glibc_version() -> tuple[int, ...] | None:
     """Return the version of this process's glibc; None: it has another C library."""
     try:
         text = os.confstr("CS_GNU_LIBC_VERSION") or ""
@@ -278,7 +267,7 @@ def _glibc_version() -> tuple[int, ...] | None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states as tensors, numbers and text."""
+    """Return the states of all random generators that a model may use: tensors, numbers and text."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -286,7 +275,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
     }
     if device.type != "cpu":
-        states["device"] = generator_state(device)
+        states["device"] = _module(device).get_rng_state(device)
     return states
 
 
@@ -298,4 +287,4 @@ def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     if device.type != "cpu" and "device" in states:
-        set_generator_state(states["device"], device)
+        _module(device).set_rng_state(states["device"], device)

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from infinity.core.process import launched
+from infinity.device.accelerator import synchronize
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,7 +32,7 @@ _FAST = 0.7
 #: A dtype below this share at the small size is not measured at the large one: it would take too long.
 _HOPELESS = 0.25
 #: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
-_CPU_SIZES, _ACCELERATOR_SIZES = (128, 256), (512, 2048)
+CPU_SIZES, ACCELERATOR_SIZES = (128, 256), (512, 2048)
 _TRIES = 3
 
 _ROOT = Path("/")
@@ -266,7 +267,7 @@ def compare_dtype(
         multiply_s: Seconds of one product: dtype, size and device.
     """
     on_cpu = device.type == "cpu"
-    for size in _CPU_SIZES if on_cpu else _ACCELERATOR_SIZES:
+    for size in CPU_SIZES if on_cpu else ACCELERATOR_SIZES:
         best_s: dict[Dtype, float] = {"fp32": math.inf, name: math.inf}
         for attempt in range(_TRIES + 1):
             for each in best_s:
@@ -283,23 +284,19 @@ def compare_dtype(
 def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     """Multiply two square matrices; returns seconds."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    _finish(device)
+    synchronize(device)
     began_s = time.perf_counter()
     torch.mm(matrix, matrix)
-    _finish(device)
+    synchronize(device)
     return time.perf_counter() - began_s
-
-
-def _finish(device: torch.device) -> None:
-    """Block until the accelerator has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _gflops(flops_per_s: float) -> str:
     gflops = flops_per_s / 1e9
     return f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}"
 
+
+# --- threads ---------------------------------------------------------------------------------
 
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.
 LEAST_NUMEL = 2**16
@@ -330,12 +327,12 @@ def rank_threads() -> int:
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if threads > 1 or threads == _given or not by_torchrun:
         return threads
-    return _share_of_cores()
+    return share_of_cores()
 
 
 @functools.cache
-def _share_of_cores() -> int:
-    """This rank's; files of the system are read for it, and every update asks."""
+def share_of_cores() -> int:
+    """Return this rank's part of the cores; cached, as every update asks and files of the system are read."""
     return max(1, usable_cores() // local_ranks())
 
 

@@ -42,7 +42,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class HostBuffer:
         self._memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
         if self.device.type != "cpu":
-            self._lock()
+            self.lock()
 
     @property
     def memory(self) -> memoryview:
@@ -130,7 +131,12 @@ class HostBuffer:
         except (OSError, AttributeError):  # a kernel without them: slower, and right
             return
 
-    def _lock(self) -> None:
+    def lock(self) -> None:
+        """Page-lock the memory.
+
+        Raises:
+            BudgetError: The driver refuses it.
+        """
         address = self.tensor.data_ptr()
         code = page_lock(address, self.nbytes, self.device)
         if code != 0:
@@ -198,17 +204,14 @@ class DeviceBuffer:
         self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
-__all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
+class Lease:
+    """Holding one buffer of a pool. A context manager; ``release`` may be called twice."""
 
+    __slots__ = ("_deferred", "_nbytes", "_pool", "_released", "lent", "who")
 
-class BufferLease:
-    """Holding one buffer; see :class:`infinity.core.transfer.Lease`."""
-
-    __slots__ = ("_buffer", "_deferred", "_nbytes", "_pool", "_released", "who")
-
-    def __init__(self, pool: "BufferPool", buffer: Buffer, nbytes: int, who: str) -> None:
+    def __init__(self, pool: "Pool", buffer: Buffer, nbytes: int, who: str) -> None:
         self._pool, self._nbytes, self.who = pool, nbytes, who
-        self._buffer: Buffer | None = buffer
+        self.lent: Buffer | None = buffer  # None: released
         self._deferred = self._released = False
 
     @property
@@ -223,7 +226,7 @@ class BufferLease:
         Raises:
             StateError: The lease was released.
         """
-        buffer = self._held()
+        buffer = self.buffer
         if buffer.events:
             buffer.wait()
         return buffer.tensor[: self._nbytes]
@@ -235,20 +238,26 @@ class BufferLease:
         Raises:
             StateError: The lease was released, or the buffer is not in host memory.
         """
-        buffer = self._held()
+        buffer = self.buffer
         if buffer.events:
             buffer.wait()
         return buffer.memory[: self._nbytes]
 
     def record_use(self) -> None:
         """Let the next use wait for what the calling thread has given its stream until now."""
-        buffer = self._held()
+        buffer = self.buffer
         event = record(buffer.device)
         if event is not None:
             buffer.events.append(event)
 
-    def _held(self) -> Buffer:
-        buffer = self._buffer
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer that is held.
+
+        Raises:
+            StateError: The lease was released.
+        """
+        buffer = self.lent
         if buffer is None:
             raise StateError(f"{self.who}: its lease of {format_nbytes(self._nbytes)} was released")
         return buffer
@@ -257,13 +266,13 @@ class BufferLease:
         """Give the buffer back; see [Note: order lives in the lease]."""
         self._released = True
         if not self._deferred:
-            self._pool._take_back(self)
+            self._pool.take_back(self)
 
     def defer_release(self, deferred: bool) -> None:
         """Let :meth:`release`, on whatever thread, take effect when this is called with False."""
         self._deferred = deferred
         if self._released and not deferred:
-            self._pool._take_back(self)
+            self._pool.take_back(self)
 
     def __enter__(self) -> Self:
         return self
@@ -299,7 +308,7 @@ class _Leased:
         self.given_back += 1
 
 
-class BufferPool:
+class Pool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
     Args:
@@ -313,7 +322,7 @@ class BufferPool:
 
     def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float = 30.0) -> None:
         self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
-        self._changed = threading.Condition()  # guards what follows
+        self.changed = threading.Condition()  # guards what follows
         self._leased, self._kept_nbytes = _Leased(), 0
         # A buffer is lent, then, while copies of it are in flight, ending (with its holder), then kept.
         self._lent: set[Buffer] = set()
@@ -322,14 +331,14 @@ class BufferPool:
         self._closed = False
         self._failure: BaseException | None = None
 
-    def _make(self, nbytes: int) -> Buffer:
-        """New memory of ``nbytes``, already rounded."""
+    def make(self, nbytes: int) -> Buffer:
+        """Return new memory of ``nbytes``, already rounded."""
         raise NotImplementedError
 
     @property
     def leased_nbytes(self) -> int:
         """Bytes that are leased now, in whole pages; also those that copies still use."""
-        with self._changed:
+        with self.changed:
             self._collect_ended()
             return self._leased.nbytes
 
@@ -346,10 +355,10 @@ class BufferPool:
     @property
     def held(self) -> dict[str, int]:
         """Bytes that are leased, by holder."""
-        with self._changed:
+        with self.changed:
             return dict(self._leased.by_holder)
 
-    def lease(self, nbytes: int, *, who: str) -> BufferLease:
+    def lease(self, nbytes: int, *, who: str) -> Lease:
         """Hold a buffer of ``nbytes``; block until it fits.
 
         Raises:
@@ -359,7 +368,7 @@ class BufferPool:
         """
         return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
 
-    def _await_lease(self, nbytes: int, who: str) -> BufferLease:
+    def _await_lease(self, nbytes: int, who: str) -> Lease:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
@@ -369,7 +378,7 @@ class BufferPool:
             )
         left_s, given_back = self.patience_s, self._leased.given_back
         while (lease := self.try_lease(nbytes, who=who)) is None:
-            with self._changed:
+            with self.changed:
                 if self._failure is not None:
                     raise copied(self._failure)
                 if given_back != self._leased.given_back:
@@ -380,16 +389,16 @@ class BufferPool:
                 if not ending and not self._fits(size):
                     # In slices, none of which counts for more: nothing came while the process was stopped.
                     began, slice_s = time.monotonic(), min(left_s, _SLICE_S)
-                    self._changed.wait(slice_s)
+                    self.changed.wait(slice_s)
                     left_s -= min(slice_s, time.monotonic() - began)
             for event in ending:
                 event.synchronize()  # it comes by itself
         return lease
 
-    def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
+    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
         """The same without blocking: None when it does not fit now."""
         size = rounded(max(1, nbytes))
-        with self._changed:
+        with self.changed:
             if self._ending:
                 self._collect_ended()
             if not self._fits(size):
@@ -402,52 +411,52 @@ class BufferPool:
                 self._lent.add(buffer)
         if buffer is None:
             buffer = self._replace(unmapped, size, who)
-        return BufferLease(self, buffer, nbytes, who)
+        return Lease(self, buffer, nbytes, who)
 
     def _replace(self, unmapped: list[Buffer], size: int, who: str) -> Buffer:
         """Give back kept buffers, then make one in their place; without the lock, since both take long."""
         try:
             for kept in unmapped:
                 kept.close()
-            buffer = self._make(size)
+            buffer = self.make(size)
         except BaseException:
-            with self._changed:
+            with self.changed:
                 self._count_back(size, who)
             raise
-        with self._changed:
+        with self.changed:
             self._lent.add(buffer)
         return buffer
 
     def resize(self, capacity_nbytes: int) -> None:
         """Keep within another capacity; what is leased stays."""
-        with self._changed:
+        with self.changed:
             self.capacity_nbytes = capacity_nbytes
             unmapped = self._unkeep(self._leased.nbytes + self._kept_nbytes - capacity_nbytes)
-            self._changed.notify_all()
+            self.changed.notify_all()
         for buffer in unmapped:
             buffer.close()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` from every lease that waits for a buffer, or would have to."""
-        with self._changed:
+        with self.changed:
             self._failure = error
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Unmap what is not leased; what is leased goes as it is given back."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             for buffer, who in self._ending:
                 self._count_back(buffer.nbytes, who)
             unmapped = [*self._unkeep(self._kept_nbytes), *(buffer for buffer, _ in self._ending)]
             self._ending.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
         for buffer in unmapped:
             buffer.close()
 
     def unmap_leased(self) -> None:
         """Give back what is still leased, too: nothing reads or writes it any more."""
-        with self._changed:
+        with self.changed:
             for buffer in self._lent:
                 buffer.close()
 
@@ -495,7 +504,7 @@ class BufferPool:
 
     def _count_back(self, nbytes: int, who: str) -> None:
         self._leased.give_back(nbytes, who)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _exhausted(self, size: int, who: str) -> str:
         holders = sorted(self._leased.by_holder.items(), key=lambda item: -item[1])
@@ -509,9 +518,9 @@ class BufferPool:
 
     # --- from a lease ------------------------------------------------------------------------
 
-    def _take_back(self, lease: BufferLease) -> None:
-        with self._changed:
-            buffer, lease._buffer = lease._buffer, None
+    def take_back(self, lease: Lease) -> None:
+        with self.changed:
+            buffer, lease.lent = lease.lent, None
             if buffer is None:
                 return
             self._lent.discard(buffer)
@@ -522,19 +531,19 @@ class BufferPool:
                 self._keep(buffer, lease.who)
             else:
                 self._ending.append((buffer, lease.who))
-                self._changed.notify_all()
+                self.changed.notify_all()
         if is_over:
             buffer.close()
 
 
-class HostPool(BufferPool):
+class HostPool(Pool):
     """Page-aligned host memory: staging buffers, and states that stay resident.
 
     Args:
-        capacity_nbytes: The capacity, as for :class:`BufferPool`.
-        key: The recipe's key, as for :class:`BufferPool`.
+        capacity_nbytes: The capacity, as for :class:`Pool`.
+        key: The recipe's key, as for :class:`Pool`.
         device: Page-lock the buffers for this accelerator.
-        patience_s: The patience, as for :class:`BufferPool` (s).
+        patience_s: The patience, as for :class:`Pool` (s).
     """
 
     def __init__(
@@ -548,11 +557,11 @@ class HostPool(BufferPool):
         super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
         self._device = device
 
-    def _make(self, nbytes: int) -> Buffer:
+    def make(self, nbytes: int) -> Buffer:
         return HostBuffer(nbytes, self._device)
 
 
-class DevicePool(BufferPool):
+class DevicePool(Pool):
     """Memory of an accelerator; its leases have no ``memory``. See [Note: memory of an accelerator]."""
 
     _lends_at_once = True
@@ -568,14 +577,44 @@ class DevicePool(BufferPool):
         super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
         self._device, self._stream = device, new_stream(device)
 
-    def _make(self, nbytes: int) -> Buffer:
+    def make(self, nbytes: int) -> Buffer:
         return DeviceBuffer(nbytes, self._device, self._stream)
 
-    def _take_back(self, lease: BufferLease) -> None:
-        if lease._buffer is not None:
+    def take_back(self, lease: Lease) -> None:
+        if lease.lent is not None:
             lease.record_use()
-        super()._take_back(lease)
+        super().take_back(lease)
 
     def unmap_leased(self) -> None:
         synchronize(self._device)
         super().unmap_leased()
+
+
+class CountingPool:
+    """Pool of the training thread that counts waiting for a buffer as a stall of cause ``update``."""
+
+    def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], object]], None]) -> None:
+        self._pool, self._stalls = pool, stalls
+        self._held_back: list[Lease] = []
+
+    def hold_back(self, lease: Lease) -> None:
+        """Let a lease be given back after :meth:`give_back` only, or when a buffer does not fit beside it."""
+        lease.defer_release(True)
+        self._held_back.append(lease)
+
+    def give_back(self) -> None:
+        """Give back what was held back, as soon as its users have released it."""
+        held_back, self._held_back = self._held_back, []
+        for lease in held_back:
+            lease.defer_release(False)
+
+    def lease(self, nbytes: int, *, who: str) -> Lease:
+        found = [self._pool.try_lease(nbytes, who=who)]
+        if found[0] is None:
+            self.give_back()
+            self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
+        assert found[-1] is not None
+        return found[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)

@@ -26,13 +26,13 @@ from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.plan import Hardware, Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
-from infinity.device.memory import BufferPool, DevicePool, HostPool
+from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
-from infinity.observe.metrics import CountingPool, Stalls
+from infinity.observe.metrics import Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
@@ -263,14 +263,14 @@ class StepExecutor:
             self._apply_division()
 
     def _leave_device(self, index: int) -> None:
-        home = self.updates.records.bring_home(index)
+        home = self.tiers.bring_home(self.units[index])
         if home is not None:
             home.wait()
         assert self.tiers.on_device is not None
         self.tiers.on_device.leave(index)
 
     @property
-    def device_pools(self) -> list[BufferPool]:
+    def device_pools(self) -> list[Pool]:
         """Return the pools of device memory."""
         on_device = self.tiers.on_device
         return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
@@ -436,7 +436,7 @@ def _ceiling_nbytes(ranks: Ranks) -> int:
     return free_host_nbytes() // 2
 
 
-def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
+def _make_pool(capacity_nbytes: int, ranks: Ranks) -> Pool:
     if ranks.on_accelerator:
         return DevicePool(capacity_nbytes, ranks.device)
     return HostPool(capacity_nbytes, key="memory.device")

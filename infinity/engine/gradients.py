@@ -50,10 +50,9 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import HostBudget, rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
-from infinity.device.memory import HostPool
-from infinity.observe.metrics import CountingPool
+from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.pins import BackwardPins
@@ -76,7 +75,7 @@ class UnitGradient:
         self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
 
     @classmethod
-    def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
+    def begin(cls, unit: Unit, pool: Pool | CountingPool) -> "UnitGradient":
         """Lease memory for a unit's gradient; block while updates hold too much."""
         return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
 

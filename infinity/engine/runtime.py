@@ -47,7 +47,7 @@ from infinity.device.machine import (
     choose_dtype,
     free_host_nbytes,
 )
-from infinity.device.memory import BufferPool
+from infinity.device.memory import Pool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitsInUse, check_memory
 from infinity.engine.executor import StepExecutor, reduction_dtype
@@ -551,10 +551,10 @@ class Runtime:
         roots = self.construction.roots if hasattr(self, "construction") else []
         return ", ".join(type(root).__name__ for root in roots) or "a model"
 
-    def _pools(self) -> list[BufferPool]:
+    def _pools(self) -> list[Pool]:
         """The pools of this rank that were made until now."""
         executor = self._executor
-        pools: list[BufferPool] = [] if executor is None else [*executor.device_pools, *(executor.host or ())]
+        pools: list[Pool] = [] if executor is None else [*executor.device_pools, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
 

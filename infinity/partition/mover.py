@@ -53,9 +53,10 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import Lease, Pool, Transfer, stream
+from infinity.core.transfer import Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.machine import background_threads
+from infinity.device.memory import CountingPool, Lease, Pool
 from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 
@@ -235,7 +236,7 @@ class UnitMover:
     """
 
     def __init__(
-        self, units: Sequence[Unit], pool: Pool, staging: Staging | None,
+        self, units: Sequence[Unit], pool: Pool | CountingPool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits, wait_until_unused: Callable[[Unit], object],
     ) -> None:  # fmt: skip
         self.units, self.pool, self.staging = units, pool, staging

@@ -38,7 +38,8 @@ from torch.utils._mode_utils import no_dispatch
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.core.transfer import ChainedTransfer, Transfer
+from infinity.device.memory import Lease
 from infinity.planner.updates import ShardUpdate
 
 
@@ -166,7 +167,6 @@ class Segment:
     name: str
     index: int
     offset: int
-    numel: int
     shape: torch.Size
     created_dtype: torch.dtype
     whole: nn.Parameter
@@ -175,6 +175,10 @@ class Segment:
     writes: int = 0
     steps: int = 0
     released: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
 
     @property
     def stop(self) -> int:
@@ -565,10 +569,9 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
     segments: list[Segment] = []
     offset = 0
     for name, param in sorted(params, key=lambda item: item[1].ndim < 2):
-        index, numel = len(segments), param.numel()
-        shape = param.shape
-        segments.append(Segment(param, name, index, offset, numel, shape, param.dtype, param, shape))
-        offset += math.ceil(numel / align) * align
+        index, shape = len(segments), param.shape
+        segments.append(Segment(param, name, index, offset, shape, param.dtype, param, shape))
+        offset += math.ceil(param.numel() / align) * align
     return segments
 
 
@@ -579,11 +582,7 @@ def layout_tiles(name: str, param: nn.Parameter, rows: int, dtype: torch.dtype) 
         shape = torch.Size((min(rows, len(param) - first), *param.shape[1:]))
         tile = nn.Parameter(placeholder(shape, dtype, param.device), requires_grad=param.requires_grad)
         called = f"{name}[{first}:{first + shape[0]}]"
-        tiles.append(
-            Segment(
-                tile, called, 0, 0, shape.numel(), shape, param.dtype, param, param.shape, first * width
-            )
-        )  # fmt: skip
+        tiles.append(Segment(tile, called, 0, 0, shape, param.dtype, param, param.shape, first * width))
     return tiles
 
 

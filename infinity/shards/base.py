@@ -46,8 +46,9 @@ from torch import Tensor
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned, around
-from infinity.core.transfer import Lease, Transfer, stream
+from infinity.core.transfer import Transfer, stream
 from infinity.device.machine import background_threads
+from infinity.device.memory import Lease
 from infinity.optim.layout import store_master
 from infinity.partition.unit import StoredForm, Unit
 from infinity.shards.homes import Chunk, ShardHome

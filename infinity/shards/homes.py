@@ -24,7 +24,7 @@ memory, and for all that is asked for before it is done with that.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ from torch import Tensor
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.core.transfer import ChainedTransfer, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
-from infinity.device.memory import DevicePool
+from infinity.device.memory import DevicePool, Lease
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
@@ -238,6 +238,7 @@ class HostHome(ShardHome):
         leases: The first is of the weights, which an accelerator copies.
         copy: Where it is written on NVMe for a commit.
         recorded: ``copy`` has its values.
+        storing: What writes the values to ``copy``, until the next update of them here.
         there: Its newest values in accelerator memory: see [Note: two places of one shard].
     """
 
@@ -248,6 +249,7 @@ class HostHome(ShardHome):
         self.state: tuple[Tensor, ...] = ()
         self.copy: DiskHome | None = None
         self.recorded = False
+        self.storing: Sequence[Transfer] = ()
         self.there: DeviceShard | None = None
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
@@ -326,7 +328,7 @@ class HostHome(ShardHome):
 
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
-    ) -> list[Transfer]:
+    ) -> None:
         """Start to write the values into the next version of the copy, which becomes the committed one.
 
         Args:
@@ -348,8 +350,9 @@ class HostHome(ShardHome):
             self.version = next_place(self._unit)
         copy.version, self.recorded = self.version, True
         if updated is None or updated.done():
-            return self._move(copy, store.engine.write)
-        return self._move(
+            self.storing = self._move(copy, store.engine.write)
+            return
+        self.storing = self._move(
             copy, lambda extent, memory: ChainedTransfer(updated, lambda: store.engine.write(extent, memory))
         )
 

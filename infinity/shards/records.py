@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -177,7 +177,6 @@ class Records:
         self._commit: Commit | None = None  # what is not recorded yet
         self._layout = -1  # changes of the store that the last record knew
         self._kept: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
-        self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
         self._lock = threading.Lock()
         if commits is not None:
             tiers.before_write = self._before_write
@@ -198,33 +197,25 @@ class Records:
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Return whether a commit of a step that updates these units writes units in host memory."""
-        residents = [unit for unit in self.units if isinstance(unit.home, HostHome)]
-        return any(unit.index in updated or not is_reloadable(unit) for unit in residents)
+        return any(unit.index in updated or not is_reloadable(unit) for unit, _ in self._residents())
 
-    def take_stored(self, index: int) -> Sequence[Transfer]:
-        """Return what writes a unit in host memory to NVMe, which is about to be updated in its place."""
-        return self._stored.pop(index, ())
+    def _residents(self) -> Iterator[tuple[Unit, HostHome]]:
+        return ((unit, unit.home) for unit in self.units if isinstance(unit.home, HostHome))
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for unit in self.units:
-            index, home = unit.index, unit.home
-            if not isinstance(home, HostHome) or home.reloadable or home.recorded:
-                continue
-            self._pass_barrier()
-            updated = self.bring_home(index) or home.updating
-            self._stored[index] = home.store_copy(self.tiers.store, self.next_place, updated)
-            self.planned["write"] += home.nbytes
-
-    def bring_home(self, index: int) -> Transfer | None:
-        """Start to copy a unit's newest values home, after writes of those there; None: they are."""
-        return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
+        for unit, home in self._residents():
+            if not (home.reloadable or home.recorded):
+                self._pass_barrier()
+                updated = self.tiers.bring_home(unit) or home.updating
+                home.store_copy(self.tiers.store, self.next_place, updated)
+                self.planned["write"] += home.nbytes
 
     def _make_commit(self) -> "Commit":
         updates = (unit.home.updating for unit in self.units)
         # Those of steps without a record, too.
         landing: list[Transfer] = [update for update in updates if update is not None]
-        landing += [transfer for each in self._stored.values() for transfer in each]
+        landing += [transfer for _, home in self._residents() for transfer in home.storing]
         versions = tuple(unit.home.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
@@ -348,8 +339,8 @@ class Records:
 
     def land_residents(self) -> None:
         """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
-        for transfers in self._stored.values():
-            for transfer in transfers:
+        for _, home in self._residents():
+            for transfer in home.storing:
                 transfer.wait()
         self.tiers.snapshot.wait()
 
@@ -373,7 +364,9 @@ class Records:
             self._store_residents()
         landing: dict[int, Sequence[Transfer]] = {}
         for unit in self.units:
-            home, update = self.bring_home(unit.index), unit.home.updating
-            stored = self._stored.get(unit.index, [] if update is None else [update])
-            landing[unit.index] = stored if home is None else [home, *stored]
+            brought, update = self.tiers.bring_home(unit), unit.home.updating
+            ends: Sequence[Transfer] = () if update is None else [update]
+            if isinstance(unit.home, HostHome):
+                ends = unit.home.storing or ends
+            landing[unit.index] = ends if brought is None else [brought, *ends]
         return self.tiers.pin(self.units, landing)

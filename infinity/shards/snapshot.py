@@ -21,7 +21,8 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Transfer
+from infinity.device.memory import Lease, Pool
 from infinity.optim.layout import StateLayout
 from infinity.shards.storage import ChunkExtents, Version
 

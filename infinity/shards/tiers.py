@@ -29,7 +29,8 @@ from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent, format_nbytes
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import Transfer
+from infinity.device.memory import Lease
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.base import BaseHome, FrozenBase
@@ -410,18 +411,14 @@ class Tiers:
         if home is not None:
             home.wait()
 
-    def bring_home(self, unit: Unit, written: Iterable[Transfer] = ()) -> Transfer | None:
-        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there.
-
-        Args:
-            written: What writes those in host memory to NVMe.
-        """
+    def bring_home(self, unit: Unit) -> Transfer | None:
+        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there."""
         if self.on_device is None or not isinstance(unit.home, HostHome):
             return None
-        preserve, written = self.snapshot.preserve, tuple(written)  # not a snapshot that is yet to be made
+        preserve, storing = self.snapshot.preserve, unit.home.storing  # not a snapshot that is yet to be made
 
         def before() -> None:
-            for transfer in written:
+            for transfer in storing:  # those of older values in host memory
                 transfer.wait()
             preserve(unit.index)
 

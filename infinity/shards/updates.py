@@ -29,7 +29,8 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import Transfer
+from infinity.device.memory import Lease
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
@@ -421,11 +422,12 @@ class Updates:
 
     def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
         """Return what updates a unit in host memory: see [Note: shards in host memory]."""
-        stored, runs = self.records.take_stored(pending.unit.index), self._runs(pending)
+        runs = self._runs(pending)
         home, preserve = self.tiers.about_to_update(pending.unit)
+        storing, home.storing = home.storing, ()
 
         def update() -> None:
-            for transfer in stored:  # what is written of it leaves first, and what is saved is read
+            for transfer in storing:  # what is written of it leaves first, and what is saved is read
                 transfer.wait()
             preserve()
             for run in runs:

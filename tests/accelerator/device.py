@@ -646,7 +646,7 @@ def start() -> Simulator:
     if code := _lib.sim_start(DEVICE_NBYTES, DEVICES, callbacks):
         raise RuntimeError(f"the simulated accelerator does not start: {code}")
     _keep.append(callbacks)
-    machine._ACCELERATOR_SIZES = machine._CPU_SIZES  # large products take a second where the CPU makes them
+    machine.ACCELERATOR_SIZES = machine.CPU_SIZES  # large products take a second where the CPU makes them
     torch._register_device_module("sim", Module)
     torch.utils.generate_methods_for_privateuse1_backend()
     _register_kernels()

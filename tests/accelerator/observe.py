@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.device.memory import BufferPool
+from infinity.device.memory import Pool
 from infinity.nvme.engines.base import Move, QueuedEngine
 from infinity.optim import norm
 from infinity.optim.rules import HostRule
@@ -33,7 +33,7 @@ def install() -> None:
         return
     for owner, name, around in (
         (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
-        (Move, "then", _follows), (HostRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
+        (Move, "then", _follows), (HostRule, "update", _updates), (Pool, "take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
     for module in (norm, updates):
@@ -137,8 +137,8 @@ def _sums(sum_of_squares: Any, grad: Tensor) -> float:
 
 def _takes_back(take_back: Any, pool: Any, lease: Any) -> None:
     """Host memory that is given back may be written at once, but after the events that it carries."""
-    with pool._changed:  # else another thread could give it back now, and a third one use it
-        buffer = lease._buffer
+    with pool.changed:  # else another thread could give it back now, and a third one use it
+        buffer = lease.lent
         if buffer is not None and not is_sim(buffer.tensor):
             events = [event.event_id for event in buffer.events]
             simulator.released(lease.who, [span(buffer.tensor)], after=events)

@@ -16,7 +16,7 @@ EXEMPT = {
     "comm/collectives.py Collectives._end: work.wait (1)": "without it the thread looks again and again",
     "device/memory.py HostBuffer.close": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
-    "device/memory.py BufferPool._await_lease": "without it the thread looks again and again",
+    "device/memory.py Pool._await_lease": "without it the thread looks again and again",
     "device/memory.py DevicePool.unmap_leased": "only training that has failed leaves leases",
     "nvme/engines/gds_engine.py": "needs GPUDirect Storage",
     "partition/mover.py UnitMover._decode: stored.lease.record_use (1)": (
@@ -99,7 +99,7 @@ def test_where_nothing_is_left_out_nothing_is_noticed(tmp_path: Path, name: str)
 
 
 def test_the_wait_of_a_buffers_next_user_is_noticed_if_it_is_left_out(tmp_path: Path):
-    [mutation] = [m for m in tried() if place(m) == "device/memory.py BufferLease.tensor"]
+    [mutation] = [m for m in tried() if place(m) == "device/memory.py Lease.tensor"]
     assert "host to device" in check(mutation, tmp_path)
 
 

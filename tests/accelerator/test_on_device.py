@@ -435,7 +435,7 @@ def failing(where: str) -> tuple[str, bool]:
         raise StateError("no update")
 
     if where == "lease":
-        executor.tiers.on_device.pool._make = fail
+        executor.tiers.on_device.pool.make = fail
     elif where == "update":
         UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     else:

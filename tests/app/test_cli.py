@@ -180,7 +180,7 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
     *starts, error = run.stderr.splitlines()
     assert error.startswith("infinity: rank 1: RecipeError: none.yaml: No such file")
     wanted = tunables({})
-    if any(map(os.path.exists, accelerator._ACCELERATORS)) or wanted is None:
+    if any(map(os.path.exists, accelerator.DEVICE_FILES)) or wanted is None:
         assert starts == ["None"]
     else:
         assert starts == ["None", wanted]

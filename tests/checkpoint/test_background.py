@@ -21,8 +21,7 @@ from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
 from infinity.core.process import close_collected
-from infinity.core.transfer import Lease
-from infinity.device.memory import HostPool
+from infinity.device.memory import HostPool, Lease
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW
 from infinity.shards.homes import DiskHome

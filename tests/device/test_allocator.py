@@ -24,7 +24,7 @@ ORDER = ["train", "recipe.yaml"]
 @pytest.fixture
 def old_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
-    monkeypatch.setattr(accelerator, "_ACCELERATORS", ())
+    monkeypatch.setattr(accelerator, "DEVICE_FILES", ())
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
 
 
@@ -79,7 +79,7 @@ def test_the_same_process_is_started_again_and_once_only(old_glibc, monkeypatch,
 def test_another_program_that_calls_the_command_is_not_started_again(old_glibc, monkeypatch, started):
     restart_with_tunables("/home/notebook.py", ORDER)
     restart_with_tunables("/bin/infinity", [*ORDER, "run.name=mine"])  # not what python was started with
-    monkeypatch.setattr(accelerator, "_ACCELERATORS", (os.devnull,))
+    monkeypatch.setattr(accelerator, "DEVICE_FILES", (os.devnull,))
     restart_with_tunables("/bin/infinity", ORDER)
     assert not started
 
@@ -100,7 +100,7 @@ def test_a_loop_of_ones_own_is_told_what_to_set(old_glibc, monkeypatch, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(accelerator._glibc_version() is None, reason="another C library")
+@pytest.mark.skipif(accelerator.glibc_version() is None, reason="another C library")
 def test_what_activations_do_not_take_is_not_resident_either(tmp_path):
     """Peaks of two processes, kept and offloaded; what differs is what was stored."""
     (kept, _), (offloaded, stored) = grown(tmp_path)

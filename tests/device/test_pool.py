@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
-from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
-from infinity.observe.metrics import CountingPool, Stalls
+from infinity.device.memory import Buffer, CountingPool, DevicePool, HostPool, Lease
+from infinity.observe.metrics import Stalls
 from infinity.observe.timeline import Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
@@ -144,7 +144,7 @@ def test_patience_starts_anew_whenever_something_is_given_back(monkeypatch: pyte
         return True
 
     monkeypatch.setattr("infinity.device.memory.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(pool._changed, "wait", wait)
+    monkeypatch.setattr(pool.changed, "wait", wait)
     pool.lease(4 * MIB, who="whole").release()  # after 0.6 s
     assert (held, now) == ([], [pytest.approx(0.6)])
     pool.close()
@@ -217,8 +217,8 @@ def test_device_memory_is_given_back_before_other_memory_takes_its_place(monkeyp
     pool = DevicePool(8 * MIB, torch.device("cpu"))
     with pool.lease(5 * MIB, who="a") as lease:
         before = weakref.ref(lease.tensor.untyped_storage())
-    make, alive = pool._make, []
-    monkeypatch.setattr(pool, "_make", lambda nbytes: (alive.append(before() is not None), make(nbytes))[1])
+    make, alive = pool.make, []
+    monkeypatch.setattr(pool, "make", lambda nbytes: (alive.append(before() is not None), make(nbytes))[1])
     pool.lease(8 * MIB, who="b").release()
     assert alive == [False]
 
@@ -232,7 +232,7 @@ def test_never_above_capacity_and_no_two_live_buffers_overlap(
     steps: list[tuple[int, bool]], capacity: int
 ) -> None:
     pool = HostPool(capacity)
-    live: list[BufferLease] = []
+    live: list[Lease] = []
     for nbytes, release_first in steps:
         if release_first and live:
             live.pop(nbytes % len(live)).release()
@@ -291,7 +291,7 @@ class Copy:
 
 def test_host_memory_that_a_copy_uses_is_lent_again_when_the_copy_has_ended(pool: HostPool) -> None:
     lease = pool.lease(9 * MIB, who="a")
-    address, copy = lease.tensor.data_ptr(), Copy(lease._held())
+    address, copy = lease.tensor.data_ptr(), Copy(lease.buffer)
     lease.release()
     assert pool.try_lease(8 * MIB, who="b") is None
     assert pool.leased_nbytes == 10 * MIB
@@ -306,7 +306,7 @@ def test_host_memory_that_a_copy_uses_is_lent_again_when_the_copy_has_ended(pool
 @pytest.mark.parametrize("take", [lambda lease: lease.tensor, lambda lease: lease.memory])
 def test_the_host_does_not_touch_memory_that_a_copy_uses(pool: HostPool, take: Any) -> None:
     lease = pool.lease(MIB, who="a")
-    copy = Copy(lease._held())
+    copy = Copy(lease.buffer)
     threading.Timer(0.05, copy.end).start()
     assert len(take(lease)) == MIB
     assert copy.query()
@@ -317,7 +317,7 @@ def test_the_host_does_not_touch_memory_that_a_copy_uses(pool: HostPool, take: A
 
 def test_a_closed_pool_unmaps_what_a_copy_uses_when_it_has_ended(pool: HostPool) -> None:
     lease = pool.lease(MIB, who="a")
-    copy = Copy(lease._held())
+    copy = Copy(lease.buffer)
     lease.release()
     threading.Timer(0.05, copy.end).start()
     pool.close()
@@ -332,12 +332,12 @@ class SlowPool(HostPool):
         super().__init__(8 * MIB, patience_s=HANG_S)
         self.asked, self.may_make, self.refuses = threading.Event(), threading.Event(), False
 
-    def _make(self, nbytes: int) -> Buffer:
+    def make(self, nbytes: int) -> Buffer:
         self.asked.set()
         assert self.may_make.wait(HANG_S)
         if self.refuses:
             raise BudgetError("the limit of locked memory")
-        return super()._make(nbytes)
+        return super().make(nbytes)
 
 
 def test_a_buffer_is_made_while_others_are_lent_and_given_back() -> None:

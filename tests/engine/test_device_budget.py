@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity import BudgetError
 from infinity.core.budget import rounded
-from infinity.device.memory import BufferPool
+from infinity.device.memory import Pool
 from infinity.engine import executor
 from infinity.engine.gradients import WindowLoan
 from infinity.partition.unit import Unit
@@ -418,9 +418,9 @@ def test_on_two_ranks_frozen_units_take_their_window_only(tmp_path):
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that finds no room is an error within seconds."""
-    usual = BufferPool.__init__
+    usual = Pool.__init__
     monkeypatch.setattr(
-        BufferPool, "__init__", lambda *args, **options: usual(*args, **{**options, "patience_s": 5.0})
+        Pool, "__init__", lambda *args, **options: usual(*args, **{**options, "patience_s": 5.0})
     )
 
 

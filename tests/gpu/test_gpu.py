@@ -175,7 +175,7 @@ def test_a_model_that_is_dropped_leaves_no_memory_locked(tmp_path: Path):
 def test_memory_that_cannot_be_locked_is_an_error_and_nothing_after_it():
     buffer = HostBuffer(4096, here())
     with pytest.raises(BudgetError, match="could not page-lock 4 KiB of host memory"):
-        buffer._lock()
+        buffer.lock()
     assert torch.ones(3, device=here()).sum().item() == 3
     buffer.close()
     again = HostBuffer(4096, here())

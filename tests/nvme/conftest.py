@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infinity.core.transfer import TransferEngine
-from infinity.device.memory import BufferLease, HostPool
+from infinity.device.memory import HostPool, Lease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 
@@ -21,11 +21,11 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 
 
 @pytest.fixture
-def lease() -> Iterator[Callable[..., BufferLease]]:
+def lease() -> Iterator[Callable[..., Lease]]:
     """Page-aligned memory of so many bytes, filled with a number."""
     pool = HostPool(256 * MIB)
 
-    def hold(nbytes: int, fill: int = 0) -> BufferLease:
+    def hold(nbytes: int, fill: int = 0) -> Lease:
         lease = pool.lease(nbytes, who="test")
         lease.tensor.fill_(fill)
         return lease

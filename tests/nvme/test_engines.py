@@ -16,7 +16,7 @@ import torch
 from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.nbytes import Extent, Piece
-from infinity.device.memory import BufferLease, HostPool
+from infinity.device.memory import HostPool, Lease
 from infinity.nvme.engines import libaio_engine, make_engine
 from infinity.nvme.engines.base import Move, QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
@@ -26,7 +26,7 @@ from tests.helpers.launch import mark, start_ranks
 from tests.helpers.limits import HANG_S
 
 MIB = 2**20
-Hold = Callable[..., BufferLease]
+Hold = Callable[..., Lease]
 
 
 def fault(engine: QueuedEngine, change: Callable[[Request, int], int]) -> list[int]:

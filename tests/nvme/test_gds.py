@@ -14,13 +14,13 @@ from torch import Tensor
 
 from infinity.core.config import SettingError
 from infinity.core.errors import DiskError
-from infinity.device.memory import BufferLease
+from infinity.device.memory import Lease
 from infinity.nvme import probe
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 
 MIB = 2**20
-Hold = Callable[..., BufferLease]
+Hold = Callable[..., Lease]
 
 
 class Stream:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DirectoryError, DiskError
 from infinity.core.nbytes import Extent, Piece
-from infinity.device.memory import BufferLease, HostPool
+from infinity.device.memory import HostPool, Lease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import SealedFile, Space, Volume, open_sealed
@@ -42,7 +42,7 @@ def test_bytes_are_counted(volume: Volume) -> None:
 
 
 def test_files_of_others_are_read_past_the_cache_and_never_written_synced_or_counted(
-    volume: Volume, tmp_path: Path, lease: Callable[..., BufferLease]
+    volume: Volume, tmp_path: Path, lease: Callable[..., Lease]
 ) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"7" * 8192 + b"end")
@@ -67,7 +67,7 @@ def test_files_of_others_are_read_past_the_cache_and_never_written_synced_or_cou
 
 
 def test_freed_bytes_are_used_again_and_zeroed_when_asked(
-    volume: Volume, lease: Callable[..., BufferLease]
+    volume: Volume, lease: Callable[..., Lease]
 ) -> None:
     engine = make_engine("threads", volume)
     extent, ones = volume.allocate(6 * MIB, what="a"), lease(6 * MIB, 1)
@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_hold_files_is_an_error_with_advice(tmp_path: Pa
 
 
 def test_a_file_system_without_o_direct_is_used_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: Callable[..., BufferLease]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: Callable[..., Lease]
 ) -> None:
     opened = os.open
 

@@ -18,13 +18,13 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     before = torch.get_num_threads()
     asked = Mock(return_value=16)
     monkeypatch.setattr(threads, "usable_cores", asked)
-    threads._share_of_cores.cache_clear()
+    threads.share_of_cores.cache_clear()
     monkeypatch.setattr(threads, "_given", None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield asked
     torch.set_num_threads(before)
-    threads._share_of_cores.cache_clear()
+    threads.share_of_cores.cache_clear()
 
 
 def start_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
