@@ -22,8 +22,9 @@ What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.chann
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.plan import Hardware, Traffic
@@ -47,13 +48,13 @@ class _Transfer:
     """Bytes on their way.
 
     Attributes:
-        index: The index of the slot; None: units.
+        what: The index of a slot, or the call that follows; None: units.
         left_nbytes: Bytes that have not moved yet.
         ready_s: The time at which its first byte may move.
         began_s: The time at which its first byte moved; None: it has not.
     """
 
-    index: int | None
+    what: Any
     left_nbytes: float
     ready_s: float
     began_s: float | None = None
@@ -78,9 +79,9 @@ class TransferQueues:
         self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
         self._next_s = self._speed = 0.0
 
-    def submit(self, channel: Channel, index: int, nbytes: int) -> None:
-        """Queue the transfer of slot ``index``."""
-        self._queues[channel].append(_Transfer(index, float(nbytes), self.now_s + self._latency_s))
+    def submit(self, channel: Channel, what: object, nbytes: int) -> None:
+        """Queue a transfer, which :meth:`advance` returns as ``what`` when it ends."""
+        self._queues[channel].append(_Transfer(what, float(nbytes), self.now_s + self._latency_s))
         self._moving = None
 
     def submit_units(self, traffic: Traffic) -> None:
@@ -89,11 +90,11 @@ class TransferQueues:
         self._units[_WRITE].left_nbytes += traffic.nbytes_written
         self._moving = None
 
-    def cancel(self, channel: Channel, index: int) -> bool:
+    def cancel(self, channel: Channel, what: object) -> bool:
         """Take back a transfer that waits for another one; False: it is the first, on its way."""
         queue = self._queues[channel]
         for at, transfer in enumerate(queue):
-            if transfer.index == index and at:
+            if transfer.what == what and at:
                 del queue[at]
                 return True
         return False
@@ -121,10 +122,10 @@ class TransferQueues:
         """Return what moves bytes now: channel, transfer and bytes per second."""
         return self._settle() if self._moving is None else self._moving
 
-    def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
-        """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
+    def advance(self, passed_s: float) -> list[tuple[int, Any, float]]:
+        """Let time pass, at most :meth:`next_s`; return channel, what and beginning (s) of what ended."""
         moving = self._settle() if self._moving is None else self._moving
-        ended: list[tuple[int, int | None, float]] = []
+        ended: list[tuple[int, Any, float]] = []
         self.now_s += passed_s
         if passed_s >= self._next_s:
             self._moving = None
@@ -135,8 +136,8 @@ class TransferQueues:
             if transfer.left_nbytes <= 0.5:
                 transfer.left_nbytes, self._moving = 0.0, None
                 assert transfer.began_s is not None
-                ended.append((channel, transfer.index, transfer.began_s))
-                if transfer.index is None:
+                ended.append((channel, transfer.what, transfer.began_s))
+                if transfer.what is None:
                     transfer.began_s = None  # units will move again
                 else:
                     self._queues[channel].popleft()
@@ -166,7 +167,7 @@ class TransferQueues:
             left_s = transfer.left_nbytes / rate
             if left_s < next_s:
                 next_s = left_s
-            if transfer.index is not None:
+            if transfer.what is not None:
                 beside += rate
         self._moving, self._next_s = moving, next_s
         self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
@@ -261,13 +262,10 @@ class StepCost:
     def plus(self, other: "StepCost", times: float) -> "StepCost":
         """This cost and ``times`` another one; peaks stay."""
 
-        def added(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-            return {name: a.get(name, 0.0) + times * b.get(name, 0.0) for name in a | b}
+        def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+            return {name: a.get(name, 0.0) + times * b.get(name, 0.0) for name in {**a, **b}}
 
-        nbytes = {
-            name: round(self.nbytes.get(name, 0) + times * other.nbytes.get(name, 0))
-            for name in self.nbytes | other.nbytes
-        }
+        nbytes = {name: round(number) for name, number in added(self.nbytes, other.nbytes).items()}
         return StepCost(
             self.step_s + times * other.step_s, added(self.busy_s, other.busy_s), nbytes,
             added(self.stall_s, other.stall_s), self.device_peak_nbytes,
@@ -280,19 +278,16 @@ class VirtualClock:
     Attributes:
         servers: Servers, by name: each does one thing after the other beside compute.
         busy_s: Busy time as in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
-        skipped_s: Seconds of micro-batches that were not played.
     """
 
     def __init__(self, rates: RankRates) -> None:
         self._rates, self._computing = rates, False
         self._queues = TransferQueues(rates.channels)
-        #: What follows each transfer of a channel, where they end in order.
-        self._then: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Channel)
         self.servers = {LINKS: Server(), UPDATE: Server(), DECODE: Server()}
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
-        self.skipped_s = 0.0
+        self._skipped = StepCost(0.0, {}, {}, {}, 0)  # of micro-batches that were not played
 
     def wait(self, until: Callable[[], bool], cause: str) -> None:
         """Let time pass until something has happened."""
@@ -327,8 +322,7 @@ class VirtualClock:
         if not self._queues.rates[channel] > 0 or nbytes <= 0:
             then()
             return
-        self._then[channel].append(then)
-        self._queues.submit(channel, 0, nbytes)
+        self._queues.submit(channel, then, nbytes)
 
     def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
         """Queue what one of the servers does in ``time_s``."""
@@ -355,8 +349,8 @@ class VirtualClock:
         for _, server in servers if ends else ():  # what ends may submit to another one
             while server.left_s <= 1e-12:
                 server.end()()
-        for channel, _, _ in ended:
-            self._then[channel].popleft()()
+        for _, then, _ in ended:
+            then()
         return passed_s
 
     def _share(self) -> float:
@@ -369,18 +363,12 @@ class VirtualClock:
 
     def mark(self, device_peak_nbytes: int) -> StepCost:
         """Return the cost of all that has passed until now."""
-        passed_s, busy_s = self._queues.now_s + self.skipped_s, dict(self.busy_s)
-        return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), device_peak_nbytes)
+        played = StepCost(self._queues.now_s, self.busy_s, self.nbytes, self.stall_s, device_peak_nbytes)
+        return played.plus(self._skipped, 1.0)
 
     def skip(self, each: StepCost, times: int) -> None:
         """Let the same pass some times more."""
-        self.skipped_s += times * each.step_s
-        for name, time_s in each.busy_s.items():
-            self.busy_s[name] += times * time_s
-        for name, nbytes in each.nbytes.items():
-            self.nbytes[name] += times * nbytes
-        for cause, time_s in each.stall_s.items():
-            self.stall_s[cause] += times * time_s
+        self._skipped = self._skipped.plus(each, times)
 
     def state(self) -> tuple[object, ...]:
         """Return all that is under way, equal up to rounding."""

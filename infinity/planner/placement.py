@@ -1,11 +1,12 @@
 """Choose the saved storages that leave device memory within a budget, and when each of them returns.
 
-TeraIO's algorithm 1 takes the inactive period with the largest benefit per cost. Benefit: its bytes, for as
-long as they are away while memory is above capacity. Cost: the time that its two transfers take of their
-channels. Both change with every choice, but a benefit only falls, so a heap of old values is enough: the
-best of them is valued again, and taken if it is still (nearly) the best.
+Storages leave where memory is above the budget, the fullest position first. Of those that help there the one
+with the longest inactive period goes: it helps the most positions for the same transfers. It goes to the
+place from which all that goes there would be back the soonest. How that compares with storing whatever can
+leave, and with recomputing blocks, the simulator tells (:mod:`infinity.planner.search`).
 
-Source: TeraIO (arXiv:2506.06472), section 3.3, algorithm 1.
+Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
+order, a benefit by cost that is valued anew with each choice.
 
 [Note: bytes by operator]
 A timeline holds, for each position, the bytes that fit into its time and are not yet booked. So a transfer
@@ -22,13 +23,11 @@ slots are waited for with which memory might not hold until the next. They are t
 since stores are begun in that order. On a drive as fast as measured most of them have gone before.
 """
 
-import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,12 +42,10 @@ from infinity.core.plan import (
     StoreWait,
     Traffic,
 )
-from infinity.planner.channels import LOAD, STORE, Channel, mixed_rates
-from infinity.planner.lifetimes import InactivePeriod, Lifetimes, Places, least_memory, lifetimes_of
+from infinity.planner.channels import LOAD, Channel, mixed_rates
+from infinity.planner.lifetimes import Lifetimes, Places, least_memory, lifetimes_of
 from infinity.planner.simulator import Simulator
 
-#: A period whose value has fallen is still taken while it is worth this share of the next best's old value.
-NEARLY_BEST = 0.75
 #: Backlogs that are tried: one that is safe, then by halves up to none.
 TRIES = 7
 
@@ -75,10 +72,6 @@ class ChannelTimeline:
     def share(self, beside: "ChannelTimeline", tax: float) -> None:
         """Let each byte booked here take ``tax`` bytes of ``beside``."""
         self._beside, self._tax = beside, tax
-
-    def time_s(self, nbytes: int) -> float:
-        """Seconds for which ``nbytes`` alone keep the channel busy."""
-        return self.booked_nbytes(nbytes) / self._bytes_per_s if self._bytes_per_s else math.inf
 
     def booked_nbytes(self, nbytes: int) -> int:
         """Bytes of the timeline that a transfer of ``nbytes`` takes, its latency included."""
@@ -116,13 +109,7 @@ class ChannelTimeline:
         Bytes without room at the end of the step go on at its beginning, as the bytes of the step before do.
         Bytes that find no room in a whole step are dropped.
         """
-        self._book((begin + np.arange(len(self._free))) % max(1, len(self._free)), nbytes)
-
-    def book_until(self, end: int, nbytes: int) -> None:
-        """Book ``nbytes`` as late as possible before operator ``end``; those without room are dropped."""
-        self._book(np.arange(end)[::-1], nbytes)
-
-    def _book(self, order: np.ndarray, nbytes: int) -> None:
+        order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
         free = self._free[order]
         taken = np.clip(self.booked_nbytes(nbytes) - (np.cumsum(free) - free), 0, free)
         self._take(order, taken)
@@ -161,10 +148,9 @@ def channel_timelines(
 def places_within(
     lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, everything: Places
 ) -> Iterator[Places]:
-    """Ways to keep ``capacity_nbytes``: hidden transfers first; all transfers alike; ``everything``."""
+    """Ways to keep ``capacity_nbytes``: as few transfers as that takes, then ``everything``."""
     seen: list[Places] = []
-    for first in (_hidden(lifetimes, hardware, capacity_nbytes), {}, everything):
-        places = first if first is everything else _forced(lifetimes, hardware, capacity_nbytes, first)
+    for places in (_forced(lifetimes, hardware, capacity_nbytes), everything):
         if places not in seen and int(least_memory(lifetimes, places).max(initial=0)) <= capacity_nbytes:
             seen.append(places)
             yield places
@@ -172,14 +158,13 @@ def places_within(
 
 def all_places(lifetimes: Lifetimes, hardware: Hardware) -> Places:
     """Places of all storages that can leave, where that frees memory."""
-    return _forced(lifetimes, hardware, 0, {})
+    return _forced(lifetimes, hardware, 0)
 
 
-def _forced(
-    lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, places: Places
-) -> dict[int, Place]:
-    """Add to ``places``, fullest position first, until memory fits or nothing can leave any more."""
-    chosen, periods = dict(places), lifetimes.periods
+def _forced(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
+    """Let storages leave, fullest position first, until memory fits or nothing can leave any more."""
+    chosen: dict[int, Place] = {}
+    periods = lifetimes.periods
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
     there_and_back = {
         Place.NVME: read > 0 and write > 0 and 1 / read + 1 / write,
@@ -188,8 +173,6 @@ def _forced(
     s_per_byte = {place: cost for place, cost in there_and_back.items() if cost}
     most = {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
     given = Counter[Place]()
-    for index in chosen:
-        given[chosen[index]] += periods[index].nbytes
 
     def soonest(nbytes: int) -> Place | None:
         """The place from which ``nbytes`` more would be back the soonest; None: no place has room."""
@@ -197,11 +180,11 @@ def _forced(
         return min(possible, key=lambda place: (given[place] + nbytes) * s_per_byte[place], default=None)
 
     # The longest gap first: it helps the most positions for the same bytes.
-    waiting = [i for i, period in enumerate(periods) if period.is_worth_storing and i not in chosen]
+    waiting = [i for i, period in enumerate(periods) if period.is_worth_storing]
     waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
     gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting], dtype=np.int64).reshape(-1, 2)
     begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
-    over = least_memory(lifetimes, chosen) - capacity_nbytes
+    over = lifetimes.memory - capacity_nbytes
     # In how many of the gaps each position is.
     change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
     helped = np.cumsum(np.subtract(*change)[: len(over)])
@@ -221,95 +204,6 @@ def _forced(
             over[at] = 0  # nothing helps here
         if not helped[at]:
             over[helped == 0] = 0
-    return chosen
-
-
-def _hidden(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
-    """Choose storages whose transfers hide behind compute."""
-    worth = [i for i, period in enumerate(lifetimes.periods) if period.is_worth_storing]
-    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
-    chosen = migrate(
-        [lifetimes.periods[i] for i in worth], lifetimes.times, lifetimes.memory, capacity_nbytes,
-        timelines, hardware.host_nbytes,
-    )  # fmt: skip
-    return {worth[migration.period]: migration.place for migration in chosen}
-
-
-class Migration(NamedTuple):
-    """An inactive period that a storage can spend away from device memory.
-
-    Attributes:
-        period: The index of the period among those that were given.
-        place: The place of the storage meanwhile.
-        gone: The first operator that finds its memory free.
-        back: The operator with which it starts to come back; its memory is taken from then on.
-    """
-
-    period: int
-    place: Place
-    gone: int
-    back: int
-
-
-def migrate(
-    periods: Sequence[InactivePeriod],
-    times: np.ndarray,
-    memory: np.ndarray,
-    capacity_nbytes: int,
-    timelines: Mapping[Channel, ChannelTimeline],
-    host_nbytes: int,
-) -> list[Migration]:
-    """Choose migrations until ``memory`` is at most ``capacity_nbytes``, or nothing helps any more.
-
-    Args:
-        times: Seconds of each operator.
-        memory: Bytes during each operator; not changed.
-        timelines: The timelines of the channels, on which migrations are booked.
-        host_nbytes: Host memory that migrations may take.
-
-    Returns:
-        The migrations in the order of choice; all their transfers hide behind operators.
-    """
-    over = memory - capacity_nbytes
-
-    def best(index: int) -> tuple[float, Migration] | None:
-        """The benefit per cost of a period on NVMe; where the drive has no time for it, on the host."""
-        period = periods[index]
-        for place in Place.NVME, Place.HOST:
-            store, load = timelines[STORE[place]], timelines[LOAD[place]]
-            gone = store.earliest_end(period.begin, period.nbytes)
-            back = load.latest_start(period.end, period.nbytes)
-            if (
-                gone is None
-                or back is None
-                or back <= gone
-                or (place is Place.HOST and period.nbytes > host_nbytes)
-            ):
-                continue
-            high_s = float(times[gone:back] @ (over[gone:back] > 0))
-            if high_s and period.nbytes:
-                cost_s = store.time_s(period.nbytes) + load.time_s(period.nbytes)
-                return period.nbytes * high_s / cost_s, Migration(index, place, gone, back)
-        return None
-
-    heap = [(-found[0], index) for index in range(len(periods)) if (found := best(index)) is not None]
-    heapq.heapify(heap)
-    chosen = []
-    while heap and (over > 0).any():
-        _, index = heapq.heappop(heap)
-        found = best(index)
-        if found is None:
-            continue
-        value, migration = found
-        if heap and value < -NEARLY_BEST * heap[0][0]:
-            heapq.heappush(heap, (-value, index))
-            continue
-        chosen.append(migration)
-        period = periods[index]
-        timelines[STORE[migration.place]].book_from(period.begin, period.nbytes)
-        timelines[LOAD[migration.place]].book_until(period.end, period.nbytes)
-        host_nbytes -= period.nbytes if migration.place is Place.HOST else 0
-        over[migration.gone : migration.back] -= period.nbytes
     return chosen
 
 

@@ -35,14 +35,6 @@ def test_transfers_end_as_early_and_start_as_late_as_free_bytes_allow(
         assert np.diff(channel.until()).tolist() == free
 
 
-def test_a_transfer_that_must_end_by_an_operator_takes_the_last_free_bytes_before_it() -> None:
-    channel = ChannelTimeline(np.ones(5), 10.0)
-    channel.book_until(3, 15)
-    assert np.diff(channel.until()).tolist() == [10, 5, 0, 10, 10]
-    assert channel.latest_start(4, 12) == 1
-    assert channel.earliest_end(1, 12) == 4
-
-
 def test_traffic_without_room_at_the_end_of_a_step_goes_on_at_its_beginning() -> None:
     channel = ChannelTimeline(np.ones(4), 10.0)
     channel.book_from(3, 25)
