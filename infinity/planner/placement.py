@@ -275,8 +275,8 @@ def within(
         The plan and its predicted outcome; None if no backlog helps, or a step takes ``limit_s`` or more.
     """
     simulator = Simulator(lifetimes, plan, hardware)
-    outcome = simulator.run_within(limit_s)
-    if outcome is None:
+    outcome = simulator.run()
+    if outcome.step_s >= limit_s:
         return None
     if outcome.peak_nbytes <= capacity_nbytes:
         return plan, outcome
@@ -287,13 +287,12 @@ def within(
     found, tried_nbytes = None, low
     for _ in range(TRIES if low >= 0 else 0):
         bounded = replace(plan, backlog_nbytes=tried_nbytes)
-        simulator = Simulator(lifetimes, bounded, hardware)
-        outcome = simulator.run_within(limit_s, capacity_nbytes)
-        if simulator.peak_nbytes > capacity_nbytes:
+        outcome = Simulator(lifetimes, bounded, hardware).run()
+        if outcome.peak_nbytes > capacity_nbytes:
             high = tried_nbytes
         else:
             low = tried_nbytes
-            if outcome is not None:
+            if outcome.step_s < limit_s:
                 found, limit_s = (bounded, outcome), outcome.step_s
         tried_nbytes = (low + high) // 2
     return found

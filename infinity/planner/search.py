@@ -36,28 +36,6 @@ NO_SLOWDOWN = 0.03
 NEGLIGIBLE = 0.002
 
 
-def least_s(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> float:
-    """Seconds that a step takes at least within a capacity.
-
-    What is beyond it at any position must have been stored by then, and is loaded afterwards.
-    """
-    # The simulator ends transfers up to half a byte early.
-    over = np.maximum(lifetimes.memory - capacity_nbytes - len(lifetimes.periods), 0)
-    until_s = np.array(lifetimes.until_s)
-    host = hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
-    too_much = np.maximum(over - hardware.host_nbytes, 0) if host > 0 else over  # for the host
-
-    def moved_s(drive: float) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            both = np.where(over > 0, over / (max(drive, 0.0) + host), 0.0)
-            return np.maximum(both, np.where(too_much > 0, too_much / max(drive, 0.0), 0.0))
-
-    before_s = np.maximum(until_s[:-1], moved_s(hardware.write_bytes_per_s))
-    after_s = np.maximum(until_s[-1] - until_s[1:], moved_s(hardware.read_bytes_per_s))
-    found_s = float((before_s + after_s).max(initial=0.0)) * (1 - 1e-9)  # for rounding
-    return max(lifetimes.until_s[-1], found_s)
-
-
 # --- the ladder --------------------------------------------------------------------------------------
 
 
@@ -199,8 +177,6 @@ class PlanSearch:
         """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
         lifetimes = self.lifetimes(recomputed)
         limit_s = float("inf") if best is None else best.outcome.step_s
-        if least_s(lifetimes, self._hardware, rung) >= limit_s:
-            return best
         everything = self._all_places(recomputed)
         if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
             return best

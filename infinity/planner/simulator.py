@@ -36,9 +36,6 @@ from infinity.planner.channels import LOAD, STORE, Channel
 from infinity.planner.events import NEVER_S, TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
-#: Sums of times differ by less than this share.
-_ROUNDING = 1e-9
-
 
 class Interval(NamedTuple):
     """Something that took from ``begin_s`` to ``end_s`` of the step (s)."""
@@ -310,26 +307,16 @@ class Simulator:
 
     def run(self) -> Outcome:
         """Run the step."""
-        outcome = self.run_within()
-        assert outcome is not None
-        return outcome
-
-    def run_within(self, limit_s: float = NEVER_S, most_nbytes: float = NEVER_S) -> Outcome | None:
-        """Run the step; None once it is known to take ``limit_s`` or more, or more memory than given."""
         lifetimes, queues, end = self._lifetimes, self._queues, len(self._memory)
         begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
         ends = {again.end for again in begun.values()}
         every = range(0 if self._timeline is None else end)
         stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *begun, *ends, *every})
-        until_s = lifetimes.until_s
-        latest_s = limit_s * (1 + _ROUNDING) - until_s[end]  # compute that is left takes its time at least
         again_s: list[Interval] = []
         for at, following in pairwise(stops):
             self._stop(at)
             if at in begun:
                 again_s.append(Interval(queues.now_s, queues.now_s, begun[at].block.name))
-            if queues.now_s - until_s[at] >= latest_s or self.peak_nbytes > most_nbytes:
-                return None
             self._compute(at, following)
             if following in ends:
                 again_s[-1] = again_s[-1]._replace(end_s=queues.now_s)
@@ -339,8 +326,6 @@ class Simulator:
         while queues.next_s() < NEVER_S:
             self._pass(queues.next_s(), end)
             self._note(0)
-        if step_s >= limit_s or self.peak_nbytes > most_nbytes:
-            return None
         if self._timeline is not None:
             self._timeline.recomputed = again_s
         return Outcome(

@@ -29,7 +29,6 @@ from infinity.planner.channels import Channel
 from infinity.planner.events import TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
 from infinity.planner.placement import bounded, with_loads, within
-from infinity.planner.search import least_s
 from infinity.planner.simulator import Simulator, StepTimeline, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
@@ -158,32 +157,6 @@ def test_slower_reads_never_make_a_step_faster(
         mixed_bytes_per_s=apart.read_bytes_per_s / factor + apart.write_bytes_per_s,
     )
     assert play(profile, plan, slower).step_s >= play(profile, plan, apart).step_s * (1 - 1e-9)
-
-
-@given(cases())
-def test_a_step_takes_at_least_what_must_leave_and_come_back(
-    case: tuple[Profile, ActivationPlan, Hardware],
-) -> None:
-    profile, plan, channels = case
-    outcome = play(profile, plan, channels)
-    room = replace(channels, host_nbytes=max(channels.host_nbytes, outcome.host_peak_nbytes))
-    least = least_s(lifetimes_of(profile, plan.recomputed), room, outcome.peak_nbytes)
-    assert least <= outcome.step_s * (1 + 1e-9)
-
-
-@given(cases(), st.floats(0.5, 1.5))
-def test_a_run_that_is_over_its_limits_is_none_and_any_other_one_whole(
-    case: tuple[Profile, ActivationPlan, Hardware], share: float
-) -> None:
-    profile, plan, channels = case
-    outcome, lifetimes = play(profile, plan, channels), lifetimes_of(profile, plan.recomputed)
-    limit_s, nbytes = share * outcome.step_s, outcome.peak_nbytes
-    within_time = Simulator(lifetimes, plan, channels).run_within(limit_s)
-    assert within_time == (outcome if outcome.step_s < limit_s else None)
-    assert Simulator(lifetimes, plan, channels).run_within(most_nbytes=nbytes) == outcome
-    fuller = Simulator(lifetimes, plan, channels)
-    assert fuller.run_within(most_nbytes=nbytes - 1) is None
-    assert fuller.peak_nbytes > nbytes - 1
 
 
 @given(cases())
