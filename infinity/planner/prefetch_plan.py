@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -221,9 +222,8 @@ def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Ru
             else:
                 spans.append((event.unit, position, position))
     updated = {event.unit for event in events if event.kind is Kind.DONE and event.unit not in can_stay}
-    following: dict[int, float] = {}
-    for i, (unit, _, _) in reversed([*enumerate(spans)]):
-        following[unit] = math.inf if unit in updated else len(spans) + i
+    following = {unit: float(len(spans) + i) for i, (unit, _, _) in reversed([*enumerate(spans)])}
+    following |= dict.fromkeys(updated, math.inf)
     runs: list[Run] = []
     for i, (unit, first, last) in reversed([*enumerate(spans)]):
         runs.append(Run(unit, first, last, following[unit]))
@@ -232,15 +232,21 @@ def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Ru
 
 
 class Memory:
-    """Units that are present while a trace is walked, and where in the trace we are."""
+    """Units that are present while a trace is walked, and where in the trace we are.
+
+    Attributes:
+        marks: For the beginning of each repeat the runs that had begun, the first one that nothing had looked
+            at yet, and the state on which, with the runs that are looked at, all that follows depends.
+    """
 
     def __init__(self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
         self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
         self.present: dict[int, float] = {}  # the index of each unit's next run
         self._farthest: list[tuple[float, int]] = []  # a heap of those, negative; some are out of date
-        self.present_nbytes = 0
+        self.present_nbytes = self.peak_nbytes = 0
         self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
+        self.marks: list[tuple[int, int, object]] = []
 
     def fits(self, unit: int) -> bool:
         return self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
@@ -248,6 +254,7 @@ class Memory:
     def load(self, unit: int, run: float) -> None:
         self._expect(unit, run)
         self.present_nbytes += self.nbytes[unit]
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
 
     def _expect(self, unit: int, run: float) -> None:
         self.present[unit] = run
@@ -304,14 +311,43 @@ class Memory:
     def wrap(self) -> None:
         """The next pass begins."""
         self.index = 0
+        self.marks.clear()
         self.pins.clear()
         self._farthest.clear()
         for unit, run in list(self.present.items()):
             self._expect(unit, run - len(self.runs))
 
-    def state(self) -> tuple[dict[int, float], dict[int, int]]:
-        """Return all that decisions follow from, counted from here on."""
-        return {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
+    def mark(self, seen: int) -> None:
+        """Note where a repeat begins; the runs before ``seen`` have been looked at."""
+        state = {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
+        self.marks.append((self.index, seen, state))
+
+    def steady(self, fetched: set[int], period: int) -> set[int]:
+        """The repeats of which more would be walked alike; see [Note: what repeats is walked once].
+
+        Args:
+            period: Events of a repeat.
+        """
+        runs, found = self.runs, set()
+        for at, ((begin, seen, before), (end, seen_next, after)) in enumerate(pairwise(self.marks)):
+            count = end - begin
+            if not at or not count or before != after:
+                continue
+            # A cursor that is not moving has found no more to fetch before it: so it will in further repeats.
+            still = seen == seen_next and fetched.isdisjoint(range(begin, seen))
+            if not still and seen - begin != seen_next - end:
+                continue
+            following = max(run.following for run in runs[begin:end])
+            last = int(following) if following < len(runs) else len(runs)
+            last = max(last + 1, end, end if still else seen_next)
+            if last <= len(runs) and all(
+                runs[i].unit == runs[i - count].unit
+                and runs[i].first == runs[i - count].first + period
+                and (i in fetched) == (i - count in fetched)
+                for i in range(end, last)
+            ):
+                found.add(at)
+        return found
 
 
 class Keeping(Memory):
@@ -325,21 +361,19 @@ class Keeping(Memory):
         self.fetched: set[int] = set()
         self._units = [run.unit for run in runs]
 
-    def lap(self, events: Sequence[Event], marks: Collection[int]) -> "_Marked":
-        """Walk one pass from what the last one left; note the state at each of ``marks``."""
+    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> None:
+        """Walk one pass from what the last one left; ``repeats`` are where each repeat begins."""
         self.fetched = set()
-        marked = _Marked()
         self._look_ahead(-1)
         for position, event in enumerate(events):
-            if position in marks:
-                marked.note(self, self.index + self.lead)
+            if position in repeats:
+                self.mark(self.index + self.lead)
             if event[0] is _USE and event[1] not in self.present:
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
             self._look_ahead(position)
             if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
                 self.make_room(0, self.held(position))
-        return marked
 
     def _look_ahead(self, position: int) -> None:
         """Have the next uses' units there, as far as they fit beside what is held."""
@@ -380,25 +414,23 @@ class Filling(Memory):
         self.fetched = fetched
         self.first = {run.unit: index for index, run in reversed([*enumerate(runs)])}  # run of each unit
         self.cursor = 0  # runs before it have their unit, or find it kept
-        self.peak_nbytes = 0
 
     def begin(self) -> tuple[int, ...]:
         """Return what is present before the first event, nearest use first."""
         for unit, index in self.first.items():
             if index not in self.fetched:
                 self.load(unit, index)
-        self._measure()
         self._fill()
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
-    def pass_over(self, events: Sequence[Event], marks: Collection[int]) -> tuple[list[Actions], "_Marked"]:
-        """The actions of a pass; it is noted where it is at each of ``marks``."""
-        actions, marked = [], _Marked()
+    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> list[Actions]:
+        """The actions of a pass; ``repeats`` are where each repeat begins."""
+        actions = []
         for position, event in enumerate(events):
-            if position in marks:
-                marked.note(self, self.cursor)
+            if position in repeats:
+                self.mark(self.cursor)
             actions.append(self.play(position, event))
-        return actions, marked
+        return actions
 
     def play(self, position: int, event: Event) -> Actions:
         """Play one event, and return what to do after it."""
@@ -410,7 +442,6 @@ class Filling(Memory):
             self.load(unit, self.index)
             self.cursor = max(self.cursor, self.index + 1)
             fetch.append(unit)
-            self._measure()
         self.note(position, event)
         if kind is not _USE and self._leaves(position, unit):
             self.drop(unit)
@@ -442,12 +473,7 @@ class Filling(Memory):
                 self.load(unit, self.cursor)
                 fetch.append(unit)
             self.cursor += 1
-        if fetch:
-            self._measure()
         return fetch
-
-    def _measure(self) -> None:
-        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
 
 
 # --- what repeats ------------------------------------------------------------------------------------
@@ -473,55 +499,6 @@ def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
         if found >= at and 2 * (at + found) >= length:
             return at, found // at + 1
     return length, 1
-
-
-class _Marked:
-    """The states of a walk at the beginning of each repeat.
-
-    Attributes:
-        indices: Runs that have begun.
-        seen: Runs before this one have been looked at.
-        states: States on which, and on the runs that are looked at, all that follows depends.
-    """
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.seen: list[int] = []
-        self.states: list[object] = []
-
-    def note(self, walk: Memory, seen: int) -> None:
-        self.indices.append(walk.index)
-        self.seen.append(seen)
-        self.states.append(walk.state())
-
-    def steady(self, runs: Sequence[Run], fetched: set[int], period: int) -> set[int]:
-        """The repeats of which more would be walked alike; see [Note: what repeats is walked once].
-
-        Args:
-            period: Events of a repeat.
-        """
-        found = set()
-        for at in range(1, len(self.indices) - 1):
-            begin, end = self.indices[at : at + 2]
-            count = end - begin
-            if not count or self.states[at] != self.states[at + 1]:
-                continue
-            ahead = self.seen[at] - begin
-            # A cursor that is not moving has found no more to fetch before it: so it will in further repeats.
-            still = self.seen[at] == self.seen[at + 1] and fetched.isdisjoint(range(begin, self.seen[at]))
-            if not still and ahead != self.seen[at + 1] - end:
-                continue
-            following = max(run.following for run in runs[begin:end])
-            last = int(following) if following < len(runs) else len(runs)
-            last = max(last + 1, end, end if still else self.seen[at + 1])
-            if last <= len(runs) and all(
-                runs[i].unit == runs[i - count].unit
-                and runs[i].first == runs[i - count].first + period
-                and (i in fetched) == (i - count in fetched)
-                for i in range(end, last)
-            ):
-                found.add(at)
-        return found
 
 
 def make_plan(
@@ -568,13 +545,15 @@ def _walk_twice(
     runs = runs_of(events, can_stay)
     marks = range(0, count * period + 1, max(1, period))
     keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
-    steady = keeping.lap(events, marks).steady(runs, set(), period)
+    keeping.lap(events, marks)
+    steady = keeping.steady(set(), period)
     keeping.wrap()
-    steady &= keeping.lap(events, marks).steady(runs, set(), period)
+    keeping.lap(events, marks)
+    steady &= keeping.steady(set(), period)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     begin = filling.begin()
-    actions, marked = filling.pass_over(events, marks)
-    steady &= marked.steady(runs, keeping.fetched, period)
+    actions = filling.lap(events, marks)
+    steady &= filling.steady(keeping.fetched, period)
     # the second walk may have dropped a unit that the first one kept to the end
     kept = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
     stays = kept.intersection(filling.present)
