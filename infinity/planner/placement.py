@@ -145,23 +145,7 @@ def channel_timelines(
 # --- storages that leave -------------------------------------------------------------------------------
 
 
-def places_within(
-    lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, everything: Places
-) -> Iterator[Places]:
-    """Ways to keep ``capacity_nbytes``: as few transfers as that takes, then ``everything``."""
-    seen: list[Places] = []
-    for places in (_forced(lifetimes, hardware, capacity_nbytes), everything):
-        if places not in seen and int(least_memory(lifetimes, places).max(initial=0)) <= capacity_nbytes:
-            seen.append(places)
-            yield places
-
-
-def all_places(lifetimes: Lifetimes, hardware: Hardware) -> Places:
-    """Places of all storages that can leave, where that frees memory."""
-    return _forced(lifetimes, hardware, 0)
-
-
-def _forced(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
+def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
     """Let storages leave, fullest position first, until memory fits or nothing can leave any more."""
     chosen: dict[int, Place] = {}
     periods = lifetimes.periods

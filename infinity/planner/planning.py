@@ -70,7 +70,7 @@ class Planning:
 
     def describe(self) -> str:
         """Describe the plan in one line."""
-        counts = BlockCounts.of(self.profile, self.plan)
+        counts = count_blocks(self.profile, self.plan)
         peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
         return f"activations: {counts}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
 
@@ -98,34 +98,21 @@ class PlanRow:
         return max(0, self.saved_nbytes - self.kept_nbytes - self.host_nbytes - self.nvme_nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Number of blocks by the plan's treatment; a block of which any byte leaves counts as stored."""
-
-    kept: int
-    host: int
-    nvme: int
-    recomputed: int
-
-    @classmethod
-    def of(cls, profile: Profile, plan: ActivationPlan) -> "BlockCounts":
-        regions = {block.region for block in profile.blocks}
-        recomputed = regions & plan.recomputed
-        placed = {key: place for key, place in plan.places.items() if key.region in regions - recomputed}
-        nvme = {key.region for key, place in placed.items() if place is Place.NVME}
-        host = {key.region for key, place in placed.items() if place is Place.HOST} - nvme
-        left = regions - recomputed - nvme - host
-        return cls(len(left), len(host), len(nvme), len(recomputed))
-
-    def __str__(self) -> str:
-        total = self.kept + self.host + self.nvme + self.recomputed
-        ways = {"to NVMe": self.nvme, "to host memory": self.host, "recomputed": self.recomputed}
-        parts = [(count, words) for words, count in {**ways, "kept": self.kept}.items() if count]
-        if not parts:
-            return "no blocks"
-        (first, words), rest = parts[0], parts[1:]
-        named = f"{first} of {total} block{'s' if total > 1 else ''} {words}"
-        return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
+def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
+    """Say how many blocks a plan treats in which way; one of which any byte leaves counts as stored."""
+    regions = {block.region for block in profile.blocks}
+    recomputed = regions & plan.recomputed
+    placed = [(key.region, place) for key, place in plan.places.items() if key.region in regions - recomputed]
+    nvme = {region for region, place in placed if place is Place.NVME}
+    host = {region for region, place in placed if place is Place.HOST} - nvme
+    counts = {"to NVMe": len(nvme), "to host memory": len(host), "recomputed": len(recomputed)}
+    counts["kept"] = len(regions) - sum(counts.values())
+    parts = [(count, words) for words, count in counts.items() if count]
+    if not parts:
+        return "no blocks"
+    (first, words), rest = parts[0], parts[1:]
+    named = f"{first} of {len(regions)} block{'s' if len(regions) > 1 else ''} {words}"
+    return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
 
 
 def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import ActivationPlan, BlockCall, Hardware, Outcome, Place, Profile
 from infinity.planner.channels import Channel
-from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
-from infinity.planner.placement import all_places, channel_timelines, places_within, with_loads, within
+from infinity.planner.lifetimes import MADE, Lifetimes, ProfileIndex, least_memory, lifetimes_of
+from infinity.planner.placement import channel_timelines, places_within, with_loads, within
 from infinity.planner.simulator import Simulator
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
@@ -55,24 +55,19 @@ class PlanSearch:
     """
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
-        self._profile, self._hardware = profile, hardware
-        self._index = ProfileIndex(profile)
-        self._lifetimes: dict[frozenset[int], Lifetimes] = {}
+        self._hardware = hardware
+        index = ProfileIndex(profile)
+        # Of the step that recomputes the blocks of some regions; and all its storages that can leave.
+        self._lifetimes = cache(lambda recomputed: lifetimes_of(profile, recomputed, index))
+        self._everything = cache(lambda recomputed: places_within(self._lifetimes(recomputed), hardware, 0))
         self._order = _order(profile)
-        self._everything: dict[frozenset[int], Places] = {}
         self._count = 0  # of recomputed blocks in the plan for the rung below
         self.keep = self._simulated(ActivationPlan("plan"))
-
-    def lifetimes(self, recomputed: frozenset[int]) -> Lifetimes:
-        """Lifetimes if the blocks of these regions are recomputed."""
-        if recomputed not in self._lifetimes:
-            self._lifetimes[recomputed] = lifetimes_of(self._profile, recomputed, self._index)
-        return self._lifetimes[recomputed]
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:
         """Lifetimes with the lowest peak that a plan can reach, and memory by position."""
         found = (
-            (self.lifetimes(blocks), least_memory(self.lifetimes(blocks), self._all_places(blocks)))
+            (self._lifetimes(blocks), least_memory(self._lifetimes(blocks), self._everything(blocks)))
             for blocks in self._some_sets()
         )
         return min(found, key=lambda each: int(each[1].max(initial=0)))
@@ -92,12 +87,10 @@ class PlanSearch:
             candidate = self._best(rung)
             if candidate is not None:
                 yield candidate
-                if self._is_fast(candidate):
-                    break
-        else:
-            return
-        if rung != rungs[-1] and (candidate := self._best(rungs[-1])) is not None:
-            yield candidate
+            if self._is_fast(candidate) and rung != rungs[-1]:
+                if (last := self._best(rungs[-1])) is not None:
+                    yield last
+                return
 
     def without_slowdown(self) -> Candidate:
         """The plan of the smallest rung, its budget left out, that does not slow the step down."""
@@ -121,7 +114,7 @@ class PlanSearch:
     # --- parts -------------------------------------------------------------------------------
 
     def _simulated(self, plan: ActivationPlan) -> Candidate:
-        lifetimes = self.lifetimes(plan.recomputed)
+        lifetimes = self._lifetimes(plan.recomputed)
         return Candidate(plan, Simulator(lifetimes, plan, self._hardware).run())
 
     def _some_sets(self) -> Iterator[frozenset[int]]:
@@ -131,15 +124,10 @@ class PlanSearch:
         if drive <= 0:
             yield from (frozenset(self._order[: count + 1]) for count in range(len(self._order)))
 
-    def _all_places(self, recomputed: frozenset[int]) -> Places:
-        if recomputed not in self._everything:
-            self._everything[recomputed] = all_places(self.lifetimes(recomputed), self._hardware)
-        return self._everything[recomputed]
-
     def _rungs(self) -> list[int]:
         """Budgets, growing; the first is the smallest that can be met."""
         least = self.smallest_budget()
-        most = max(least, int(self.lifetimes(frozenset()).memory.max(initial=0)))
+        most = max(least, int(self._lifetimes(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
 
     def _best(self, rung: int) -> Candidate | None:
@@ -175,12 +163,13 @@ class PlanSearch:
 
     def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
         """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
-        lifetimes = self.lifetimes(recomputed)
+        lifetimes = self._lifetimes(recomputed)
         limit_s = float("inf") if best is None else best.outcome.step_s
-        everything = self._all_places(recomputed)
+        everything = self._everything(recomputed)
         if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
             return best
-        for places in places_within(lifetimes, self._hardware, rung, everything):
+        chosen = places_within(lifetimes, self._hardware, rung)
+        for places in (chosen, everything) if chosen != everything else (chosen,):
             plan = with_loads(lifetimes, places, self._hardware, rung)
             found = within(lifetimes, plan, self._hardware, rung, limit_s)
             if found is not None:

@@ -12,8 +12,8 @@ from infinity.planner.planning import (
     MEASURED,
     PLAN,
     PROFILE,
-    BlockCounts,
     Planning,
+    count_blocks,
     load_measured,
     plan_rows,
     save_measured,
@@ -83,11 +83,9 @@ def test_each_block_has_one_fate() -> None:
         SlotKey(0, 0): Place.NVME,  # outside blocks
     }
     plan = ActivationPlan("plan", places, recomputed=frozenset([regions[2]]))
-    counts = BlockCounts.of(profile, plan)
-    assert counts == BlockCounts(kept=2, host=1, nvme=1, recomputed=1)
-    assert str(counts) == "1 of 5 blocks to NVMe, 1 to host memory, 1 recomputed, 2 kept"
-    assert str(BlockCounts.of(profile, ActivationPlan("keep"))) == "5 of 5 blocks kept"
-    assert str(BlockCounts(0, 0, 0, 0)) == "no blocks"
+    assert count_blocks(profile, plan) == "1 of 5 blocks to NVMe, 1 to host memory, 1 recomputed, 2 kept"
+    assert count_blocks(profile, ActivationPlan("keep")) == "5 of 5 blocks kept"
+    assert count_blocks(transformer(layers=0), ActivationPlan("keep")) == "no blocks"
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
