@@ -469,11 +469,24 @@ def export_model(
                 publication.publish()
 
 
-def agree_on_place(out: Path, ranks: Ranks) -> tuple[Path, str]:
+def agree_on_place(out: Path, ranks: Ranks, what: str = "an export") -> tuple[Path, str]:
     """Rank 0's ``out``, absolute, and a token for the directory in which it is made. Every rank must call."""
     text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
-    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of an export"))
+    place, token = json.loads(agree(text, ranks.world_size, f"agreeing on the directory of {what}"))
     return Path(place), token
+
+
+def require_visible(folder: Path, rank: int, verb: str) -> None:
+    """Raise if ``rank`` does not see the directory that rank 0 has made.
+
+    Raises:
+        CheckpointError: It lies on a file system of rank 0 alone.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {folder}, which rank 0 has just made; {verb} to a directory on a file "
+            "system that every rank sees"
+        )
 
 
 class _ValueWriter:
@@ -481,25 +494,18 @@ class _ValueWriter:
 
     def __init__(self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, ranks: Ranks) -> None:
         self._plan, self._named, self._model, self._ranks = plan, named, model, ranks
-        self._stack, self._writer = contextlib.ExitStack(), RangeWriter()
+        self._writer = RangeWriter()
         self._files: list[OutputFile] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._writer.__exit__(*exc)  # its threads write to the files, and end first
-        self._stack.close()
+        self._writer.__exit__(*exc)
 
     def open(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"rank {self._ranks.rank} does not see {folder}, which rank 0 has just made; "
-                "export to a directory on a file system that every rank sees"
-            )
-        for plan in self._plan.files:
-            self._files.append(OutputFile(folder / plan.name))
-            self._stack.callback(self._files[-1].close)
+        require_visible(folder, self._ranks.rank, "export")
+        self._files = [self._writer.open(folder / plan.name) for plan in self._plan.files]
 
     def write_as_they_are(self, read_weights: ReadWeights) -> None:
         """Write what needs no conversion: this rank's shards; on rank 0 tensors that are whole, too.
@@ -563,9 +569,7 @@ class _ValueWriter:
         Raises:
             WriteError: It is not.
         """
-        self._writer.flush()
-        for file in self._files:
-            file.sync()
+        self._writer.finish()
 
     def check_whole(self) -> None:
         """Every byte was written by some rank, and once. Every rank must call."""

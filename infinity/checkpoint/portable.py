@@ -18,10 +18,8 @@ threads write past the page cache. So memory holds one box of each field, and th
 """
 
 import contextlib
-import json
 import os
 import pickle
-import secrets
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -43,10 +41,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from infinity.checkpoint.distcp import METADATA
-from infinity.checkpoint.export import Publication, partial_path
+from infinity.checkpoint.export import Publication, agree_on_place, partial_path, require_visible
 from infinity.checkpoint.load import named_targets
-from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, check_room, reserve, writing
-from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
+from infinity.checkpoint.writer import RangeWriter, TensorSpec, check_room, reserve, writing
+from infinity.comm.ranks import Ranks, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError
 from infinity.core.intervals import Box, boxes
 from infinity.core.transfer import Transfer
@@ -276,11 +274,8 @@ class PortableSave:
         self, model: nn.Module, units: Sequence[Unit], out: Path, *, groups: Sequence[Mapping[str, Any]],
         extra: Mapping[Place, Any], ranks: Ranks, moments: Sequence[str],
     ) -> None:  # fmt: skip
-        text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
-        place, self._token = json.loads(
-            agree(text, ranks.world_size, "agreeing on the directory of a checkpoint")
-        )
-        self.out, self._ranks = Path(place), ranks
+        self.out, self._token = agree_on_place(out, ranks, "a checkpoint")
+        self._ranks = ranks
         self._publication: Publication | None = None  # on rank 0
         self._records: list[Record] = []
         self._work = _Work()
@@ -294,7 +289,8 @@ class PortableSave:
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
             # all look before one takes its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
-                _check_room(self._folder, needed, ranks.rank)
+                require_visible(self._folder, ranks.rank, "save")
+                check_room(self._folder, needed)
             stack.callback(self._work.join)
             self._stack = stack.pop_all()
 
@@ -391,21 +387,6 @@ class PortableSave:
         self._then()
 
 
-def _check_room(folder: Path, nbytes: int, rank: int) -> None:
-    """Fail before the work if it cannot end well.
-
-    Raises:
-        CheckpointError: This rank does not see the directory.
-        WriteError: The file system has less room than the files take.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"rank {rank} does not see {folder}, which rank 0 has just made; save to a directory on a file "
-            "system that every rank sees"
-        )
-    check_room(folder, nbytes)
-
-
 def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:
     """Write what this rank's shard of ``unit`` holds.
 
@@ -458,7 +439,8 @@ class _DataFile:
         self._path, self._nbytes = folder / file_name(rank), 0
         with writing(f"making {self._path}", self._path, nbytes), self._path.open("xb") as file:
             reserve(file.fileno(), nbytes)
-        self._file, self._writer = OutputFile(self._path), RangeWriter()
+        self._writer = RangeWriter()
+        self._file = self._writer.open(self._path)  # no thread runs before the first range
 
     def add(self, keys: tuple[str, ...], box: Box | None, value: Any) -> None:
         """Write a value; a tensor owns all its memory. Raises nothing about the disk: see :meth:`check`."""
@@ -493,14 +475,13 @@ class _DataFile:
         self._writer.flush()
         with writing(f"writing {self._path}", self._path):
             os.truncate(self._path, self._nbytes)
-        self._file.sync()
+        self._writer.finish()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._writer.__exit__()
-        self._file.close()
 
 
 def file_name(rank: int) -> str:

@@ -272,15 +272,14 @@ class _FormWriter:
 
     def __init__(self, form: QuantizedLayout, folder: Path, ranks: Ranks) -> None:
         self._form, self._folder, self._ranks = form, folder, ranks
-        self._stack, self._writer = contextlib.ExitStack(), RangeWriter()
+        self._writer = RangeWriter()
         self._outputs: dict[ReadableFile, OutputFile] = {}  # by the checkpoint's own file
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._writer.__exit__(*exc)  # its threads write to the files, and end first
-        self._stack.close()
+        self._writer.__exit__(*exc)
 
     def write(self, sources: Mapping[str, str | None], plain: Path) -> dict[str, float]:
         """Write every tensor that is dealt out to this rank.
@@ -295,8 +294,7 @@ class _FormWriter:
         rank, world_size = self._ranks.rank, self._ranks.world_size
         errors: dict[str, float] = {}
         for plan, file in zip(self._form.files, self._form.opened, strict=True):
-            self._outputs[file] = OutputFile(self._folder / plan.name)
-            self._stack.callback(self._outputs[file].close)
+            self._outputs[file] = self._writer.open(self._folder / plan.name)
         with Checkpoint(plain) as values:
             for key, tensor in list(self._form.tensors.items())[rank::world_size]:
                 source = sources[key]
@@ -310,9 +308,7 @@ class _FormWriter:
                 self._writer.check()
         for tensor in list(self._form.others.values())[rank::world_size]:
             self._copy(tensor)
-        self._writer.flush()
-        for output in self._outputs.values():
-            output.sync()
+        self._writer.finish()
         return errors
 
     def _encode(self, key: str, tensor: Decoded, values: Stored) -> float:

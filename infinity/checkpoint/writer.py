@@ -239,7 +239,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 class RangeWriter:
-    """Writes ranges of files in the background; a context manager.
+    """Writes ranges of files in the background, and closes those that it opened; a context manager.
 
     Ranges that follow each other in one file become large writes, so give them in ascending order.
 
@@ -254,6 +254,16 @@ class RangeWriter:
         self._filling: _WriteBuffer | None = None
         self._writing: deque[tuple[_WriteBuffer, Transfer]] = deque()
         self._error: BaseException | None = None
+        self._opened: list[OutputFile] = []
+
+    def open(self, path: Path) -> OutputFile:
+        """Open a file that exists, for :meth:`finish` and the end of the context.
+
+        Raises:
+            WriteError: It cannot be opened.
+        """
+        self._opened.append(OutputFile(path))
+        return self._opened[-1]
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
         """Hand over ``values``, contiguous and on the CPU, for the bytes from ``offset`` on.
@@ -295,6 +305,12 @@ class RangeWriter:
             self._end_oldest()
         self.check()
 
+    def finish(self) -> None:
+        """Return when everything is on the drive, or raise as :meth:`check` does."""
+        self.flush()
+        for file in self._opened:
+            file.sync()
+
     def _submit(self) -> None:
         block, self._filling = self._filling, None
         if block is not None:
@@ -319,7 +335,9 @@ class RangeWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)  # they write to the files, and end first
+        for file in self._opened:
+            file.close()
 
 
 class _WriteBuffer:
