@@ -396,7 +396,7 @@ class Prefetcher:
         self.room = self._make_tile_room(self.routed)
         self.training.follow(None)
         self.inference.follow(None)
-        self.order.forget_gradients()
+        self.order.gradients = ()
 
     def hold_blocks(self, capacity_nbytes: int, tiles: Iterable[Collection[int]]) -> None:
         """Keep within another capacity, and leave room in plans for any of these sets of tiles."""

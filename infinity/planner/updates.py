@@ -92,10 +92,6 @@ class StepOrder:
         """Leave out units that completed without a gradient; until the order changes."""
         self.gradients = tuple(unit for unit in self.gradients if unit in units)
 
-    def forget_gradients(self) -> None:
-        """The plan that the order of gradients came from is not followed any more."""
-        self.gradients = ()
-
     def first_use(self, unit: int) -> int:
         """Return the position of a unit's first use in the next step; its index while unknown."""
         return self._first_uses.get(unit, unit)
@@ -457,7 +453,7 @@ class ChunkQueue:
         self._expected: dict[str, Expected] = {}  # those that have not come, in order
         self._ahead = 0  # chunks of the first of them that are being read, or were
         self._submitted = 0
-        self._refused = self._computing = False
+        self._refused = False
 
     @property
     def idle(self) -> bool:
@@ -540,7 +536,7 @@ class ChunkQueue:
     def computed(self, chunk: ChunkInFlight) -> Moves:
         """The new values of a chunk exist."""
         job = chunk.job
-        self._computing, chunk.stage = False, Stage.WRITING
+        chunk.stage = Stage.WRITING
         job.computed += 1
         ends = job.computed == job.chunks and not job.cancelled
         return [(Move.WRITE, chunk), *([(Move.COMPUTED, job)] if ends else [])]
@@ -553,7 +549,7 @@ class ChunkQueue:
         if read is not None:
             self.in_flight.append(read)
             return [(Move.READ, read)]
-        if not self._computing:
+        if all(chunk.stage is not Stage.COMPUTING for chunk in self.in_flight):
             ready = [
                 chunk
                 for chunk in self.in_flight
@@ -561,7 +557,7 @@ class ChunkQueue:
             ]
             if ready:
                 chunk = min(ready, key=lambda each: (each.job.order, each.index))
-                self._computing, chunk.stage = True, Stage.COMPUTING
+                chunk.stage = Stage.COMPUTING
                 return [(Move.COMPUTE, chunk)]
         return []
 

@@ -509,7 +509,9 @@ class Tiers:
         for unit in units:
             home, version, place, chunks = unit.home, None, None, list[tuple[int, int]]()
             if isinstance(home, BaseHome):
-                sources[unit.index] = Source(lasting=self._lasting(home))
+                values_of = self.layout.full_values
+                lasting = ((start, values_of(weight, state)) for start, weight, state in home.chunks())
+                sources[unit.index] = Source(lasting=lasting)
                 continue
             disk = home.copy if isinstance(home, HostHome) and home.recorded else home
             if isinstance(disk, DiskHome):
@@ -521,10 +523,6 @@ class Tiers:
             sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
         self.snapshot = self._snapshot(sources)
         return self.snapshot
-
-    def _lasting(self, home: BaseHome) -> Generator[tuple[int, tuple[Tensor, ...]]]:
-        for start, weight, state in home.chunks():
-            yield start, self.layout.full_values(weight, state)
 
     def unpin(self) -> None:
         """End what is saved beside training. May be called twice."""
