@@ -26,8 +26,9 @@ import torch
 from report import Claim, print_table, write_json
 
 from infinity.core.nbytes import aligned
-from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, store_master
+from infinity.optim.layout import CHUNK_NUMEL, store_master
 from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.partition.unit import SHARD_QUANTUM
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Jitted against torch's fused AdamW, and against the copy.
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the claims to this file")
     options = parser.parse_args()
     numel, rounds = (16_000_000, 9) if options.quick else (options.numel, options.rounds)
-    numel = aligned(numel, GRAIN_NUMEL)
+    numel = aligned(numel, SHARD_QUANTUM)
     rows: list[list[str]] = []
     found: list[Claim] = []
     for name in options.dtypes:

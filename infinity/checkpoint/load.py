@@ -36,7 +36,7 @@ from infinity.checkpoint.directory import Checkpoint, FileTensor, ReadableFile, 
 from infinity.checkpoint.quantized import Decoded
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
-from infinity.optim.layout import StateLayout, exact_fields, store_master
+from infinity.optim.layout import StateLayout, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -224,7 +224,7 @@ def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
     if source.dtype == out.dtype:
         source.fill(part.offset, out, view)
         return
-    layout, offset = StateLayout(out.dtype, exact_fields(out.dtype), ()), part.offset
+    layout, offset = StateLayout.of(out.dtype, ()), part.offset
     for piece in torch.split(out, _PIECE_NUMEL):
         master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
         source.fill(offset, master, view)

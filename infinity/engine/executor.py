@@ -413,7 +413,7 @@ class StepExecutor:
         """Give back what is held: another executor takes this one's place."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
-        self.updates.stored_gradients.land()
+        self.updates.stored_gradients.place(frozenset(), ())
         if self.tiers.on_device is not None:
             for index in self.tiers.on_device.elsewhere(frozenset()):
                 self._leave_device(index)

@@ -3,17 +3,17 @@
 Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.device.machine` has the
 door to it.
 
-[Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, in
-vector registers or not: numba does not reorder and does not contract (no ``fastmath``), and ``+ - * /``
-and the square root are correctly rounded everywhere.
+[Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, in vector
+registers or not: numba does not reorder and does not contract (no ``fastmath``), and ``+ - * /`` and the
+square root are correctly rounded everywhere.
 
-[Note: 16-bit floats] numba has no bfloat16 and no float16 on CPUs. They arrive as the integers of their
-bits: bfloat16 as int16, float16 as uint16. :func:`widen` tells them apart by that.
+[Note: 16-bit floats] numba has no bfloat16 and no float16 on CPUs. They arrive as the integers of their bits,
+by which :func:`widen` tells them apart: bfloat16 as int16, float16 as uint16.
 
-[Note: in place] LLVM makes vector instructions of a loop if what it writes overlaps nothing that it reads;
-it checks the addresses first. Weights that are updated in place would fail that check, so such an update
-runs a copy of the loop in which both are one array: numba's own inlining makes it, and a flag chooses it
-(of addresses that were compared, LLVM would take one for the other, and check them again).
+[Note: in place] LLVM makes vector instructions of a loop if what it writes overlaps nothing that it reads; it
+checks the addresses first. Weights that are updated in place would fail that check, so a flag chooses a copy
+of the loop, made by numba's inlining, in which both are one array. (Of addresses that were compared, LLVM
+would take one for the other, and check them again.)
 """
 
 import contextlib
@@ -61,19 +61,15 @@ def run(
 
 @functools.cache
 def converts_half() -> bool:
-    """Whether the CPU has instructions for float16, as all x86 since 2012 have and all Arm of 64 bits.
-
-    LLVM would call a function of the C library in their place, which may not be there.
-    """
+    """Whether the CPU has instructions for float16; else LLVM calls C functions, which may not be there."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return "+f16c" in features or triple.startswith(("aarch64", "arm64"))
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, with a file for each signature and CPU, and without errors.
+    """numba's cache on disk, with a file for each signature and CPU, and without errors: then it compiles.
 
-    numba keeps one index for all of them, which two processes that write at one time can leave pointing
-    to the other's code. And whatever disk or directory is at fault, the function is compiled.
+    Two processes that write numba's one index at one time can leave it pointing to the other's code.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -154,7 +150,6 @@ def float_of(_: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of(_: Any, value: Any) -> Any:
-    """The bits of a float32."""
     return types.int32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
 
 
@@ -163,7 +158,6 @@ def bits_of(_: Any, value: Any) -> Any:
 
 @inlined
 def join(weight: Any, remainder: Any) -> Any:
-    """The float32 master of which :func:`split` made a bfloat16 and its remainder."""
     return float_of(np.int32(np.int32(weight) << 16) + np.int32(remainder))
 
 
@@ -191,9 +185,7 @@ def split_all(master: Array, weight: Array, remainder: Array) -> None:
 
 @inlined
 def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale):
-    """AdamW of one element: its new value, first and second moment, all float32.
-
-    The numbers are those of :meth:`infinity.optim.rules.AdamWRule.numbers`.
+    """One element, by the numbers of :class:`infinity.optim.rules.AdamWRule`; all are float32.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
@@ -257,9 +249,8 @@ adamw_loops: dict[torch.dtype, Callable[..., object]] = {
 def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
     """A 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, into ``sums``.
 
-    Every step is a bijection of the lane and of the word, so a change of one word always changes the sum. The
-    salt and the number of the block (``first`` and those after it) are mixed in: blocks that changed places
-    have other sums.
+    Every step is a bijection of the lane and of the word, so a change of one word always changes the sum.
+    With the salt and the number of the block mixed in, blocks that changed places have other sums.
     """
     lanes = np.empty(words.shape[2], np.uint32)
     for block in range(words.shape[0]):

@@ -1,7 +1,7 @@
 """The fields on disk of each element of a shard, and how an fp32 master is kept there.
 
-A state is what makes the weight exact, which follows from the compute dtype, and then the moments, which
-are the update rule's own (:attr:`infinity.optim.rules.UpdateRule.moments`):
+A state is what makes the weight exact, which follows from the compute dtype, and then the moments of the
+update rule (:attr:`infinity.optim.rules.UpdateRule.moments`):
 
 | compute dtype | weight | exact (bytes per element) |
 |---------------|--------|---------------------------|
@@ -9,20 +9,17 @@ are the update rule's own (:attr:`infinity.optim.rules.UpdateRule.moments`):
 | float16       | 2      | master 4                  |
 | float32       | 4      | none                      |
 
-[Note: exact split] A float32 is the bfloat16 of its upper half plus a signed 16-bit remainder of
-its lower half, both taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest
-with ties up, ``weight = (bits + 0x8000) >> 16``, makes the remainder fit 16 signed bits for all
-2**32 patterns, so the split loses nothing: not for denormals, -0.0 or infinities, and not where
-rounding carries the largest finite values to the pattern of infinity (the model then computes with
-an infinite weight, as after any cast to bfloat16, but the master stays finite and exact). A NaN stays
-a NaN, but may come back with another payload.
-
-Ties go up where ``Tensor.to(bfloat16)`` sends them to even; nothing else differs.
+[Note: exact split] A float32 is the bfloat16 of its upper half plus a signed 16-bit remainder of its lower
+half, both taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up,
+``weight = (bits + 0x8000) >> 16``, makes the remainder fit 16 signed bits for all 2**32 patterns: the split
+loses nothing. Where rounding carries the largest finite values to the pattern of infinity, the model computes
+with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come back with
+another payload. Ties go up where ``Tensor.to(bfloat16)`` sends them to even; nothing else differs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +29,9 @@ from infinity.device.machine import compiling, rank_threads
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
 
-#: Numels are multiples of this, so that weights and states are whole blocks of 4096 bytes.
-GRAIN_NUMEL = 2048
 
-
-@dataclass(frozen=True, slots=True)
-class StateField:
-    """One value per element: its name, and the type it is stored in."""
+class StateField(NamedTuple):
+    """One value per element, and the type in which it is stored."""
 
     name: str
     dtype: torch.dtype
@@ -49,18 +42,6 @@ _EXACT = {
     torch.float16: (StateField("master", torch.float32),),
     torch.float32: (),
 }
-
-
-def exact_fields(dtype: torch.dtype) -> tuple[StateField, ...]:
-    """Return the fields that make weights of ``dtype`` exact.
-
-    Raises:
-        ValueError: Not bfloat16, float16 or float32.
-    """
-    if dtype not in _EXACT:
-        allowed = ", ".join(str(known) for known in _EXACT)
-        raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
-    return _EXACT[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +57,20 @@ class StateLayout:
     exact: tuple[StateField, ...]
     moments: tuple[StateField, ...]
 
+    @classmethod
+    def of(cls, dtype: torch.dtype, moments: tuple[StateField, ...]) -> "StateLayout":
+        """Return the state of weights of ``dtype``.
+
+        Raises:
+            ValueError: Not bfloat16, float16 or float32.
+        """
+        if dtype not in _EXACT:
+            allowed = ", ".join(str(known) for known in _EXACT)
+            raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
+        return cls(dtype, _EXACT[dtype], moments)
+
     @property
     def fields(self) -> tuple[StateField, ...]:
-        """All fields: exact ones, then moments."""
         return self.exact + self.moments
 
     @property
@@ -105,11 +97,9 @@ class StateLayout:
         return *state, *(torch.zeros(numel, dtype=field.dtype, device="cpu") for field in missing)
 
     def weight_nbytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` weights in the compute dtype."""
         return numel * self.dtype.itemsize
 
     def state_nbytes(self, numel: int) -> int:
-        """Return the bytes of the state of ``numel`` elements."""
         return numel * sum(field.dtype.itemsize for field in self.fields)
 
     def nbytes(self, numel: int) -> int:
@@ -117,27 +107,10 @@ class StateLayout:
         return self.weight_nbytes(numel) + self.state_nbytes(numel)
 
     def views(self, buffer: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """Cut ``buffer`` into one typed view of shape ``(numel,)`` per field.
-
-        Args:
-            buffer: uint8, ``(state_nbytes(numel),)``.
-            numel: A multiple of ``GRAIN_NUMEL``.
-
-        Raises:
-            ValueError: The buffer has another size, or ``numel`` is not a multiple.
-        """
-        wanted = self.state_nbytes(numel)
-        if numel % GRAIN_NUMEL or buffer.numel() != wanted or buffer.dtype != torch.uint8:
-            raise ValueError(
-                f"the state of {numel} elements (a multiple of {GRAIN_NUMEL}) lies in {wanted} bytes of "
-                f"uint8, got {buffer.numel()} of {buffer.dtype}"
-            )
+        """Cut ``buffer``, uint8, ``(state_nbytes(numel),)``, into one view ``(numel,)`` per field."""
         sizes = [numel * field.dtype.itemsize for field in self.fields]
-        begins = accumulate(sizes, initial=0)
-        return tuple(
-            buffer[begin : begin + size].view(field.dtype)
-            for field, begin, size in zip(self.fields, begins, sizes, strict=False)
-        )
+        parts = zip(torch.split(buffer, sizes), self.fields, strict=True)
+        return tuple(part.view(field.dtype) for part, field in parts)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

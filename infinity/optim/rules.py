@@ -1,23 +1,18 @@
 """Update rules: the arithmetic of an optimizer over flat shards, and what runs it on each kind of device.
 
 Nothing outside an :class:`UpdateRule` knows how many moments it has, of what dtype, or what they are called.
-A second optimizer is a subclass and a row in :data:`RULES`. :class:`HostRule` and :class:`DeviceRule` run a
-rule over shards in host memory; :meth:`UpdateRule.update_on_device` over those in an accelerator's memory.
+A second optimizer is a subclass and a row in :data:`RULES`.
 
 [Note: forms of a rule] The scalar function in :mod:`infinity.optim.kernels`, :meth:`UpdateRule.step` and the
 CUDA kernel have the same operations in the same order, each one that every implementation rounds correctly
 (``+ - * /`` and the square root; the kernel fuses no multiply-add). So all give the same bits, whole or in
 slices, on one thread or many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come
-from a vector library that is off by one in the last place in one case of six. NumPy's is, so the torch form
-takes that. On an accelerator whose root is not known to be rounded correctly, the root in float64 gives the
-same bits: it has more than twice as many. CUDA has a kernel because the host would take longer to launch
-thirty operators than the accelerator to run them.
-
-[Note: updates of host memory on an accelerator] :class:`DeviceRule` sends pieces of tensors in host memory to
-the accelerator and back, on two streams in turn: while one piece is updated, the next one goes there and the
-one before it comes back.
+from a vector library that is off by one in the last place. NumPy's is, so the torch form takes that. On an
+accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits. CUDA has
+a kernel because the host would take longer to launch thirty operators than the accelerator to run them.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -35,13 +30,11 @@ from infinity.core.config import Config, Valid, setting
 from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead
 from infinity.device.memory import HostBuffer
-from infinity.optim.layout import StateField, StateLayout, exact_fields, master_of, store_master
+from infinity.optim.layout import StateField, StateLayout, master_of, store_master
 from infinity.optim.norm import sum_of_squares
 
-#: Elements that the torch form takes at one time: bounds its temporaries.
-_PIECE_NUMEL = 2**18
-#: Temporaries of float32 that it has at one time.
-_TEMPORARIES = 8
+#: Elements that the torch form takes at one time, and the temporaries of float32 that it has of them.
+_PIECE_NUMEL, _TEMPORARIES = 2**18, 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
 _DEVICE_NUMEL = 2**20
 #: Elements of a slice where several threads update at one time: some ms of work.
@@ -98,13 +91,12 @@ class UpdateRule(ABC):
     def step(
         self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the new master and the new moments of ``n`` elements, by elementwise torch.
+        """Return the new master and the new moments, by elementwise torch; what is given stays as it is.
 
         Only ``+ - * /`` and :func:`root` are rounded alike everywhere: see [Note: forms of a rule].
 
         Args:
-            master: float32, ``(n,)``; stays as it is, as do the moments.
-            grad: float32, ``(n,)``, not scaled.
+            master: float32, ``(n,)``, as is ``grad``, which is not scaled.
             numbers: Those of :meth:`numbers`, each without dimensions.
         """
 
@@ -119,12 +111,8 @@ class UpdateRule(ABC):
         return False
 
     def layout(self, dtype: torch.dtype) -> StateLayout:
-        """Return the state that goes with weights of ``dtype``.
-
-        Raises:
-            ValueError: Not bfloat16, float16 or float32.
-        """
-        return StateLayout(dtype, exact_fields(dtype), self.moments)
+        """Return the state that goes with weights of ``dtype``; ValueError: there is none."""
+        return StateLayout.of(dtype, self.moments)
 
     def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
         """Return :meth:`numbers`, rounded once: float32, ``(n,)``, in host memory."""
@@ -134,11 +122,7 @@ class UpdateRule(ABC):
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
         *, piece_numel: int = _PIECE_NUMEL,
     ) -> None:  # fmt: skip
-        """Update by elementwise torch on any device; see :meth:`HostRule.update`.
-
-        Args:
-            piece_numel: Elements that are updated at one time.
-        """
+        """Update by elementwise torch on any device, so many elements at a time: :meth:`HostRule.update`."""
         layout, numbers = self.layout(weight.dtype), hyper.unbind()
         for begin in range(0, weight.numel(), piece_numel):
             part = slice(begin, begin + piece_numel)
@@ -157,9 +141,7 @@ class UpdateRule(ABC):
     ) -> None:  # fmt: skip
         """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
 
-        Args:
-            hyper: In host memory.
-            piece_numel: Elements that are updated at one time, where elementwise torch does it.
+        ``hyper`` is in host memory. Where elementwise torch does it, so many elements at a time.
         """
         if self.update_by_kernel(weight, grad, state, hyper):
             return
@@ -178,7 +160,6 @@ def root(x: Tensor) -> Tensor:
 
 
 def root_in_float64(x: Tensor) -> Tensor:
-    """Return the root of float32 values by way of float64."""
     return x.double().sqrt_().float()
 
 
@@ -186,7 +167,7 @@ def root_in_float64(x: Tensor) -> Tensor:
 
 
 class AdamWRule(UpdateRule):
-    """AdamW with decoupled weight decay.
+    """AdamW.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
@@ -195,7 +176,6 @@ class AdamWRule(UpdateRule):
     moments = StateField("exp_avg", torch.float32), StateField("exp_avg_sq", torch.float32)
 
     def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
-        """Return eight numbers of a parameter group of torch's AdamW."""
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
         return (
             1 - lr * float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
@@ -205,7 +185,6 @@ class AdamWRule(UpdateRule):
     def step(
         self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the new master and both new moments."""
         decay, toward, beta2, fresh, rate, correction, eps, scale = numbers
         exp_avg, exp_avg_sq = moments
         g = grad * scale
@@ -215,7 +194,6 @@ class AdamWRule(UpdateRule):
         return master - rate * (m / (root(v) / correction + eps)), m, v
 
     def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
-        """Return the jitted loop of a compute dtype."""
         from infinity.optim import kernels  # late: numba takes 0.3 s to import
 
         return kernels.adamw_loops[dtype]
@@ -223,7 +201,6 @@ class AdamWRule(UpdateRule):
     def update_by_kernel(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
     ) -> bool:
-        """Start the update as one CUDA kernel; False: there is none for this device."""
         kernel = _adamw_kernel(weight.dtype, grad.dtype, weight.device)
         if kernel is None:
             return False
@@ -304,11 +281,9 @@ def _adamw_kernel(
     return compile_kernel(defines + _ADAMW_SOURCE, "adamw", device)
 
 
-#: Rules keep nothing between updates.
 ADAMW = AdamWRule()
-#: Every update rule, by the name that commit records give it.
+#: Every update rule, by the name that commit records give it. Rules keep nothing between updates.
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW,)}
-#: The name of the rule by which runs train.
 DEFAULT = ADAMW.name
 
 
@@ -324,8 +299,6 @@ class HostRule:
     """An update rule over flat shards in host memory, on the CPU.
 
     Args:
-        rule: Its arithmetic.
-        dtype: Compute dtype of the weights: bfloat16, float16 or float32.
         threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
         callers: Threads that may update at one time. Several take larger slices and keep all cores busy
@@ -344,10 +317,9 @@ class HostRule:
         """Update ``n`` elements in one pass. Any thread; blocks until it is done (CUDA: enqueues).
 
         Args:
-            weight: Compute dtype, ``(n,)``.
-            grad: bfloat16, float16 or float32, ``(n,)``.
-            state: One contiguous tensor ``(n,)`` per field of the layout; updated in place.
-            weight_out: Takes the new weights, ``(n,)``; may be ``weight``, and overlaps nothing else.
+            grad: bfloat16, float16 or float32, ``(n,)`` as all others but ``hyper``.
+            state: One contiguous tensor per field of the layout; updated in place.
+            weight_out: Takes the new weights; may be ``weight``, and overlaps nothing else.
             hyper: :meth:`UpdateRule.hyper`, on the device of the others.
         """
         if weight.device.type == "cpu":
@@ -366,13 +338,10 @@ class HostRule:
 
 
 class DeviceRule:
-    """An update rule over flat shards in page-locked host memory, on an accelerator.
+    """An update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
 
-    For one thread at a time; see [Note: updates of host memory on an accelerator].
-
-    Args:
-        rule: Its arithmetic, over weights of ``dtype``.
-        device: The accelerator.
+    Two streams take pieces there and back in turn: while one piece is updated, the next one goes there and
+    the one before it comes back.
     """
 
     def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:
@@ -419,15 +388,11 @@ def measure_rates(
     """Return the elements that an update in host memory does in a second: on the CPU, and on ``device``.
 
     Takes some tenths of a second, once in a process.
-
-    Args:
-        threads: Of the CPU.
     """
     layout, numel = rule.layout(dtype), 2 * _DEVICE_NUMEL
     sizes = [layout.weight_nbytes(numel), layout.weight_nbytes(numel), layout.state_nbytes(numel)]
-    buffers = [HostBuffer(rounded(size), device) for size in sizes]
-    try:
-        weight, grad, memory = (each.tensor[:size].zero_() for each, size in zip(buffers, sizes, strict=True))
+    with contextlib.closing(HostBuffer(rounded(sum(sizes)), device)) as buffer:
+        weight, grad, memory = torch.split(buffer.tensor[: sum(sizes)].zero_(), sizes)
         weight, grad, state = weight.view(dtype), grad.view(dtype), layout.views(memory, numel)
         rates = []
         for placed in (HostRule(rule, dtype, threads=threads), DeviceRule(rule, dtype, device)):
@@ -437,9 +402,6 @@ def measure_rates(
                 placed.update(weight, grad, state, weight, rule.hyper(IDLE))
                 best_s = min(best_s, time.perf_counter() - began_s)
             rates.append(numel / best_s)
-    finally:
-        for each in buffers:
-            each.close()
     return rates[0], rates[1]
 
 

@@ -40,7 +40,7 @@ from infinity.planner.events import DECODE, LINKS, UPDATE, DeviceMemory, StepCos
 from infinity.planner.machines import COLLECTIVE_S
 from infinity.planner.prefetch_plan import Event, Kind
 from infinity.planner.step import MicroBatch, StepScript, StepSetup, StepTrace, Stored, tries
-from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Expected, Job, Move, Moves, ShardUpdate
+from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
 
 #: Steps are played until so many take about as long as each other, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
@@ -433,7 +433,7 @@ class PlayedUpdates:
             ended = set(order)
             order = [unit for unit in script.first_uses if unit in ended]
         coming = [unit for unit in order if units[unit].on_nvme and units[unit].trainable]
-        self._play(self._queue.expect(Expected(name=str(u), chunks=self._chunks(u)) for u in coming))
+        self._play(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
         """Take in a unit's gradient, with ``nbytes`` of device memory, which was complete in ``turn``."""

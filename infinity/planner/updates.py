@@ -1,6 +1,6 @@
 """Decisions about updates, without threads: when a gradient is complete, what follows, and where.
 
-Training drives them with threads, streams and engines (:mod:`infinity.shards.updates` and
+Training drives them with threads, streams and engines (:mod:`infinity.shards.updates`,
 :mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.planner.clock`). Both tell what
 has happened, and carry out the actions that follow from it.
 
@@ -13,50 +13,36 @@ have no reader left in this step and go to the update with the gradient. Where t
   are frozen, the last gradient is not the last read: such a unit waits for the end of the pass.
 - Under ``no_sync`` no gradient of the step is complete, only that of a micro-batch.
 
-[Note: when an update starts]
-With two versions a unit's update starts as soon as its gradient exists, inside backward: it reads the
-committed version and writes the next. ``step`` then only publishes them: what was next is committed.
-Otherwise gradients are held, and the updates start at ``step``. Either way they lag into the next forward,
-where the next fetch of a unit waits for that unit's own update, and they run in the order in which the next
-forward will need them.
+[Note: when an update starts] With two versions a unit's update starts as soon as its gradient exists, inside
+backward: it reads the committed version and writes the next, which ``step`` publishes. Otherwise gradients
+are held, and the updates start at ``step``. Either way they lag into the next forward, in the order in which
+that needs units: the next fetch of a unit waits for that unit's own update.
 
-[Note: speculation]
-What an update needs to know is known at ``step`` only: the clip coefficient, which depends on the norm of all
-gradients. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it
-is not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
-again from the committed one, with the right numbers. So gradients are kept until ``step``, as they are
-without speculation; an optimizer that never clips gives them back as soon as they were read. While the
-prediction is that speculation will not be right, updates start at ``step``.
+[Note: speculation] The clip coefficient, which depends on the norm of all gradients, is known at ``step``
+only. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it is
+not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
+again from the committed one. So gradients are kept until ``step``; an optimizer that never clips gives them
+back as soon as they were read. While the prediction is that speculation will not be right, updates start at
+``step``.
 
-[Note: gradients on NVMe]
-Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
-as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
-back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, chunk
-by chunk, so that no memory grows with the shard. Each gradient has one place, which no commit names. The next
-write to it waits for all that reads or writes it.
+[Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, some units' are
+written to NVMe as soon as they are complete. An update inside backward reads its gradient from memory
+meanwhile, and memory is given back when both are done. One that starts at ``step`` reads it from NVMe, chunk
+by chunk, so that no memory grows with the shard. Each gradient has one place, which no commit names; a write
+to it waits for all that reads or writes it.
 
-[Note: chunks in flight]
-A chunk is a part of a shard that fits one staging buffer. Up to ``depth`` of them are in flight::
+[Note: chunks in flight] A chunk is a part of a shard that fits one staging buffer. Up to ``depth`` of them
+are in flight. The first chunk of the job with the lowest priority number starts next; of the chunks whose
+reads have ended, the most urgent is computed next, one at a time.
 
-    READING    its state (and its weights and gradient, where they are not at hand) flies into the buffer
-    COMPUTING  the rule runs over the buffer
-    WRITING    the new weights and the new state fly to the next version; then the buffer is given back
-    DROPPED    read in vain; its buffer is given back when no byte is in flight
+[Note: what may be read ahead] The state of a committed version changes only by the unit's own update, so it
+can be read as soon as the earlier update has landed, in the order in which jobs will come, and only into
+buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A job takes what was read for
+it only where it reads the same source; else it is dropped. Code that writes states in another way
+(``load_state_dict``) lets nothing be expected first.
 
-The first chunk of the job with the lowest priority number starts next; of the chunks whose reads have ended,
-in whatever order, the most urgent is computed next, one at a time.
-
-[Note: what may be read ahead]
-The state of a committed version changes only by the unit's own update, so it can be read as soon as the
-earlier update has landed. It is read in the order in which jobs will come, and only into buffers that leave
-:data:`RESERVE` chunks for jobs that come in another order. Chunks that read a gradient, too, have larger
-buffers: fewer of them fit the pool, and fewer are read ahead. A job takes what was read for it only where it
-reads the same source; anything else is dropped. Code that writes states in another way (``load_state_dict``)
-lets nothing be expected first, which forgets it all.
-
-[Note: a cancelled job]
-starts no further chunk, and what was read for it is dropped. It has ended when its writes in flight have
-landed, so that the next job may write to the same extents.
+[Note: a cancelled job] starts no further chunk, and what was read for it is dropped. It has ended when its
+writes in flight have landed, so that the next job may write to the same extents.
 """
 
 from collections import Counter
@@ -71,9 +57,7 @@ from infinity.planner.prefetch_plan import Event, Kind
 
 
 class StepOrder:
-    """The order in which a training step uses its units and completes their gradients.
-
-    Written by the prefetcher when a plan is made, read by whatever schedules updates.
+    """The order in which a step uses its units and completes their gradients, as the prefetcher has seen it.
 
     Attributes:
         gradients: Units in the order in which a step completes their gradients; empty while unknown.
@@ -119,21 +103,20 @@ class Completions:
         recomputed: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self._leaves, self._parameters, self._recomputed = leaves, parameters, recomputed
-        self.syncing, self.synced = True, False
-        self.in_backward = self.accumulated = False
+        self.syncing = True
+        # By unit: parameters that fired in this pass, and what ``parameters`` gave.
+        self._fired: dict[int, tuple[set[int], int, int]] = {}
         self.passed: set[int] = set()
-        self.delivered: set[int] = set()
-        self._fired: dict[int, set[int]] = {}  # parameters, by unit, in this pass
-        self._counts: dict[int, tuple[int, int]] = {}  # as ``parameters`` gave them in this pass
+        self.reset()
 
     def fire(self, unit: int, parameter: int) -> bool:
         """Take note of one parameter's gradient; return whether the unit's is complete with it."""
         self.in_backward = True
         if unit not in self._fired:
-            self._fired[unit], self._counts[unit] = set(), self._parameters(unit)
-        self._fired[unit].add(parameter)
-        trainable, parameters = self._counts[unit]
-        if len(self._fired[unit]) < trainable or unit in self._leaves:
+            self._fired[unit] = set(), *self._parameters(unit)
+        fired, trainable, parameters = self._fired[unit]
+        fired.add(parameter)
+        if len(fired) < trainable or unit in self._leaves:
             return False
         return trainable == parameters or not self._recomputed(unit)
 
@@ -163,31 +146,29 @@ class Completions:
     def end_backward(self) -> None:
         """Take note of the end of a pass whose gradients are all complete."""
         self.synced, self.accumulated = self.syncing, not self.syncing
-        self.in_backward = False
         self._begin_pass()
 
     def reset(self) -> None:
         """Begin a step."""
-        self.synced = self.in_backward = self.accumulated = False
-        self.delivered = set()
+        self.synced = self.accumulated = False
+        self.delivered: set[int] = set()
         self._begin_pass()
 
     def _begin_pass(self) -> None:
+        self.in_backward = False
         self.passed.clear()
         self._fired.clear()
-        self._counts.clear()
 
 
+@dataclass(kw_only=True)
 class Speculation:
     """Whether the updates of a step start before its norm is known: see [Note: speculation].
 
     A saturating counter of two bits predicts whether they will be right.
 
-    Args:
+    Attributes:
         two_versions: An update may start inside backward.
         clips: The step may scale gradients, so they are kept until then.
-
-    Attributes:
         counter: 0 to 3; from 2 on the prediction is that they will be right.
         started: Updates of the last step that started before its norm was known.
         rolled_back: Those of them that were void.
@@ -195,14 +176,16 @@ class Speculation:
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """
 
-    def __init__(self, *, two_versions: bool, clips: bool) -> None:
-        self._two_versions, self.clips = two_versions, clips
-        self.counter, self.started, self.rolled_back = 2, 0, 0
+    two_versions: bool
+    clips: bool
+    counter: int = 2
+    started: int = 0
+    rolled_back: int = 0
 
     @property
     def early(self) -> bool:
         """Return whether updates of this step start inside backward, if there is an optimizer."""
-        return self._two_versions and self.counter >= 2
+        return self.two_versions and self.counter >= 2
 
     def learn(self, started: int, *, right: bool) -> None:
         """Take in what a step showed: whether its updates had, or would have had, the right numbers."""
@@ -244,8 +227,6 @@ class ShardUpdate:
         self._storing = self._reading = self._rolling_back = False
         self._has_gradient = self._has_weights = True  # in memory
 
-    # --- what a driver asks -----------------------------------------------------------------------
-
     @property
     def state(self) -> UpdateState:
         return self._lifecycle.state
@@ -257,7 +238,7 @@ class ShardUpdate:
 
     @property
     def reads_stored_gradient(self) -> bool:
-        """Whether it reads its gradient from NVMe, once it has started: see [Note: gradients on NVMe]."""
+        """Whether it reads its gradient from NVMe, once it has started."""
         return self._spills and not self.speculated
 
     @property
@@ -268,11 +249,7 @@ class ShardUpdate:
     # --- what has happened ------------------------------------------------------------------------
 
     def complete(self, *, finite: bool = True) -> tuple[Do, ...]:
-        """The gradient is complete.
-
-        Args:
-            finite: The norm is finite; otherwise the step will be skipped, and the gradient is not read.
-        """
+        """The gradient is complete; if it is not finite the step will be skipped, and nothing reads it."""
         if not finite:
             return self.drop()
         self._storing = self._spills
@@ -343,56 +320,42 @@ class ShardUpdate:
 RESERVE = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Expected:
-    """A job that will come.
-
-    Attributes:
-        name: The name of the unit.
-        chunks: The number of chunks.
-        source: The place that they are read from.
-        fits: Chunks of it that memory holds at one time; None: as many as of others.
-    """
-
-    name: str
-    chunks: int
-    source: Any = None
-    fits: int | None = None
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """The computation of one shard's update.
+    """The computation of one shard's update, which has come or is expected.
 
     Attributes:
         name: The name of the unit.
         chunks: The number of chunks; a cancelled job has as many as are written.
         priority: Lower goes first: the position of the shard's next use.
         source: The place that its chunks are read from.
+        fits: Chunks of an expected job that memory holds at one time; None: as many as of others.
         started: Chunks that are read, or were; ``computed`` and ``landed`` likewise.
         unread: Indices of chunks that were not read when the job was cancelled; ``unwritten`` likewise.
+        order: Priority, then order of submission.
     """
 
     name: str
     chunks: int = 0
     priority: int = 0
     source: Any = None
+    fits: int | None = None
     started: int = field(default=0, init=False)
     computed: int = field(default=0, init=False)
     landed: int = field(default=0, init=False)
     unread: range = field(default=range(0), init=False)
     unwritten: tuple[int, ...] = field(default=(), init=False)
     cancelled: bool = field(default=False, init=False)
-    order: tuple[int, int] = field(default=(0, 0), init=False)  # priority, then order of submission
+    order: tuple[int, int] = field(default=(0, 0), init=False)
 
 
 class Stage(Enum):
-    """The stage of a chunk in flight: see [Note: chunks in flight]."""
+    """The stage of a chunk in flight."""
 
-    READING = "reading"
-    COMPUTING = "computing"
-    WRITING = "writing"
-    DROPPED = "dropped"
+    READING = "its state (and its weights and gradient, where they are not at hand) flies into the buffer"
+    COMPUTING = "the rule runs over the buffer"
+    WRITING = "new weights and state fly to the next version; then the buffer is given back"
+    DROPPED = "read in vain; its buffer is given back when no byte is in flight"
 
 
 @dataclass(slots=True, eq=False)
@@ -443,21 +406,18 @@ class ChunkQueue:
     """
 
     def __init__(self, depth: int) -> None:
-        if depth < 1:
-            raise ValueError(f"depth is {depth}; a pipeline holds at least 1 chunk")
         self.depth = depth
         self.in_flight: list[ChunkInFlight] = []
         self.jobs: dict[tuple[int, int], Job] = {}  # those that have not ended
         self._waiting: list[tuple[tuple[int, int], Job]] = []  # a heap of jobs with chunks to start
         self._unended: Counter[str] = Counter()  # jobs, by name
-        self._expected: dict[str, Expected] = {}  # those that have not come, in order
+        self._expected: dict[str, Job] = {}  # those that have not come, in order
         self._ahead = 0  # chunks of the first of them that are being read, or were
         self._submitted = 0
         self._refused = False
 
     @property
     def idle(self) -> bool:
-        """Return whether no job is left, and nothing is in flight."""
         return not self.jobs and not self.in_flight
 
     def state(self) -> tuple[object, ...]:
@@ -468,7 +428,7 @@ class ChunkQueue:
 
     # --- what has happened -----------------------------------------------------------------------
 
-    def expect(self, expected: Iterable[Expected]) -> Moves:
+    def expect(self, expected: Iterable[Job]) -> Moves:
         """Expect jobs in this order; forget those that were expected before."""
         self._expected, self._ahead, self._refused = {each.name: each for each in expected}, 0, False
         return self._drop([chunk for chunk in self.in_flight if chunk.ahead])
@@ -550,13 +510,9 @@ class ChunkQueue:
             self.in_flight.append(read)
             return [(Move.READ, read)]
         if all(chunk.stage is not Stage.COMPUTING for chunk in self.in_flight):
-            ready = [
-                chunk
-                for chunk in self.in_flight
-                if chunk.job is not None and chunk.stage is Stage.READING and not chunk.moving
-            ]
-            if ready:
-                chunk = min(ready, key=lambda each: (each.job.order, each.index))
+            read_in = (c for c in self.in_flight if c.job and c.stage is Stage.READING and not c.moving)
+            chunk = min(read_in, key=lambda each: (each.job.order, each.index), default=None)
+            if chunk is not None:
                 chunk.stage = Stage.COMPUTING
                 return [(Move.COMPUTE, chunk)]
         return []
@@ -580,8 +536,6 @@ class ChunkQueue:
             return None
         self._ahead += 1
         return ChunkInFlight(first.name, first.source, self._ahead - 1)
-
-    # --- the ends --------------------------------------------------------------------------------
 
     def _drop(self, chunks: list[ChunkInFlight]) -> Moves:
         moves: Moves = []

@@ -172,8 +172,6 @@ class DiskHome(ShardHome):
         self._change([*self.versions, Version(tuple(chunks))])
 
     def free(self) -> None:
-        """Give back what the shard holds; with the place of its gradient."""
-        self.store.free_gradient(self._unit.index)
         self.store.free_versions(self.versions)
         self._change(())
 

@@ -1,25 +1,24 @@
 """The update pipeline: read i+1, compute i and write i-1 at the same time, on a thread of its own.
 
 What is read, computed and written next is decided by :class:`infinity.planner.updates.ChunkQueue`. Here are
-the buffers, the transfers, the rule and the thread, which takes events from one inbox: jobs that come, and
-transfers that have ended. It sleeps until there is one.
+the buffers, the transfers, the rule and the thread, which sleeps until an event is in its inbox: a job that
+comes, or a transfer that has ended.
 
-[Note: one error ends all]
-After a disk error only the committed version is known to be whole, since no job writes to it. So the first
-error fails the job that met it and every other job, given or still to come, with that same error. Transfers
-in flight are awaited before their buffers are given back, because the kernel may still write into them.
+[Note: one error ends all] After a disk error only the committed version is known to be whole, since no job
+writes to it. So the first error fails every job, given or still to come. Transfers in flight are awaited
+before their buffers are given back, because the kernel may still write into them.
 
-[Note: step counts]
-The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
-its own, which grows when an update of it is committed, and a shard is updated by runs of segments that have
-both group and count in common: one run, or one for each group, as long as every step uses every parameter.
+[Note: step counts] The bias correction of a parameter depends on how often it was updated itself. So its
+segment has a count of its own, which grows when an update of it is committed, and a shard is updated by runs
+of segments that have both group and count in common: one run, or one for each group, as long as every step
+uses every parameter.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +34,7 @@ from infinity.device.memory import Lease, Pool
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import Rule, UpdateRule
 from infinity.partition.unit import Segment, Unit
-from infinity.planner.updates import ChunkInFlight, ChunkQueue, Expected, Job, Move, Moves, Stage
+from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves, Stage
 from infinity.shards.storage import ChunkExtents, Version
 
 
@@ -54,10 +53,10 @@ class Run:
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
     """Cut the shard's elements by the numbers of their update.
 
-    Frozen parameters, those without a gradient, and padding are in no run.
-
     Args:
-        hyper_of: By index of the segment; parameters that have all numbers in common share the tensor.
+        hyper_of: By index of the segment, of those that are updated; parameters that have all numbers in
+        common
+            share the tensor.
     """
     runs: list[Run] = []
     low, high = unit.shard_start, unit.shard_start + unit.shard_numel
@@ -77,9 +76,6 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
 
 class StepHypers:
     """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
-
-    Args:
-        rule: Makes numbers of the groups.
 
     Attributes:
         groups: The optimizer's ``param_groups``.
@@ -112,20 +108,16 @@ class StepHypers:
             grad_scale: What gradients are multiplied by, beside the loss scale.
         """
         self.begin_step()
+        hypers: dict[int, Tensor] = {}
         with self._lock:
-            groups = ((segment, self._group_of.get(id(segment.whole))) for segment in used)
-            return runs_of(
-                unit,
-                {s.index: self._tensor(g, s.steps + 1, grad_scale) for s, g in groups if g is not None},
-            )
-
-    def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
-        assert self._read is not None
-        key = group, step, grad_scale
-        if key not in self._tensors:
-            scale = grad_scale / self.loss_scale
-            self._tensors[key] = self._rule.hyper(self._read[group], step=step, grad_scale=scale)
-        return self._tensors[key]
+            for segment in used:
+                group, step = self._group_of.get(id(segment.whole)), segment.steps + 1
+                if group is not None and self._read is not None:
+                    key, scale = (group, step, grad_scale), grad_scale / self.loss_scale
+                    if key not in self._tensors:
+                        self._tensors[key] = self._rule.hyper(self._read[group], step=step, grad_scale=scale)
+                    hypers[segment.index] = self._tensors[key]
+        return runs_of(unit, hypers)
 
     def count(self, used: Iterable[Segment]) -> None:
         """Take note that the update of these parameters is committed; after :meth:`runs`."""
@@ -149,12 +141,7 @@ class StepHypers:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """What an update reads of one shard, chunk by chunk.
-
-    Attributes:
-        version: Its chunks do not overlap.
-        gradient: Where the gradient lies on NVMe, in ``grad_dtype``; None: it is at hand.
-    """
+    """What an update reads of one shard; ``gradient`` is on NVMe, in ``grad_dtype``; None: it is at hand."""
 
     version: Version
     gradient: Extent | None = None
@@ -172,10 +159,9 @@ class UpdateJob(Job):
     """The update of one shard on NVMe.
 
     Attributes:
-        source: The version that is updated.
-        writes: The version that the new values go to, in the same chunks.
-        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads its own, too.
-        grad: ``(shard_numel,)``; None: each chunk reads its own.
+        writes: The version that the new values go to, in the chunks of ``source``.
+        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads its own, as of
+            ``grad``.
         runs: Ascending, not overlapping.
         in_place: The new weights are put there, too, before ``on_computed``; it may be ``weight`` itself.
         on_computed: Called when the last chunk has been computed: ``weight`` and ``grad`` are used no more.
@@ -212,35 +198,15 @@ class UpdateJob(Job):
 
 @dataclass(slots=True)
 class _Buffer:
-    """The staging memory of a chunk in flight: its state, its weights, and its gradient if that is read.
-
-    Attributes:
-        extents: Of the version that is read.
-        transfers: The last ones.
-    """
+    """The staging memory of a chunk in flight: its state, its weights, and its gradient if that is read."""
 
     lease: Lease
-    extents: ChunkExtents
-    transfers: list[Transfer] = field(default_factory=list)
-
-    def settle(self) -> None:
-        """Wait until no byte of the buffer is in flight, however that ends; give it back."""
-        for transfer in self.transfers:
-            with suppress(BaseException):
-                transfer.wait()
-        self.lease.release()
+    extents: ChunkExtents  # of the version that is read
+    transfers: list[Transfer]  # the last ones
 
 
 class UpdatePipeline:
-    """Plays update jobs beside training.
-
-    Args:
-        engine: Moves the bytes.
-        pool: Staging buffers are leased from it, each as long as its chunk is in flight.
-        layout: What the state holds.
-        rule: Updates a slice of a chunk.
-        depth: Chunks in flight at one time.
-    """
+    """Plays update jobs beside training, ``depth`` chunks at one time, each in a lease of ``pool``."""
 
     def __init__(
         self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *, depth: int = 3
@@ -267,22 +233,19 @@ class UpdatePipeline:
         self._tell(partial(self._queue.submit, job))
 
     def cancel(self, job: UpdateJob) -> None:
-        """End a job soon; returns at once. ``on_done`` is called as ever.
-
-        See [Note: a cancelled job] in :mod:`infinity.planner.updates`.
-        """
+        """End a job soon; returns at once. ``on_done`` is called as ever."""
         self._inbox.put(partial(self._queue.cancel, job))
 
     def expect(self, sources: Iterable[tuple[str, ShardSource]]) -> None:
-        """Let states be read now of jobs that will come, in order; what was expected before is over.
-
-        Args:
-            sources: With the name of each unit.
-        """
-        expected = [
-            Expected(name=name, chunks=len(each.version.chunks), source=each, fits=self._fits(each))
-            for name, each in sources
-        ]
+        """Let states be read now of jobs that will come, in order; what was expected before is over."""
+        depth, expected = self._queue.depth, list[Job]()
+        for name, source in sources:
+            fits = None
+            if source.gradient is not None:  # as many larger chunks as have the room of ``depth`` others
+                first = source.version.chunks[0]
+                nbytes = self._layout.nbytes(first.numel)
+                fits = depth * rounded(nbytes) // rounded(nbytes + source.gradient_of(first).nbytes)
+            expected.append(Job(name=name, chunks=len(source.version.chunks), source=source, fits=fits))
         self._inbox.put(partial(self._queue.expect, expected))
 
     def drain(self) -> None:
@@ -302,7 +265,11 @@ class UpdatePipeline:
 
     def abandon(self, error: BaseException) -> None:
         """End every job with ``error``, without starting another chunk; returns at once."""
-        self._inbox.put(partial(_raise, error))
+
+        def fail() -> Moves:
+            raise error
+
+        self._inbox.put(fail)
 
     def close(self) -> None:
         """Finish what was submitted, then end the thread; raises nothing. May be called again."""
@@ -316,14 +283,6 @@ class UpdatePipeline:
             if self._refusal is not None:
                 raise copied(self._refusal)
             self._inbox.put(event)
-
-    def _fits(self, source: ShardSource) -> int | None:
-        """Return how many chunks that read a gradient have the room of ``depth`` others."""
-        if source.gradient is None:
-            return None
-        chunk = source.version.chunks[0]
-        nbytes = self._layout.nbytes(chunk.numel)
-        return self._queue.depth * rounded(nbytes) // rounded(nbytes + source.gradient_of(chunk).nbytes)
 
     # --- the pipeline's thread ---------------------------------------------------------------
 
@@ -373,7 +332,7 @@ class UpdatePipeline:
         if lease is None and (chunk.job is None or len(self._queue.in_flight) > 1):
             self._carry_out(self._queue.refuse(chunk))  # one will come with the end of another chunk
             return
-        self._buffers[chunk] = _Buffer(lease or self._pool.lease(nbytes, who=who), extents)
+        self._buffers[chunk] = _Buffer(lease or self._pool.lease(nbytes, who=who), extents, [])
         self._start(chunk, self._engine.read, extents.state, 0)
         if chunk.job is not None:
             self._read_rest(chunk)
@@ -415,13 +374,22 @@ class UpdatePipeline:
         old = new if job.weight is None else job.weight[whole]
         read = job.source.gradient_of(extents).nbytes
         grad = buffer[end : end + read].view(job.source.grad_dtype) if read else job.grad[whole]
-        for begin, stop, hyper in _cut(job.runs, whole.start, whole.stop):
-            part = slice(begin - whole.start, stop - whole.start)
-            if hyper is not None:
-                parts = tuple(each[part] for each in state)
-                self._rule.update(old[part], grad[part], parts, new[part], hyper)
-            elif old is not new:
+        carried = whole.start
+
+        def carry(stop: int) -> None:
+            if old is not new and carried < stop:
+                part = slice(carried - whole.start, stop - whole.start)
                 new[part].copy_(old[part])
+
+        for run in job.runs:
+            begin, stop = max(run.start, whole.start), min(run.stop, whole.stop)
+            if begin < stop:
+                carry(begin)
+                part = slice(begin - whole.start, stop - whole.start)
+                parts = tuple(each[part] for each in state)
+                self._rule.update(old[part], grad[part], parts, new[part], run.hyper)
+                carried = stop
+        carry(whole.stop)
         if job.in_place is not None:
             job.in_place[whole].copy_(new)
         self._carry_out(self._queue.computed(chunk))
@@ -437,7 +405,10 @@ class UpdatePipeline:
         with self._lock:
             self._refusal = error
         for buffer in self._buffers.values():
-            buffer.settle()
+            for transfer in buffer.transfers:
+                with suppress(BaseException):
+                    transfer.wait()
+            buffer.lease.release()
         failed: list[UpdateJob] = []
         while not self._inbox.empty():  # jobs that came meanwhile, or were cancelled
             with suppress(BaseException):
@@ -451,21 +422,3 @@ class UpdatePipeline:
                 error.add_note(f"{job.name}: on_done raised {second!r} when told of this")
         for drained in self._drained:
             drained.finish(error)
-
-
-def _raise(error: BaseException) -> Moves:
-    raise error
-
-
-def _cut(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Cut ``[start, stop)`` into ``(begin, end, hyper)``; ``hyper`` is None where no run is."""
-    at = start
-    for run in runs:
-        begin, end = max(run.start, at), min(run.stop, stop)
-        if begin < end:
-            if at < begin:
-                yield at, begin, None
-            yield begin, end, run.hyper
-            at = end
-    if at < stop:
-        yield at, stop, None

@@ -138,7 +138,6 @@ class ShardStore:
         self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
         self.versions, self.chunk_numel = versions, chunk_numel
         self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
-        self._gradients: dict[int, Extent] = {}  # by unit, if its gradient waits here; no commit names it
         self.changes = 0
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
@@ -180,27 +179,6 @@ class ShardStore:
         for chunk in (chunk for version in versions for chunk in version.chunks):
             self.volume.free(chunk.weight)
             self.volume.free(chunk.state)
-
-    @property
-    def with_gradient(self) -> frozenset[int]:
-        """Indices of units with a place for their gradient."""
-        return frozenset(self._gradients)
-
-    def gradient(self, unit: int, nbytes: int, name: str) -> Extent:
-        """Return the place of a unit's gradient, which is made if there is none.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        if unit not in self._gradients:
-            self._gradients[unit] = self.volume.allocate(nbytes, what=f"the gradient of {name}")
-        return self._gradients[unit]
-
-    def free_gradient(self, unit: int) -> None:
-        """Give back the place of a unit's gradient, if it has one; nothing may be in flight there."""
-        extent = self._gradients.pop(unit, None)
-        if extent is not None:
-            self.volume.free(extent)
 
     # --- chunks in memory ------------------------------------------------------------------------
 

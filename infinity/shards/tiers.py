@@ -19,7 +19,6 @@ what reads or writes values here has them brought home first.
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import Extent, format_nbytes
+from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Transfer
 from infinity.device.memory import Lease
 from infinity.optim.layout import StateLayout, master_of, store_master
@@ -390,8 +389,6 @@ class Tiers:
         """Give back the extents of a unit whose states will be found, and that is not in host memory."""
         if isinstance(unit.home, DiskHome):
             unit.home.free()
-        elif self.storage.store is not None and not isinstance(unit.home, HostHome):
-            self.storage.store.free_gradient(unit.index)
 
     def make_anew(self, unit: Unit) -> Iterator[Chunk]:
         """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
@@ -423,14 +420,6 @@ class Tiers:
             preserve(unit.index)
 
         return self.on_device.bring_home(unit.home, before)
-
-    def about_to_update(self, unit: Unit) -> tuple[HostHome, Callable[[], object]]:
-        """Return the home of a unit whose values will change in their place, and what to call before."""
-        home = unit.home
-        assert isinstance(home, HostHome)
-        home.recorded = False
-        preserve = partial(self.snapshot.preserve, unit.index)  # not a snapshot of what this update makes
-        return home, preserve
 
     # --- places on NVMe --------------------------------------------------------------------------
 
@@ -488,14 +477,6 @@ class Tiers:
         except DiskError:
             self.store.versions = 2
             raise
-
-    def gradient(self, unit: Unit) -> Extent:
-        """Return the place of a unit's gradient on NVMe, which is made if there is none.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        return self.store.gradient(unit.index, self.gradient_nbytes(unit), unit.name)
 
     # --- what is saved beside training ---------------------------------------------------------
 

@@ -1,21 +1,19 @@
 """Updates of shards: from complete gradients to committed versions.
 
 When an update starts, stands, is rolled back or gives memory back is decided by
-:class:`infinity.planner.updates.ShardUpdate`; what its actions are is here: transfers, the pipeline,
-threads and streams.
+:class:`infinity.planner.updates.ShardUpdate`; what its actions are is here: transfers, the pipeline, threads
+and streams.
 
-[Note: what is forgotten]
-Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates are rolled back, and the
-next version is overwritten by the next update. A unit in host memory has one place, so it is only updated at
-``step``.
+[Note: what is forgotten] Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates
+are rolled back, and the next version is overwritten by the next update. A unit in host memory has one place,
+so it is only updated at ``step``.
 
-[Note: shards in host memory]
-A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into
-its next version, while the next step computes; its next update waits until the bytes have left. On an
-accelerator the shard is not what compute reads, so it is updated on a thread beside the next forward, whose
-upload of the unit waits for that. One that is on the accelerator, too, is updated there
-(:mod:`infinity.shards.homes`), also from ``step`` on, beside the next forward: its gradient waits
-there. For a commit it is brought home first, and its next update waits for nothing.
+[Note: shards in host memory] A unit in host memory is updated in its place, at ``step``. For a commit it is
+written to NVMe, too, into its next version, while the next step computes; its next update waits until the
+bytes have left. On an accelerator the shard is not what compute reads, so a thread updates it beside the next
+forward, whose upload of the unit waits for that. One that is on the accelerator, too, is updated there
+(:mod:`infinity.shards.homes`), beside the next forward as well. For a commit it is brought home first, and
+its next update waits for nothing.
 """
 
 import math
@@ -24,25 +22,26 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer
 from infinity.device.memory import Lease
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
-from infinity.shards.homes import ShardHome
+from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.journal import Commits
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """A shard's committed weights for its update, as far as they are at hand.
 
     Attributes:
@@ -61,7 +60,6 @@ class Weights:
         return cls(values, stay=values)
 
     def release(self) -> None:
-        """They are read no more; may be called twice."""
         if self.lease is not None:
             self.lease.release()
 
@@ -71,7 +69,6 @@ class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank.
 
     Attributes:
-        update: Decides what happens to it.
         grad: ``(shard_numel,)`` in memory, as long as ``lease`` is held.
         used: Parameters that have a gradient.
         grad_scale: The clip coefficient, as far as it is known.
@@ -97,10 +94,6 @@ class PendingUpdate:
 class StoredGradients:
     """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.updates`.
 
-    Args:
-        tiers: Has their places.
-        units: All of the model's.
-
     Attributes:
         chosen: Indices of units whose gradients wait there.
     """
@@ -108,12 +101,24 @@ class StoredGradients:
     def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
         self._tiers, self._units = tiers, units
         self.chosen: frozenset[int] = frozenset()
+        self._places: dict[int, Extent] = {}
         self._writes: dict[int, Transfer] = {}  # the last of each unit
 
     @property
     def nbytes(self) -> int:
         """Bytes of gradients that wait on NVMe in each step."""
         return sum(self._tiers.gradient_nbytes(self._units[index]) for index in self.chosen)
+
+    def place_of(self, unit: Unit) -> Extent:
+        """Return the place of a unit's gradient, which is made if there is none.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        if unit.index not in self._places:
+            nbytes, what = self._tiers.gradient_nbytes(unit), f"the gradient of {unit.name}"
+            self._places[unit.index] = self._tiers.store.volume.allocate(nbytes, what=what)
+        return self._places[unit.index]
 
     def write(self, unit: Unit, memory: memoryview) -> Transfer:
         """Start to write a unit's gradient to its place, when nothing reads or writes that any more.
@@ -122,7 +127,7 @@ class StoredGradients:
             DiskError: The one before could not be written; or there is no room.
         """
         self._wait_for_place(unit.index)
-        stored = self._writes[unit.index] = self._tiers.store.engine.write(self._tiers.gradient(unit), memory)
+        stored = self._writes[unit.index] = self._tiers.store.engine.write(self.place_of(unit), memory)
         return stored
 
     def _wait_for_place(self, index: int) -> None:
@@ -137,21 +142,17 @@ class StoredGradients:
             in_use: Indices of units whose gradient of this step may still be read there.
 
         Raises:
-            DiskError: The file system has no room for them.
+            DiskError: The file system has no room for them, or one before could not be written.
         """
-        self.chosen, store = indices, self._tiers.storage.store
-        for index in frozenset() if store is None else store.with_gradient - indices - set(in_use):
+        self.chosen = indices
+        for index in self._places.keys() - indices - set(in_use):
             self._wait_for_place(index)
-            self._tiers.store.free_gradient(index)
+            self._tiers.store.volume.free(self._places.pop(index))
         for index in sorted(indices):
-            self._tiers.gradient(self._units[index])
+            self.place_of(self._units[index])
 
     def land(self) -> None:
-        """Return when no gradient is on its way to NVMe.
-
-        Raises:
-            DiskError: One could not be written.
-        """
+        """Return when no gradient is on its way to NVMe; DiskError: one could not be written."""
         for stored in self._writes.values():
             stored.wait()
 
@@ -160,21 +161,16 @@ class Updates:
     """Gradients in, committed versions out.
 
     Args:
-        tiers: Where shards live.
         rule: Updates shards in host memory.
         beside: Runs these updates beside training; None: the training thread does.
         pipeline: Updates the others; None when everything is resident.
-        units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
-        speculation: Says whether updates start inside backward.
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
 
     Attributes:
         ready: Updates of this step, by index of the unit.
-        records: Of the steps that were committed.
-        stored_gradients: Those that wait on NVMe.
     """
 
     def __init__(
@@ -216,7 +212,6 @@ class Updates:
             grad: In host memory, but for units that are updated on the accelerator.
             squares: The sum of its squares.
             lease: Held for ``grad``, given back when the update has read it.
-            weights: Those that the update starts from.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         update = ShardUpdate(
@@ -255,11 +250,7 @@ class Updates:
         pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def land_held(self) -> None:
-        """Return when the gradients that :meth:`commit` reads from NVMe are there.
-
-        Raises:
-            DiskError: One could not be written.
-        """
+        """Return when the gradients that :meth:`commit` reads from NVMe are there; DiskError: one is not."""
         for pending in self.ready.values():
             if pending.stored is not None and pending.update.state is not UpdateState.VALIDATED:
                 pending.stored.wait()
@@ -275,13 +266,13 @@ class Updates:
             return
         self._expecting = True
         # Empty while unknown; a step that was forgotten may have begun it.
-        once = dict.fromkeys(self.order.gradients)
-        coming = [index for index in once if self.records.units[index].home.tier is Tier.NVME]
+        coming, units = list(dict.fromkeys(self.order.gradients)), self.records.units
         spilled = frozenset() if self.early else self.stored_gradients.chosen
-        units = [
-            self.records.units[index] for index in (coming if self.early else self._in_order_of_use(coming))
-        ]
-        self.pipeline.expect([(unit.name, self._source(unit, unit.index in spilled)) for unit in units])
+        self.pipeline.expect(
+            (units[index].name, self._source(units[index], index in spilled))
+            for index in (coming if self.early else self._in_order_of_use(coming))
+            if units[index].home.tier is Tier.NVME
+        )
 
     def total_sum_of_squares(self) -> float:
         """Return the sum over this rank's shards, in the order of units."""
@@ -412,24 +403,27 @@ class Updates:
 
     def _on_device(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
         """Return what updates a unit on the accelerator: see [Note: shards in host memory]."""
-        unit, dtype, on_device = pending.unit, pending.grad.dtype, self.tiers.on_device
+        home, dtype, on_device = pending.unit.home, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
-        home, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
+        assert isinstance(home, HostHome)
+        home.recorded = False  # its values in host memory stay
         return partial(
-            on_device.update, unit, home, lambda: pending.lease.tensor.view(dtype), self._runs(pending),
-            home.updating, partial(self._landed, pending, future),
+            on_device.update, pending.unit, home, lambda: pending.lease.tensor.view(dtype),
+            self._runs(pending), home.updating, partial(self._landed, pending, future),
         )  # fmt: skip
 
     def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
         """Return what updates a unit in host memory: see [Note: shards in host memory]."""
-        runs = self._runs(pending)
-        home, preserve = self.tiers.about_to_update(pending.unit)
+        runs, home = self._runs(pending), pending.unit.home
+        assert isinstance(home, HostHome)
+        home.recorded = False
+        preserve = self.tiers.snapshot.preserve  # not of a snapshot of what this update makes
         storing, home.storing = home.storing, ()
 
         def update() -> None:
             for transfer in storing:  # what is written of it leaves first, and what is saved is read
                 transfer.wait()
-            preserve()
+            preserve(pending.unit.index)
             for run in runs:
                 part = slice(run.start, run.stop)
                 weights, state = home.weight[part], tuple(each[part] for each in home.state)
@@ -469,7 +463,7 @@ class Updates:
 
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
         """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
-        gradient = self.tiers.gradient(unit) if spilled else None
+        gradient = self.stored_gradients.place_of(unit) if spilled else None
         return ShardSource(self.tiers.version(unit), gradient, self.tiers.gradient_dtype(unit))
 
     def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:

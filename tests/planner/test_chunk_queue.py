@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planner.updates import RESERVE, ChunkInFlight, ChunkQueue, Expected, Job, Move, Moves
+from infinity.planner.updates import RESERVE, ChunkInFlight, ChunkQueue, Job, Move, Moves
 
 
 class Driver:
@@ -61,8 +61,8 @@ class Driver:
             self.begin()
 
 
-def expected(name: str, chunks: int = 3, **more: object) -> Expected:
-    return Expected(name=name, chunks=chunks, **more)
+def expected(name: str, chunks: int = 3, **more: object) -> Job:
+    return Job(name=name, chunks=chunks, **more)
 
 
 def test_reads_are_ahead_of_the_rule_and_writes_behind_it():

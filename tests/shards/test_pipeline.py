@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.layout import StateLayout
 from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.partition.unit import SHARD_QUANTUM
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
 from infinity.shards.storage import ChunkExtents, Version
 from tests.helpers.cases import examples
@@ -76,11 +77,11 @@ def make_shard(
     grad_dtype: torch.dtype | None = None,
 ) -> Shard:  # fmt: skip
     """A shard in chunks of ``grains`` times 2048 elements, on disk, with its expected update."""
-    numel = sum(grains) * GRAIN_NUMEL
+    numel = sum(grains) * SHARD_QUANTUM
     weight, grad = torch.randn(numel).to(layout.dtype), torch.randn(numel).to(grad_dtype or layout.dtype)
     state = [random_field(numel, field.dtype) for field in layout.fields]
     reads, writes, start = [], [], 0
-    for count in (grain * GRAIN_NUMEL for grain in grains):
+    for count in (grain * SHARD_QUANTUM for grain in grains):
         for chunks in (reads, writes):
             sizes = layout.weight_nbytes(count), layout.state_nbytes(count)
             chunks.append(ChunkExtents(start, count, *(engine.extent(size, file) for size in sizes)))
@@ -111,7 +112,7 @@ def playing(
     engine: FakeEngine, layout: StateLayout, *, grains: int = 64, depth: int = 3
 ) -> Iterator[tuple[UpdatePipeline, FakePool]]:
     """A pipeline whose pool holds ``grains`` times 2048 elements."""
-    pool = FakePool(layout.nbytes(GRAIN_NUMEL) * grains)
+    pool = FakePool(layout.nbytes(SHARD_QUANTUM) * grains)
     rule = HostRule(ADAMW, layout.dtype)
     pipeline = UpdatePipeline(engine, pool, layout, rule, depth=depth)
     try:
@@ -125,7 +126,7 @@ def playing(
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
     grains = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    numel = sum(grains) * GRAIN_NUMEL
+    numel = sum(grains) * SHARD_QUANTUM
     cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=6, unique=True)))
     return grains, list(zip(cuts[::2], cuts[1::2], strict=False))
 
@@ -170,9 +171,9 @@ def test_elements_outside_runs_keep_their_weights_and_state():
         pipeline.drain()
     after = layout.views(
         torch.frombuffer(bytearray(engine.get(shard.job.writes.chunks[0].state)), dtype=torch.uint8),
-        GRAIN_NUMEL,
+        SHARD_QUANTUM,
     )
-    old = layout.views(torch.frombuffer(bytearray(before), dtype=torch.uint8), GRAIN_NUMEL)
+    old = layout.views(torch.frombuffer(bytearray(before), dtype=torch.uint8), SHARD_QUANTUM)
     for new_field, old_field in zip(after, old, strict=True):
         assert raw(new_field[:100]) == raw(old_field[:100])
         assert raw(new_field[200:]) == raw(old_field[200:])
@@ -191,7 +192,7 @@ def test_bytes_moved_are_those_of_the_layout(at_hand, grad_at_hand):
     with playing(engine, layout) as (pipeline, _):
         pipeline.submit(shard.job)
         pipeline.drain()
-    numel = 3 * GRAIN_NUMEL
+    numel = 3 * SHARD_QUANTUM
     itemsize = 10 + (0 if at_hand else 2) + (0 if grad_at_hand else 4)
     assert engine.nbytes_read == numel * itemsize
     assert engine.nbytes_written == numel * 12
@@ -371,9 +372,9 @@ def test_an_idle_pipeline_sleeps():
 
 def test_gradients_on_disk_take_no_memory_beside_the_buffers_of_their_chunks():
     layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine()
-    shard = make_shard(engine, layout, [1] * 40, [(0, 40 * GRAIN_NUMEL)], at_hand=False, grad_at_hand=False)
+    shard = make_shard(engine, layout, [1] * 40, [(0, 40 * SHARD_QUANTUM)], at_hand=False, grad_at_hand=False)
     with playing(engine, layout, grains=3, depth=3) as (pipeline, pool):
         pipeline.submit(shard.job)
         pipeline.drain()
-        assert pool.peak_nbytes == 2 * GRAIN_NUMEL * 14  # in room for three chunks of 12 bytes per element
+        assert pool.peak_nbytes == 2 * SHARD_QUANTUM * 14  # in room for three chunks of 12 bytes per element
     shard.check(engine, layout)

@@ -139,14 +139,13 @@ def test_every_block_that_is_read_is_compared_also_of_gradients(tmp_path):
     with lockstep(tmp_path, "memory.verify=true") as pair:
         play(pair, "..cc")
         pair.check()
-        tiers = pair.optimizer.runtime.tiers
         gradients = pair.optimizer.runtime.executor().updates.stored_gradients
         volume, write = pair.optimizer.runtime.storage.volume, gradients.write
 
         def damaged(unit: Any, memory: memoryview) -> Transfer:
             stored = write(unit, memory)
             stored.wait()
-            [piece, *_] = tiers.gradient(unit).pieces
+            [piece, *_] = gradients.place_of(unit).pieces
             with volume.path(piece.file).open("r+b") as file:
                 file.seek(piece.offset + 64)
                 file.write(b"damaged")
@@ -320,7 +319,9 @@ def test_a_gradient_that_cannot_be_written_is_a_disk_error_and_the_committed_ste
         runtime = pair.optimizer.runtime
         pair.optimizer.synchronize()
         before = {unit.index: runtime.tiers.shard_fields(unit) for unit in runtime.units}
-        engines[-1].extents = frozenset(runtime.tiers.gradient(unit) for unit in runtime.units)
+        engines[-1].extents = frozenset(
+            map(runtime.executor().updates.stored_gradients.place_of, runtime.units)
+        )
         engines[-1].nth = 2
         limit(pair, CLIPPED if moves[0] == "c" else FREE)
         with pytest.raises(DiskError, match=r"memory\.nvme"):
