@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "observe": 934,
     "optim": 994,
     "partition": 3182,
-    "planner": 4544,
+    "planner": 4423,
     "predict": 2593,
     "recipes": 2494,
     "shards": 5137,

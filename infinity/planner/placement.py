@@ -1,9 +1,9 @@
 """Choose the saved storages that leave device memory within a budget, and when each of them returns.
 
 Storages leave where memory is above the budget, the fullest position first. Of those that help there the one
-with the longest inactive period goes: it helps the most positions for the same transfers. It goes to the
-place from which all that goes there would be back the soonest. How that compares with storing whatever can
-leave, and with recomputing blocks, the simulator tells (:mod:`infinity.planner.search`).
+with the longest inactive period goes, to the place from which all that goes there would be back the soonest.
+How that compares with storing whatever can leave, and with recomputing blocks, the simulator tells
+(:mod:`infinity.planner.search`).
 
 Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
 order, a benefit by cost that is valued anew with each choice.
@@ -17,10 +17,10 @@ A plan that would need more than its budget, because stores end later than they 
 bytes that wait to be stored.
 
 [Note: late stores]
-A budget is kept however late stores end, not only as predicted. Memory grows between two points where the
-tensor cache is called, the packing of a slot and backward's first request for one; so at each of them the
-slots are waited for with which memory might not hold until the next. They are the first that were packed,
-since stores are begun in that order. On a drive as fast as measured most of them have gone before.
+A budget is kept however late stores end, not only as predicted. Memory grows between two calls of the tensor
+cache, the packing of a slot and backward's first request for one; so each of them waits for the slots with
+which memory might not hold until the next: the first that were packed, since stores begin in that order. On
+a drive as fast as measured most of them have gone before.
 """
 
 import math
@@ -28,6 +28,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,50 +59,32 @@ class ChannelTimeline:
 
     Args:
         times: Seconds of each operator.
-        bytes_per_s: Rate of the channel.
         latency_s: Added to every transfer.
+
+    Attributes:
+        latency_nbytes: Bytes of the timeline that a transfer takes beyond its own.
     """
 
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        self._bytes_per_s, self._latency_nbytes = bytes_per_s, int(latency_s * bytes_per_s)
+        self.latency_nbytes = int(latency_s * bytes_per_s)
         self._free = (times * bytes_per_s).astype(np.int64)
-        self._until: np.ndarray | None = None  # None: bytes were booked since
-        self._beside: ChannelTimeline | None = None
-        self._tax = 0.0
+        self._beside: tuple[ChannelTimeline, float] | None = None
 
     def share(self, beside: "ChannelTimeline", tax: float) -> None:
         """Let each byte booked here take ``tax`` bytes of ``beside``."""
-        self._beside, self._tax = beside, tax
-
-    def booked_nbytes(self, nbytes: int) -> int:
-        """Bytes of the timeline that a transfer of ``nbytes`` takes, its latency included."""
-        return nbytes + self._latency_nbytes
+        self._beside = beside, tax
 
     def until(self) -> np.ndarray:
         """Free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
-        if self._until is None:
-            self._until = np.concatenate(([0], np.cumsum(self._free)))
-        return self._until
+        return np.concatenate(([0], np.cumsum(self._free)))
 
-    def earliest_end(self, begin: int, nbytes: int) -> int | None:
+    def earliest_end(self, begin: int, nbytes: int) -> int:
         """The first operator that finds ``nbytes`` moved if they may start with operator ``begin``.
 
-        Returns:
-            None if the rest of the step has no room for them.
+        Beyond the end of the step if the rest of it has no room for them.
         """
         until = self.until()
-        wanted = until[begin] + self.booked_nbytes(nbytes)
-        return None if wanted > until[-1] else max(begin, int(np.searchsorted(until, wanted)))
-
-    def latest_start(self, end: int, nbytes: int) -> int | None:
-        """The last operator with which ``nbytes`` may start so that operator ``end`` finds them moved.
-
-        Returns:
-            None if the step up to ``end`` has no room for them.
-        """
-        until = self.until()
-        left = until[end] - self.booked_nbytes(nbytes)
-        return None if left < 0 else min(end, int(np.searchsorted(until, left, "right")) - 1)
+        return max(begin, int(np.searchsorted(until, until[begin] + nbytes + self.latency_nbytes)))
 
     def book_from(self, begin: int, nbytes: int) -> None:
         """Book ``nbytes`` as early as possible from operator ``begin`` on.
@@ -111,14 +94,11 @@ class ChannelTimeline:
         """
         order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
         free = self._free[order]
-        taken = np.clip(self.booked_nbytes(nbytes) - (np.cumsum(free) - free), 0, free)
-        self._take(order, taken)
-        if self._beside is not None and self._tax:
-            self._beside._take(order, (taken * self._tax).astype(np.int64))
-
-    def _take(self, order: np.ndarray, nbytes: np.ndarray) -> None:
-        self._free[order] = np.maximum(self._free[order] - nbytes, 0)
-        self._until = None
+        taken = np.clip(nbytes + self.latency_nbytes - (np.cumsum(free) - free), 0, free)
+        self._free[order] -= taken
+        if self._beside is not None:
+            beside, tax = self._beside
+            beside._free[order] = np.maximum(beside._free[order] - (taken * tax).astype(np.int64), 0)
 
 
 def channel_timelines(
@@ -223,29 +203,28 @@ def with_loads(
         if capacity_nbytes is not None and wanted < start:
             full = np.flatnonzero(memory[wanted:start] + loaded_nbytes > capacity_nbytes)
             wanted += int(full[-1]) + 1 if len(full) else 0
-        start = min(start, asks[bisect_left(asks, wanted)])
+        earliest = start = min(start, asks[bisect_left(asks, wanted)])
         memory[start : period.end] += loaded_nbytes
         loads.append(Load(triggers[start], period.key))
-        earliest = start
     placed = {periods[index].key: places[index] for index in sorted(places)}
-    return ActivationPlan(policy, placed, tuple(loads), lifetimes.recomputed)
+    recomputed = frozenset(again.block.region for again in lifetimes.recomputations)
+    return ActivationPlan(policy, placed, tuple(loads), recomputed)
 
 
 def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
     """The latest positions from which the loads need not be waited for, in the order of need."""
     timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
-    loading = {place: timelines[LOAD[place]] for place in (Place.NVME, Place.HOST)}
-    until = {place: timeline.until() for place, timeline in loading.items()}
-    left = {place: int(until[place][-1]) for place in loading}  # before the loads that are needed later
+    until = {place: timelines[channel].until() for place, channel in LOAD.items()}
+    left = {place: int(free[-1]) for place, free in until.items()}  # before the loads that are needed later
     found: dict[int, int] = {}
     before = len(lifetimes.times)
     for index in sorted(places, reverse=True):
         period, place = lifetimes.periods[index], places[index]
-        room = min(left[place], int(until[place][period.end])) - loading[place].booked_nbytes(period.nbytes)
+        room = min(left[place], int(until[place][period.end])) - period.nbytes
+        room -= timelines[LOAD[place]].latency_nbytes
         left[place] = max(0, room)
         start = int(np.searchsorted(until[place], room, "right")) - 1
-        before = max(lifetimes.backward, min(before, start, period.end))
-        found[index] = before
+        found[index] = before = max(lifetimes.backward, min(before, start, period.end))
     return found
 
 
@@ -264,10 +243,9 @@ def within(
         return None
     if outcome.peak_nbytes <= capacity_nbytes:
         return plan, outcome
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    least = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
     # Beside these bytes there is never more than the backlog, however late stores end.
-    low, high = capacity_nbytes - int(least.max(initial=0)), simulator.most_backlog_nbytes
+    low = capacity_nbytes - int(_least_under(lifetimes, plan).max(initial=0))
+    high = simulator.most_backlog_nbytes
     found, tried_nbytes = None, low
     for _ in range(TRIES if low >= 0 else 0):
         bounded = replace(plan, backlog_nbytes=tried_nbytes)
@@ -295,56 +273,45 @@ def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Activ
     return replace(plan, backlog_nbytes=2 * simulator.most_backlog_nbytes)
 
 
+def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[int, int]:
+    """The position before which each load starts, by index of the inactive period."""
+    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
+    return {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
+
+
+def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
+    """Bytes by position if every store took no time and loads start as planned."""
+    placed = [lifetimes.index[key] for key in plan.places]
+    return least_memory(lifetimes, placed, _load_positions(lifetimes, plan))
+
+
 def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
     """The waits with which memory stays within the capacity whenever stores end."""
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
-    loads = _load_positions(lifetimes, plan)
-    # in the order of packing
-    stored = sorted((lifetimes.periods[index] for index in places), key=lambda period: period.key)
-    nbytes, packed, begin = (
-        np.array([getattr(period, name) for period in stored], dtype=np.int64)
-        for name in ("nbytes", "packed_at", "begin")
-    )
-    # from its load on ``memory`` has a slot's bytes
-    load = np.array([loads.get(period.key, period.end) for period in stored], dtype=np.int64)
-    calls = _calls(lifetimes) if stored else []
+    # Positions before which the tensor cache is called, and by what: the last of those packed together, and
+    # the first of those asked for together.
+    calls: dict[int, tuple[bool, SlotKey]] = {}
+    named = [period for period in lifetimes.periods if period.is_named]
+    for period in sorted(named, key=lambda period: period.key):
+        if period.packed_at < lifetimes.backward:
+            calls[period.packed_at + 1] = False, period.key
+    calls |= {period.end: (True, period.key) for period in reversed(named)}
+    # Stored slots in the order of packing; from its load on ``memory`` has a slot's bytes.
+    memory, starts = _least_under(lifetimes, plan), _load_positions(lifetimes, plan)
+    stored = [lifetimes.index[key] for key in sorted(plan.places)]
+    periods = [lifetimes.periods[index] for index in stored]
+    nbytes, packed, begin, load = np.array(
+        [
+            (period.nbytes, period.packed_at, period.begin, starts.get(index, period.end))
+            for index, period in zip(stored, periods)
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 4).T  # fmt: skip
     first = 0  # of the slots that need not have gone yet
-    ends = [*(at for at, _, _ in calls[1:]), len(memory)]
-    for (at, backward, key), until in zip(calls, ends):
+    for at, until in pairwise([*sorted(calls), len(memory)] if stored else ()):
         late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
         late, positions = late[::-1], np.arange(at, until)[:, None]  # the newest first
         held = np.where((begin[late] <= positions) & (positions < load[late]), nbytes[late], 0).cumsum(1)
         too_many = (held + memory[at:until, None] > capacity_nbytes).any(0)
         if too_many.any():
             first = int(late[too_many.argmax()]) + 1
-            yield StoreWait(key, backward, stored[first - 1].key)
-
-
-def _calls(lifetimes: Lifetimes) -> list[tuple[int, bool, SlotKey]]:
-    """Positions before which the tensor cache is called, each with its call: ``(at, backward, key)``."""
-    found: dict[int, tuple[bool, SlotKey]] = {}
-    named = [period for period in lifetimes.periods if period.is_named]
-    for period in sorted(named, key=lambda period: period.key):  # the last of those packed together
-        if period.packed_at < lifetimes.backward:
-            found[period.packed_at + 1] = False, period.key
-    for period in reversed(named):  # the first of those asked for together
-        found[period.end] = True, period.key
-    return [(at, *found[at]) for at in sorted(found)]
-
-
-def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[SlotKey, int]:
-    """The position before which each load starts."""
-    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
-    return {load.slot: asked[load.after] for load in plan.loads}
-
-
-def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
-    """Bytes by position of storages whose loads start before they are needed."""
-    change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
-    for slot, start in _load_positions(lifetimes, plan).items():
-        period = lifetimes.periods[lifetimes.index[slot]]
-        nbytes = period.nbytes + lifetimes.padding_nbytes
-        change[max(start, min(period.begin, period.end))] += nbytes
-        change[period.end] -= nbytes
-    return np.cumsum(change[:-1])
+            yield StoreWait(calls[at][1], calls[at][0], periods[first - 1].key)

@@ -1,8 +1,8 @@
 """Search for the fastest plan within a budget.
 
 For a budget and a set of recomputed blocks, :mod:`infinity.planner.placement` chooses the storages that leave
-and when they come back; the simulator predicts what that costs. What remains is how many blocks to recompute,
-and which: the first so many of a fixed order, searched around the number of the next smaller budget.
+and when they come back; the simulator predicts what that costs. What remains is how many blocks to recompute:
+the first so many of a fixed order, searched around the number of the next smaller budget.
 
 [Note: one ladder for every budget]
 The plan for a budget is the fastest one for a rung within it, and rungs depend on the profile and the
@@ -13,8 +13,9 @@ not depend on the budget either: more memory never makes a step slower.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,7 @@ NEGLIGIBLE = 0.002
 # --- the ladder --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A plan and its predicted cost."""
 
     plan: ActivationPlan
@@ -56,9 +56,8 @@ class PlanSearch:
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
         self._hardware = hardware
-        index = ProfileIndex(profile)
         # Of the step that recomputes the blocks of some regions; and all its storages that can leave.
-        self._lifetimes = cache(lambda recomputed: lifetimes_of(profile, recomputed, index))
+        self._lifetimes = cache(ProfileIndex(profile).lifetimes)
         self._everything = cache(lambda recomputed: places_within(self._lifetimes(recomputed), hardware, 0))
         self._order = _order(profile)
         self._count = 0  # of recomputed blocks in the plan for the rung below
@@ -101,9 +100,8 @@ class PlanSearch:
         while low < high:
             candidate = self._best(rungs[at])
             if candidate is not None:
-                candidate = self._simulated(
-                    replace(candidate.plan, capacity_nbytes=None, backlog_nbytes=None)
-                )
+                unbound = replace(candidate.plan, capacity_nbytes=None, backlog_nbytes=None)
+                candidate = self._simulated(unbound)
             if candidate is None or candidate.outcome.step_s > allowed_s:
                 low = at + 1
             else:
@@ -114,14 +112,12 @@ class PlanSearch:
     # --- parts -------------------------------------------------------------------------------
 
     def _simulated(self, plan: ActivationPlan) -> Candidate:
-        lifetimes = self._lifetimes(plan.recomputed)
-        return Candidate(plan, Simulator(lifetimes, plan, self._hardware).run())
+        return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
 
     def _some_sets(self) -> Iterator[frozenset[int]]:
         """Sets of recomputed blocks that may reach the lowest peak."""
         yield frozenset()
-        drive = min(self._hardware.read_bytes_per_s, self._hardware.write_bytes_per_s)
-        if drive <= 0:
+        if min(self._hardware.read_bytes_per_s, self._hardware.write_bytes_per_s) <= 0:
             yield from (frozenset(self._order[: count + 1]) for count in range(len(self._order)))
 
     def _rungs(self) -> list[int]:
@@ -130,27 +126,17 @@ class PlanSearch:
         most = max(least, int(self._lifetimes(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
 
-    def _best(self, rung: int) -> Candidate | None:
-        """The fastest plan that was found for this budget."""
-        best = self._counted(rung)
-        if best is None:
-            for recomputed in self._some_sets():
-                best = self._faster(best, rung, recomputed)
-        return best
-
     def _is_fast(self, candidate: Candidate | None) -> bool:
-        """Return whether it is about as fast as keeping everything."""
-        return candidate is not None and candidate.outcome.step_s <= self.keep.outcome.step_s * (
-            1 + NEGLIGIBLE
-        )
+        """Whether it is about as fast as keeping everything."""
+        limit_s = self.keep.outcome.step_s * (1 + NEGLIGIBLE)
+        return candidate is not None and candidate.outcome.step_s <= limit_s
 
-    def _counted(self, rung: int) -> Candidate | None:
-        """Search the number of recomputed blocks around that of the rung below."""
+    def _best(self, rung: int) -> Candidate | None:
+        """The fastest plan for this budget, with about as many recomputed blocks as for the rung below."""
         order = self._order
         found = self._faster(None, rung, frozenset(order[: self._count]))
         step = max(1, len(order) // 32 if self._count else len(order) // 4)
-        least = len(order) // _MANY
-        while step > least and order and not self._is_fast(found):
+        while step > len(order) // _MANY and order and not self._is_fast(found):
             for count in (self._count + step, self._count - step):
                 if 0 <= count <= len(order):
                     candidate = self._faster(found, rung, frozenset(order[:count]))
@@ -159,22 +145,23 @@ class PlanSearch:
                         break
             else:
                 step //= 2
+        if found is None:
+            for recomputed in self._some_sets():
+                found = self._faster(found, rung, recomputed)
         return found
 
     def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
         """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
-        lifetimes = self._lifetimes(recomputed)
-        limit_s = float("inf") if best is None else best.outcome.step_s
+        lifetimes, hardware = self._lifetimes(recomputed), self._hardware
         everything = self._everything(recomputed)
         if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
             return best
-        chosen = places_within(lifetimes, self._hardware, rung)
+        chosen = places_within(lifetimes, hardware, rung)
         for places in (chosen, everything) if chosen != everything else (chosen,):
-            plan = with_loads(lifetimes, places, self._hardware, rung)
-            found = within(lifetimes, plan, self._hardware, rung, limit_s)
-            if found is not None:
+            plan = with_loads(lifetimes, places, hardware, rung)
+            limit_s = math.inf if best is None else best.outcome.step_s
+            if (found := within(lifetimes, plan, hardware, rung, limit_s)) is not None:
                 best = Candidate(replace(found[0], capacity_nbytes=rung), found[1])
-                limit_s = best.outcome.step_s
             if self._is_fast(best):
                 break
         return best
@@ -236,12 +223,14 @@ def _uniform(
 ) -> ActivationPlan:
     """The plan that recomputes every block, or stores on NVMe what regions up to the policy's last one save.
 
-    Raises:
-        BudgetError: It does not keep the budget; says what would.
+    Raises BudgetError, which says what would keep the budget.
     """
     again = frozenset(block.region for block in profile.blocks if policy == "recompute")
-    lifetimes = lifetimes_of(profile, again)
-    last = _LAST_STORED[policy](profile, lifetimes, hardware)
+    lifetimes, last = lifetimes_of(profile, again), -1.0
+    if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
+        last = max((block.region - 1 for block in profile.blocks), default=math.inf)
+    elif policy == "adaptive":
+        last = _last_in_time(profile, lifetimes, hardware)
     periods = enumerate(lifetimes.periods)
     places = {i: Place.NVME for i, period in periods if period.is_worth_storing and period.key.region <= last}
     made = with_loads(lifetimes, places, hardware, capacity_nbytes, policy)
@@ -254,15 +243,10 @@ def _uniform(
     return replace(made, capacity_nbytes=capacity_nbytes)
 
 
-def _before_last_block(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> float:
-    """The region before the last block: backward begins with that, so what it saves stays, as in training."""
-    return max((block.region - 1 for block in profile.blocks), default=math.inf)
-
-
 def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> int:
     """The last block such that everything before it is written before its backward, and it is back by then.
 
-    -1 if there is none. So compute never waits for the drive.
+    So compute never waits for the drive. -1: there is none.
 
     Source: SSDTrain (arXiv:2408.10013), section 3.3.3.
     """
@@ -271,28 +255,21 @@ def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) ->
     written, last = 0, -1
     for block in sorted(profile.blocks, key=lambda b: b.region):
         own = [p for p in lifetimes.periods if p.key.region == block.region and p.can_leave]
-        own.sort(key=lambda p: p.packed_at)
-        before, begins = written, block.backward[0]
-        for period in own:
-            end = writes.earliest_end(period.packed_at + 1, period.nbytes)
+        begins = block.backward[0]
+        for period in sorted(own, key=lambda p: p.packed_at):
+            written = max(written, writes.earliest_end(period.packed_at + 1, period.nbytes))
             writes.book_from(period.packed_at + 1, period.nbytes)
-            written = len(lifetimes.times) if end is None else max(written, end)
-        back = reads.latest_start(begins, sum(period.nbytes for period in own))
-        if before > begins or back is None or written > back:
+        nbytes, until = sum(period.nbytes for period in own) + reads.latency_nbytes, reads.until()
+        if written > begins or until[begins] - until[written] < nbytes:
             break
         last = block.region
     return last
 
 
-#: The last region of which each policy stores what autograd saves.
-_LAST_STORED: dict[str, Callable[[Profile, Lifetimes, Hardware], float]] = {
-    "keep": lambda *_: -1,
-    "offload": _before_last_block,
-    "recompute": lambda *_: -1,
-    "adaptive": _last_in_time,
-}
 #: By the name that a recipe gives.
-POLICIES: dict[str, Policy] = {name: partial(_uniform, name) for name in _LAST_STORED} | {"plan": plan}
+POLICIES: dict[str, Policy] = {
+    name: partial(_uniform, name) for name in ("keep", "offload", "recompute", "adaptive")
+} | {"plan": plan}
 
 
 # --- budgets that cannot be kept ---------------------------------------------------------------------
@@ -363,18 +340,13 @@ def _fullest_operator(profile: Profile, hardware: Hardware) -> str:
     there.sort(key=lambda storage: -storage.nbytes)
     largest = ", ".join(f"{storage.name} {format_nbytes(storage.nbytes)}" for storage in there[:3])
     again = "recomputation before " if operator in lifetimes.operators[at + 1 :] else ""
-    name = profile.operators[operator].name
-    where = _where(profile, operator)
-    return f"{again}operator {operator} ({name}) {where}, where the largest are {largest}"
-
-
-def _where(profile: Profile, operator: int) -> str:
+    where = f"in {profile.operators[operator].phase}, outside blocks"
     for block in profile.blocks:
-        if block.forward[0] <= operator < block.forward[1]:
-            return f"in the forward of {block.name}"
-        if block.backward[0] <= operator < block.backward[1]:
-            return f"in the backward of {block.name}"
-    return f"in {profile.operators[operator].phase}, outside blocks"
+        for phase, (first, end) in (("forward", block.forward), ("backward", block.backward)):
+            if first <= operator < end:
+                where = f"in the {phase} of {block.name}"
+    name = profile.operators[operator].name
+    return f"{again}operator {operator} ({name}) {where}, where the largest are {largest}"
 
 
 def _in_bytes(nbytes: int) -> str:

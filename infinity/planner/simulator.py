@@ -71,13 +71,28 @@ class StepTimeline:
     backward_s: float = 0.0
 
 
-def play(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Outcome:
-    """Predict what one micro-batch with its update costs under ``plan``.
+def play(
+    profile: Profile, plan: ActivationPlan, hardware: Hardware, timeline: StepTimeline | None = None
+) -> Outcome:
+    """Predict what one micro-batch with its update costs under ``plan``; fill ``timeline``.
 
     Raises:
         RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
     """
-    return _simulator(profile, plan, hardware).run()
+    lifetimes = lifetimes_of(profile, plan.recomputed)
+    others = [
+        *((load.after, load.slot) for load in plan.loads),
+        *((wait.at, wait.slot) for wait in plan.waits),
+    ]
+    named = {*plan.places, *(key for pair in others for key in pair if key is not None)}
+    lacking = [f"slot {k.region}.{k.ordinal}" for k in sorted(named - lifetimes.index.keys())]
+    lacking += [f"block {region}" for region in sorted(plan.recomputed - {b.region for b in profile.blocks})]
+    if lacking:
+        raise RecipeError(
+            f"the plan ({plan.policy}) names {', '.join(lacking[:5])}, which this profile lacks: "
+            "it was made for another one; plan again"
+        )
+    return Simulator(lifetimes, plan, hardware, timeline).run()
 
 
 def play_in_detail(
@@ -85,28 +100,10 @@ def play_in_detail(
 ) -> tuple[Outcome, StepTimeline]:
     """Predict the same as :func:`play`, with a timeline; raises the same errors."""
     timeline = StepTimeline()
-    outcome = _simulator(profile, plan, hardware, timeline).run()
+    outcome = play(profile, plan, hardware, timeline)
     labels = [channel.label for channel in Channel]
     timeline.channels = {name: timeline.channels[name] for name in labels if name in timeline.channels}
     return outcome, timeline
-
-
-def _simulator(
-    profile: Profile, plan: ActivationPlan, hardware: Hardware, timeline: StepTimeline | None = None
-) -> "Simulator":
-    lifetimes = lifetimes_of(profile, plan.recomputed)
-    named = {*plan.places, *(load.slot for load in plan.loads), *(load.after for load in plan.loads)} - {None}
-    named |= {key for wait in plan.waits for key in (wait.at, wait.slot)}
-    lacking = [
-        f"slot {k.region}.{k.ordinal}" for k in sorted(k for k in named if k) if k not in lifetimes.index
-    ]
-    lacking += [f"block {region}" for region in sorted(plan.recomputed - lifetimes.recomputed)]
-    if lacking:
-        raise RecipeError(
-            f"the plan ({plan.policy}) names {', '.join(lacking[:5])}, which this profile lacks: "
-            "it was made for another one; plan again"
-        )
-    return Simulator(lifetimes, plan, hardware, timeline)
 
 
 # --- the tensor cache --------------------------------------------------------------------------------
@@ -140,9 +137,8 @@ class _Slot:
     is_wanted: bool = False
     is_released: bool = False
 
-    @property
-    def host_nbytes(self) -> int:
-        return self.period.nbytes if self.place is Place.HOST else 0
+    def nbytes_at(self, place: Place) -> int:
+        return self.period.nbytes if self.place is place else 0
 
 
 class _Slots:
@@ -154,8 +150,7 @@ class _Slots:
         away_nbytes: Device memory that slots do not take.
         backlog: Bytes whose store has not ended.
         host: Bytes in host memory.
-        nbytes_stored: Written to NVMe.
-        nbytes_loaded: Read from NVMe.
+        nbytes_stored, nbytes_loaded: Written to NVMe, and read from there.
     """
 
     def __init__(self, lifetimes: Lifetimes, plan: ActivationPlan, queues: TransferQueues) -> None:
@@ -180,7 +175,7 @@ class _Slots:
         slot = self.all[index]
         slot.state = SlotState.STORING
         self.backlog.add(slot.period.nbytes)
-        self.host.add(slot.host_nbytes)
+        self.host.add(slot.nbytes_at(Place.HOST))
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
@@ -197,12 +192,7 @@ class _Slots:
     def start_loads(self, after: int | None) -> None:
         """Start the loads tied to slot ``after``; None: to the beginning of backward."""
         for index in self.loads.pop(after, ()):
-            self._fetch(index)
-
-    def ask(self, index: int) -> None:
-        """Backward needs the slot, and starts what is tied to it."""
-        self.start_loads(index)
-        self._fetch(index)
+            self.fetch(index)
 
     def is_resident(self, index: int) -> bool:
         """Return whether backward can read the slot now."""
@@ -214,20 +204,19 @@ class _Slots:
         if slot.state is SlotState.STORING:
             slot.is_released = True
         else:
-            self.host.add(-slot.host_nbytes)
+            self.host.add(-slot.nbytes_at(Place.HOST))
 
     def end(self, channel: int, index: int, at: int) -> None:
         """A transfer has ended after the stop at position ``at``."""
         slot = self.all[index]
-        on_nvme = slot.period.nbytes if slot.place is Place.NVME else 0
         if channel == LOAD[slot.place]:
             slot.state = SlotState.RESIDENT
-            self.nbytes_loaded += on_nvme
+            self.nbytes_loaded += slot.nbytes_at(Place.NVME)
             return
         self.backlog.add(-slot.period.nbytes)
-        self.nbytes_stored += on_nvme
+        self.nbytes_stored += slot.nbytes_at(Place.NVME)
         if slot.is_released:
-            self.host.add(-slot.host_nbytes)
+            self.host.add(-slot.nbytes_at(Place.HOST))
         if slot.is_wanted or slot.is_released or not slot.period.is_freed:
             slot.state = SlotState.RESIDENT
             return
@@ -235,7 +224,8 @@ class _Slots:
         if slot.period.begin <= at:
             self._leave(slot)
 
-    def _fetch(self, index: int) -> None:
+    def fetch(self, index: int) -> None:
+        """Bring the slot back, or let it stay; backward will need it."""
         slot = self.all.get(index)
         if slot is None or slot.is_released:
             return
@@ -250,7 +240,7 @@ class _Slots:
             if self._queues.cancel(STORE[slot.place], index):
                 slot.state = SlotState.RESIDENT
                 self.backlog.add(-slot.period.nbytes)
-                self.host.add(-slot.host_nbytes)
+                self.host.add(-slot.nbytes_at(Place.HOST))
                 slot.place = Place.KEEP
 
     def _leave(self, slot: _Slot) -> None:
@@ -267,7 +257,6 @@ class Simulator:
     Args:
         lifetimes: Lifetimes in the step that recomputes the plan's blocks.
         plan: Names slots of ``lifetimes`` only.
-        hardware: Rates of the channels.
         timeline: Filled while the step runs.
 
     Attributes:
@@ -307,20 +296,22 @@ class Simulator:
 
     def run(self) -> Outcome:
         """Run the step."""
-        lifetimes, queues, end = self._lifetimes, self._queues, len(self._memory)
+        lifetimes, queues, slots, end = self._lifetimes, self._queues, self._slots, len(self._memory)
         begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
         ends = {again.end for again in begun.values()}
         every = range(0 if self._timeline is None else end)
         stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *begun, *ends, *every})
         again_s: list[Interval] = []
-        for at, following in pairwise(stops):
-            self._stop(at)
+        for at, following in pairwise([*stops, end]):
+            for do in self._agenda.get(at, ()):
+                do()
+            if at in lifetimes.traffic:
+                queues.submit_units(lifetimes.traffic[at])
             if at in begun:
                 again_s.append(Interval(queues.now_s, queues.now_s, begun[at].block.name))
             self._compute(at, following)
             if following in ends:
                 again_s[-1] = again_s[-1]._replace(end_s=queues.now_s)
-        self._stop(end)
         step_s = queues.now_s
         self._note(0)
         while queues.next_s() < NEVER_S:
@@ -333,9 +324,9 @@ class Simulator:
             stall_s=self._stall_s,
             recompute_s=sum(again.end_s - again.begin_s for again in again_s),
             peak_nbytes=self.peak_nbytes,
-            host_peak_nbytes=self._slots.host.peak_nbytes,
-            nbytes_stored=self._slots.nbytes_stored,
-            nbytes_loaded=self._slots.nbytes_loaded,
+            host_peak_nbytes=slots.host.peak_nbytes,
+            nbytes_stored=slots.nbytes_stored,
+            nbytes_loaded=slots.nbytes_loaded,
         )
 
     # --- between positions -------------------------------------------------------------------
@@ -364,13 +355,6 @@ class Simulator:
             found[at].append(partial(self._ask, index, at))
         return found
 
-    def _stop(self, at: int) -> None:
-        """Do what is to be done before position ``at``."""
-        for do in self._agenda.get(at, ()):
-            do()
-        if at in self._lifetimes.traffic:
-            self._queues.submit_units(self._lifetimes.traffic[at])
-
     def _pack(self, index: int, at: int) -> None:
         self._slots.pack(index)
         self._wait(at, "stores", lambda: self._slots.backlog.nbytes <= self._backlog_nbytes)
@@ -381,7 +365,8 @@ class Simulator:
         self._slots.start_loads(None)
 
     def _ask(self, index: int, at: int) -> None:
-        self._slots.ask(index)
+        self._slots.start_loads(index)
+        self._slots.fetch(index)
         self._wait(at, self._name(index), lambda: self._slots.is_resident(index))
 
     def _wait(self, at: int, cause: str, until: Callable[[], bool]) -> None:

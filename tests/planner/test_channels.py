@@ -15,17 +15,13 @@ fast = examples(100)
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
 @fast
-def test_transfers_end_as_early_and_start_as_late_as_free_bytes_allow(
-    free: list[int], data: st.DataObject
-) -> None:
+def test_transfers_end_as_early_as_free_bytes_allow(free: list[int], data: st.DataObject) -> None:
     channel = ChannelTimeline(np.array(free, dtype=float), 1.0)
     length = len(free)
     for _ in range(3):
         at, nbytes = data.draw(st.integers(0, length - 1)), data.draw(st.integers(1, 30))
         room = [end for end in range(at, length + 1) if sum(free[at:end]) >= nbytes]
-        assert channel.earliest_end(at, nbytes) == (room[0] if room else None)
-        room = [begin for begin in range(at + 1) if sum(free[begin:at]) >= nbytes]
-        assert channel.latest_start(at, nbytes) == (room[-1] if room else None)
+        assert channel.earliest_end(at, nbytes) == (room[0] if room else length + 1)
         channel.book_from(at, nbytes)
         left = nbytes
         for position in [*range(at, length), *range(at)]:
