@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2732,
     "api": 1986,
     "app": 1615,
-    "checkpoint": 5298,
+    "checkpoint": 4961,
     "comm": 1055,
     "core": 2587,
     "device": 1325,

@@ -1,20 +1,19 @@
 """The tensors of a checkpoint directory: which key is in which file, and ranges of their elements.
 
 [Note: untrusted files]
-Nothing in a directory is believed before it was checked. An index may name only files beside it: a name with
-a separator or of a directory is refused before anything is opened, and so is a key that the named file does
-not hold, or that two files hold. Only regular files are opened; symbolic links are followed, as Hugging
-Face's cache is made of them. The headers of safetensors files are read and checked by the library: tensors
-lie one after the other, without gap or overlap, to the end of the file, and each has the bytes of its shape.
-What the library does not check is that no key stands in a header twice.
+Nothing in a directory is believed before it was checked. An index may name only files beside it, and a key is
+refused that the named file does not hold, or that two files hold. Only regular files are opened; symbolic
+links are followed, as Hugging Face's cache is made of them. safetensors itself checks the headers of its
+files: tensors lie one after the other, without gap or overlap, to the end of the file, and each has the bytes
+of its shape. What it does not check is that no key stands in a header twice.
 
 [Note: byte ranges]
 The library gives whole tensors, and maps them. A load reads ranges of them, once, into memory of its own.
 So the bytes are read here, from the place that follows from the library's order of the tensors.
 
 [Note: pickled weights]
-``pytorch_model.bin`` is read by torch's restricted unpickler, which makes tensors and runs no code of
-the file's, and mapped into memory rather than read as a whole.
+torch's restricted unpickler reads ``pytorch_model.bin``: it makes tensors and runs no code of the file's, and
+it maps the file into memory rather than read it as a whole.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from infinity.core.errors import CheckpointError, first_line
 from infinity.core.files import open_regular, read_file
+from infinity.core.nbytes import Piece
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -55,35 +55,40 @@ _PIECE_NUMEL = 2**18
 #: Blocks of a file that :meth:`ReadableFile.sample` reads, and their size (bytes).
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
-
-#: Gives bytes of a file, by offset and number, that are in memory: ``(n,)`` uint8, on any device.
-View: TypeAlias = Callable[["ReadableFile", int, int], Tensor]
-
-
-class ByteRange(NamedTuple):
-    """Bytes of a file."""
-
-    file: "ReadableFile"
-    offset: int
-    nbytes: int
+#: Gives bytes of a file that are in memory, by its number, offset and number: ``(n,)`` uint8, on any device.
+View: TypeAlias = Callable[[int, int, int], Tensor]
 
 
-class Stored(Protocol):
+class Stored:
     """A tensor of a checkpoint."""
 
-    @property
-    def shape(self) -> torch.Size: ...
+    shape: torch.Size
+    dtype: torch.dtype
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def fill(self, start: int, out: Tensor) -> None:
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         """Put flat elements from ``start`` on into ``out``, ``(n,)``, contiguous, cast to its dtype; blocks.
+
+        Args:
+            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
 
         Raises:
             CheckpointError: The file ends early, or the disk fails.
         """
-        ...
+        raise NotImplementedError
+
+    def ranges(self, start: int, numel: int) -> Iterable[Piece]:
+        """Return the bytes that :meth:`fill` reads, where :attr:`in_files`."""
+        raise NotImplementedError
+
+    @property
+    def in_files(self) -> bool:
+        """Return whether its bytes lie in safetensors files."""
+        return False
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
+        return 0
 
 
 class Checkpoint(dict[str, Stored]):
@@ -94,7 +99,7 @@ class Checkpoint(dict[str, Stored]):
 
     Attributes:
         pickled: The weights are pickled.
-        files: The safetensors files, open.
+        files: The safetensors files, open, by number.
 
     Raises:
         CheckpointError: There is none of them, or one is damaged; says which and how.
@@ -123,11 +128,6 @@ class Checkpoint(dict[str, Stored]):
         for file in self.files:
             file.close()
 
-    @property
-    def nbytes_read(self) -> int:
-        """Bytes of tensors that were read from safetensors files by this process."""
-        return sum(file.nbytes_read for file in self.files)
-
     def _open(self) -> None:
         if not self.path.is_dir():
             raise CheckpointError(
@@ -135,65 +135,61 @@ class Checkpoint(dict[str, Stored]):
                 "`hf download MODEL` prints it or save_pretrained wrote it"
             )
         for single in (SAFETENSORS, PICKLED):
-            self.pickled = single == PICKLED
+            self.pickled, index = single == PICKLED, self.path / (single + INDEX)
             if (self.path / single).exists():
-                return self._add(single, self._open_file(single))
-            if (self.path / (single + INDEX)).exists():
-                return self._open_index(self.path / (single + INDEX))
+                return self._add(single)
+            if index.exists():
+                for name, keys in _files_of_index(index, Path(single).suffix).items():
+                    self._add(name, keys, index)
+                return None
         raise CheckpointError(
             f"{self.path} holds no weights; wanted {SAFETENSORS} or {SAFETENSORS}{INDEX} "
             f"(or {PICKLED}, or its index)"
         )
 
-    def _open_index(self, index: Path) -> None:
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: wanted a weight_map from keys to files")
-        suffix = Path(PICKLED if self.pickled else SAFETENSORS).suffix
-        files: dict[str, list[str]] = {}
-        for key, name in weight_map.items():
-            if not isinstance(name, str) or not name.endswith(suffix) or any(c in name for c in "/\\\0"):
-                raise CheckpointError(
-                    f"{index} names the file {name!r}; wanted one that lies beside it and ends with {suffix}"
-                )
-            files.setdefault(name, []).append(key)
-        for name, keys in files.items():
-            held = self._open_file(name)
-            if lost := sorted(set(keys) - set(held)):
-                raise CheckpointError(
-                    f"{self.path / name} does not hold what {index.name} says: {', '.join(lost)}"
-                )
-            self._add(name, held)
-
-    def _add(self, name: str, held: Mapping[str, Stored]) -> None:
+    def _add(self, name: str, keys: Iterable[str] = (), index: Path | None = None) -> None:
+        """Open a file, which the index says to hold ``keys``."""
+        path = self.path / name
+        if self.pickled:
+            held: Mapping[str, Stored] = _unpickle(path)
+        else:
+            self.files.append(TensorFile(path, len(self.files)))
+            held = self.files[-1].tensors
+        if index is not None and (lost := sorted(set(keys) - set(held))):
+            raise CheckpointError(f"{path} does not hold what {index.name} says: {', '.join(lost)}")
         if twice := sorted(set(held) & set(self)):
-            raise CheckpointError(
-                f"{self.path / name} holds keys that another file holds, too: {', '.join(twice)}"
-            )
+            raise CheckpointError(f"{path} holds keys that another file holds, too: {', '.join(twice)}")
         self.update(held)
 
-    def _open_file(self, name: str) -> Mapping[str, Stored]:
-        if self.pickled:
-            return _unpickle(self.path / name)
-        self.files.append(TensorFile(self.path / name))
-        return self.files[-1].tensors
+
+def _files_of_index(index: Path, suffix: str) -> dict[str, list[str]]:
+    """Return the keys that an index says to be in each file."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: wanted a weight_map from keys to files")
+    files: dict[str, list[str]] = {}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(suffix) or any(c in name for c in "/\\\0"):
+            raise CheckpointError(
+                f"{index} names the file {name!r}; wanted one that lies beside it and ends with {suffix}"
+            )
+        files.setdefault(name, []).append(key)
+    return files
 
 
 class ReadableFile:
-    """A regular file, open for reading ranges of it.
-
-    Args:
-        path: The file; a symbolic link is followed.
+    """A regular file, open for reading ranges of it; a symbolic link is followed.
 
     Attributes:
+        number: The number of the file in its checkpoint.
         nbytes_read: Bytes of tensors that were read so far.
 
     Raises:
         CheckpointError: It cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.nbytes_read = path, 0
+    def __init__(self, path: Path, number: int = 0) -> None:
+        self.path, self.number, self.nbytes_read = path, number, 0
         with readable(path):
             self.fd = open_regular(path)
 
@@ -203,6 +199,10 @@ class ReadableFile:
             os.close(self.fd)
             self.fd = -1
 
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
     def read(self, offset: int, values: Tensor) -> None:
         """Fill a contiguous tensor with the bytes from ``offset`` on; blocking.
 
@@ -210,10 +210,16 @@ class ReadableFile:
             CheckpointError: The file ends early, or the disk fails.
         """
         flat: Any = values.view(torch.uint8).numpy()
-        self.read_bytes(offset, memoryview(flat))
+        self.read_into(offset, memoryview(flat))
         self.nbytes_read += values.nbytes
 
-    def read_bytes(self, offset: int, memory: memoryview) -> None:
+    def read_bytes(self, offset: int, nbytes: int) -> bytearray:
+        """Return bytes from ``offset`` on, or raise as :meth:`read` does."""
+        raw = bytearray(nbytes)
+        self.read_into(offset, memoryview(raw))
+        return raw
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``, in as many calls as the system needs, or raise as :meth:`read` does."""
         done = 0
         while done < memory.nbytes:
@@ -237,87 +243,72 @@ class ReadableFile:
         Raises:
             CheckpointError: It cannot be read.
         """
-        nbytes = os.fstat(self.fd).st_size
-        digest, block = hashlib.blake2b(str(nbytes).encode(), digest_size=16), bytearray(_SAMPLE_NBYTES)
-        last = max(0, nbytes - _SAMPLE_NBYTES)
+        nbytes = self.nbytes
+        digest, last = hashlib.blake2b(str(nbytes).encode(), digest_size=16), max(0, nbytes - _SAMPLE_NBYTES)
         for offset in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
-            taken = memoryview(block)[: nbytes - offset]
-            self.read_bytes(offset, taken)
-            digest.update(taken)
+            digest.update(self.read_bytes(offset, min(_SAMPLE_NBYTES, nbytes - offset)))
         return digest.hexdigest()
-
-    def read_ahead(self, offset: int) -> None:
-        """Ask the kernel for the bytes from ``offset`` on; not every file system takes the hint."""
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, offset, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
 
 
 class TensorFile(ReadableFile):
     """A safetensors file, open for reading.
 
     Attributes:
+        header: Everything before the first tensor.
         tensors: Tensors by key, in the order of their bytes.
 
     Raises:
         CheckpointError: It cannot be read, or is not what the format demands.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, number: int = 0) -> None:
+        super().__init__(path, number)
+        self.tensors: dict[str, FileTensor] = {}
         try:
-            self.tensors = self._read_header()
+            self._read_header()
         except BaseException:
             self.close()
             raise
 
-    def _read_header(self) -> dict[str, "FileTensor"]:
-        """Every tensor's type, shape and place; see [Note: untrusted files]."""
+    def _read_header(self) -> None:
+        """Find every tensor's type, shape and place; see [Note: untrusted files]."""
         try:
             # By descriptor, so that it is the file which was found to be a regular one.
             with safe_open(f"/proc/self/fd/{self.fd}", framework="numpy") as file:
-                found = []
-                for key in file.offset_keys():
-                    given = file.get_slice(key)
-                    shape = torch.Size(given.get_shape())
-                    found.append((key, given.get_dtype(), shape, shape.numel()))
+                slices = [(key, file.get_slice(key)) for key in file.offset_keys()]
+                found = [
+                    (key, each.get_dtype(), shape := torch.Size(each.get_shape()), shape.numel())
+                    for key, each in slices
+                ]
         except Exception as error:  # SafetensorError, and those of shapes beyond 64 bits
-            size = os.fstat(self.fd).st_size
             raise CheckpointError(
-                f"{self.path} ({size} bytes) is not a valid safetensors file: {str(error)[:300]}. Download "
-                "or copy it again"
+                f"{self.path} ({self.nbytes} bytes) is not a valid safetensors file: {str(error)[:300]}. "
+                "Download or copy it again"
             ) from error
-        prefix = bytearray(8)
-        self.read_bytes(0, memoryview(prefix))
-        header = bytearray(int.from_bytes(prefix, "little"))
-        self.read_bytes(8, memoryview(header))
-        parse_json_object(header, f"the header of {self.path}")
-        offset, tensors = 8 + len(header), {}
+        length = int.from_bytes(self.read_bytes(0, 8), "little")
+        self.header = bytes(self.read_bytes(0, 8 + length))
+        parse_json_object(self.header[8:], f"the header of {self.path}")
+        offset = len(self.header)
         for key, name, shape, numel in found:
             if name not in DTYPES:
                 raise CheckpointError(f"{self.path}: {key!r} has dtype {name}; known are {', '.join(DTYPES)}")
-            tensors[key] = FileTensor(self, DTYPES[name], shape, offset)
+            self.tensors[key] = FileTensor(self, DTYPES[name], shape, offset)
             offset += numel * DTYPES[name].itemsize
-        return tensors
 
 
-class FileTensor:
-    """A tensor whose values lie in a file as they are; see :class:`Stored`.
+class FileTensor(Stored):
+    """A tensor whose values lie in a file as they are.
 
     Attributes:
         offset: The offset of its first byte in the file.
     """
 
-    __slots__ = ("_file", "dtype", "offset", "shape")
+    in_files = True
 
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        """See :class:`Stored`.
-
-        Args:
-            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the file.
-        """
         if view is not None:
             out.copy_(self.view(start, len(out), view))
             return
@@ -331,32 +322,31 @@ class FileTensor:
                 self._file.read(offset, piece)
                 part.copy_(piece)
                 offset += piece.nbytes
-        self._file.read_ahead(self.offset + (start + len(out)) * self.dtype.itemsize)
+        with contextlib.suppress(OSError):  # not every file system takes the hint
+            stop = self.offset + (start + len(out)) * self.dtype.itemsize
+            os.posix_fadvise(self._file.fd, stop, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
 
     def view(self, start: int, numel: int, view: View) -> Tensor:
         """Elements from ``start`` on, ``(numel,)``, where ``view`` has their bytes."""
-        itemsize = self.dtype.itemsize
-        raw = view(self._file, self.offset + start * itemsize, numel * itemsize)
-        if raw.storage_offset() % itemsize:  # files of other writers may have any offset
+        [piece] = self.ranges(start, numel)
+        raw = view(piece.file, piece.offset, piece.nbytes)
+        if raw.storage_offset() % self.dtype.itemsize:  # files of other writers may have any offset
             raw = raw.clone()
         return raw.view(self.dtype)
 
-    def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
-        """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
+    def ranges(self, start: int, numel: int) -> list[Piece]:
         itemsize = self.dtype.itemsize
-        yield ByteRange(self._file, self.offset + start * itemsize, numel * itemsize)
+        return [Piece(self._file.number, self.offset + start * itemsize, numel * itemsize)]
 
 
-class MemoryTensor:
-    """A tensor that is mapped or held; see :class:`Stored`."""
-
-    __slots__ = ("_tensor", "dtype", "shape")
+class MemoryTensor(Stored):
+    """A tensor that is mapped or held."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
-    def fill(self, start: int, out: Tensor) -> None:
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         out.copy_(self._tensor.reshape(-1)[start : start + len(out)])  # a copy only where it is strided
 
 

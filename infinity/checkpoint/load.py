@@ -11,14 +11,14 @@ Each unit's home asks for this rank's slice, chunk by chunk; a chunk is read fro
 asked for, so an element is read once, by the rank that keeps it, and host memory holds one chunk.
 
 [Note: values that stay where they are]
-Weights that are not trained may be read from the files whenever they are used
-(:mod:`infinity.shards.base`): if all values of a unit lie in safetensors files, each once, as runs of
-elements. What transformers computes (a transposed matrix) is not like that.
+Weights that are not trained may be read from the files whenever they are used (:mod:`infinity.shards.base`):
+if all values of a unit lie in safetensors files, each once, as runs of elements. What transformers computes
+(a transposed matrix) is not like that.
 
 [Note: what the checkpoint lacks]
-Parameters that the checkpoint lacks are initialized by the model's own ``initialize_weights``, run over
-all modules as transformers does it, so the same random numbers are drawn. What it touches of other
-units is scratch memory.
+The model's own ``initialize_weights`` initializes the parameters that the checkpoint lacks. It runs over all
+modules as transformers does it, so the same random numbers are drawn. What it touches of other units is
+scratch memory.
 """
 
 import copy
@@ -31,9 +31,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.conversions import Part, Traced, is_transformers
-from infinity.checkpoint.directory import Checkpoint, FileTensor, ReadableFile, Stored, View
-from infinity.checkpoint.quantized import Decoded
+from infinity.checkpoint.conversions import Part, Trace, Traced, cut, is_transformers
+from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.optim.layout import StateLayout, store_master
@@ -51,7 +50,7 @@ _PIECE_NUMEL = 2**20
 # --- the plan: which stored tensors make which parameter, decided before any is read -----------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadPlan:
     """The values of a model's parameters and persistent buffers, by their names.
 
@@ -59,10 +58,14 @@ class LoadPlan:
         values: Values by name, in the model's order. Where a tensor has several names, the values of the
             first are read, and those of the others are compared with them.
         new: Names that the model initializes itself, sorted.
+        unexpected: Keys that the model does not have.
+        wrong: What does not fit a tensor of the model, by its name.
     """
 
-    values: Mapping[str, "Values"]
-    new: tuple[str, ...]
+    values: dict[str, "Values"] = field(default_factory=dict)
+    new: tuple[str, ...] = ()
+    unexpected: set[str] = field(default_factory=set)
+    wrong: dict[str, str] = field(default_factory=dict)
 
 
 def plan_loading(
@@ -73,7 +76,6 @@ def plan_loading(
     Args:
         model: A model of transformers, or of this package; afterwards it knows the conversions that were
             used, as ``save_pretrained`` needs to undo them.
-        checkpoint: The stored tensors.
         new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
             another shape: patterns as of a shell, compared with whole names.
         ignore: Patterns of keys of the checkpoint that the model need not have.
@@ -82,19 +84,23 @@ def plan_loading(
         CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
     """
     targets = dict(named_targets(model))
-    found = _find(model, checkpoint, targets)
-    misfits = {name: why for name, values in found.values.items() if (why := _misfit(targets[name], values))}
-    wrong = found.wrong | {name: why for name, why in misfits.items() if not _any(name, new)}
-    fitting = {name: found.values[name] for name in targets if name in found.values.keys() - misfits.keys()}
-    have = {id(targets[name]) for name in fitting}
-    lacking = {name for name, tensor in targets.items() if id(tensor) not in have and name not in wrong}
-    missing, unexpected = _serious(model, lacking, found.unexpected)
-    if is_transformers(model):  # others draw their weights where they are built
-        missing = {name for name in missing if not _any(name, new)}
-    unexpected = {key for key in unexpected if not _any(key, ignore)}
-    if missing or unexpected or wrong:
-        raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
-    return LoadPlan(fitting, tuple(sorted(lacking)))
+    plan = _find(model, checkpoint, targets)
+    for name in list(plan.values):
+        if why := _misfit(targets[name], plan.values[name]):
+            del plan.values[name]
+            if not _any(name, new):
+                plan.wrong[name] = why
+    plan.values = {name: plan.values[name] for name in targets if name in plan.values}
+    have = {id(targets[name]) for name in plan.values}
+    missing = {name for name, tensor in targets.items() if id(tensor) not in have and name not in plan.wrong}
+    plan.new = tuple(sorted(missing))
+    if is_transformers(model):
+        missing, plan.unexpected = _serious(model, missing, plan.unexpected)
+        missing = {name for name in missing if not _any(name, new)}  # others draw weights as they are built
+    plan.unexpected = {key for key in plan.unexpected if not _any(key, ignore)}
+    if missing or plan.unexpected or plan.wrong:
+        raise CheckpointError(_complaint(model, checkpoint, missing, plan))
+    return plan
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -106,24 +112,17 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-@dataclass(slots=True)
-class _Found:
-    values: dict[str, "Values"] = field(default_factory=dict)
-    unexpected: set[str] = field(default_factory=set)
-    wrong: dict[str, str] = field(default_factory=dict)
-
-
-def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> _Found:
+def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> LoadPlan:
     """The values that transformers would make of every key; other models have the keys as names."""
+    plan = LoadPlan()
     if not is_transformers(model):
-        known: dict[str, Values] = {
-            key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets
-        }
-        return _Found(known, set(checkpoint) - set(known))
+        plan.values |= {key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets}
+        plan.unexpected = checkpoint.keys() - targets.keys()
+        return plan
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    found, conversions, kept = _Found(), dict[str, _Conversion](), dict[str, Tensor]()
+    conversions, kept = dict[str, _Conversion](), dict[str, Tensor]()
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -134,23 +133,23 @@ def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> 
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, targets)
         if name not in targets:
-            found.unexpected.add(key)
+            plan.unexpected.add(key)
         elif name in conversions and None in (pattern, conversions[name].transform):
-            found.wrong[name] = f"two keys of the checkpoint become it, one is {key}"
+            plan.wrong[name] = f"two keys of the checkpoint become it, one is {key}"
         else:
             transform = None if pattern is None else by_pattern[pattern]
             conversion = conversions.setdefault(name, _Conversion(model, name, transform, kept))
             conversion.sources[key] = (pattern or key, checkpoint[key])
     for name, conversion in conversions.items():
         try:
-            found.values |= conversion.trace()
+            plan.values |= conversion.trace()
         except Exception as error:  # whatever transformers does there, it cannot do it with these
-            found.wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
-    for name in set(found.values) - set(targets):
-        found.unexpected.update(conversions[name].sources if name in conversions else [name])
-        del found.values[name]
+            plan.wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
+    for name in plan.values.keys() - targets.keys():
+        plan.unexpected.update(conversions[name].sources if name in conversions else [name])
+        del plan.values[name]
     model._weight_conversions = [each for each in transforms if each.was_used()]
-    return found
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,8 @@ class _Conversion:
 
     Attributes:
         transform: The converter; None: the one source is the parameter.
-        kept: See :class:`Converted`.
+        kept: The parameter that was converted last, by its name, for the next chunk of it: one of all of a
+            model.
         sources: The converter's pattern that each key has matched, and the stored tensor.
     """
 
@@ -174,13 +174,18 @@ class _Conversion:
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: Traced.whole(source)}
-        try:
-            return self.run(Traced.whole)
-        except Exception:  # whatever transformers does there, stand-ins cannot: see what tensors do
-            shapes = self.run(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
-            return {made: Converted(self, made, each.shape) for made, each in shapes.items()}
+        trace = Trace()
+        with trace:
+            made = self.run(lambda source: trace.stand_in(source, source.shape, _converted_dtype(source)))
+        found: dict[str, Values] = {}
+        for name, tensor in made.items():
+            parts = trace.parts(tensor)
+            found[name] = (
+                Converted(self, name, tensor.shape) if parts is None else Traced(tensor.shape, parts)
+            )
+        return found
 
-    def run(self, stand_in: Callable[[Stored], Any]) -> dict[str, Any]:
+    def run(self, stand_in: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """Convert ``stand_in(tensor)`` of each stored tensor; by full name."""
         transform = copy.deepcopy(self.transform)
         for key, (pattern, source) in self.sources.items():
@@ -190,12 +195,7 @@ class _Conversion:
 
 
 class Converted:
-    """A parameter that is converted as a whole, when it is asked for.
-
-    The one that was converted last is kept, for the next chunk of it: one of all of a model.
-    """
-
-    __slots__ = ("_conversion", "_name", "shape")
+    """A parameter that is converted as a whole, when it is asked for."""
 
     def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
         self._conversion, self._name, self.shape = conversion, name, shape
@@ -209,7 +209,7 @@ class Converted:
         kept = self._conversion.kept
         if self._name not in kept:
             kept.clear()
-            kept[self._name] = self._conversion.run(_whole)[self._name].reshape(-1)
+            kept[self._name] = self._conversion.run(_read_whole)[self._name].reshape(-1)
         out.copy_(kept[self._name][start : start + len(out)])
 
 
@@ -217,31 +217,29 @@ class Converted:
 Values: TypeAlias = Traced | Converted
 
 
-def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
-    """Fill ``out`` with a part's values, rounded as an fp32 master is to the weights of a trained unit."""
-    source = part.source
-    assert isinstance(source, FileTensor | Decoded)
-    if source.dtype == out.dtype:
-        source.fill(part.offset, out, view)
-        return
-    layout, offset = StateLayout.of(out.dtype, ()), part.offset
-    for piece in torch.split(out, _PIECE_NUMEL):
-        master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
-        source.fill(offset, master, view)
-        exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
-        store_master(layout, master, piece, tuple(exact))
-        offset += len(piece)
-
-
 def _converted_dtype(source: Stored) -> torch.dtype:
     """Dtype in which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
-def _whole(source: Stored) -> Tensor:
+def _read_whole(source: Stored) -> Tensor:
     values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source), device="cpu")
     source.fill(0, values)
     return values.view(source.shape)
+
+
+def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
+    """Fill ``out`` with a part's values, rounded as an fp32 master is to the weights of a trained unit."""
+    if part.source.dtype == out.dtype:
+        part.source.fill(part.offset, out, view)
+        return
+    layout, offset = StateLayout.of(out.dtype, ()), part.offset
+    for piece in torch.split(out, _PIECE_NUMEL):
+        master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
+        part.source.fill(offset, master, view)
+        exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
+        store_master(layout, master, piece, tuple(exact))
+        offset += len(piece)
 
 
 def _misfit(target: Tensor, values: Values) -> str | None:
@@ -256,8 +254,6 @@ def _misfit(target: Tensor, values: Values) -> str | None:
 
 def _serious(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
     """Without those that the model's own rules say to ignore."""
-    if not is_transformers(model):
-        return missing, unexpected
     from transformers.utils.loading_report import LoadStateDictInfo
 
     info = LoadStateDictInfo(
@@ -272,15 +268,13 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _complaint(
-    model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
-) -> str:
+def _complaint(model: Any, checkpoint: Checkpoint, missing: set[str], plan: LoadPlan) -> str:
     """Return what does not fit, and what to do about it."""
     lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
     for what, each in (
         ("missing from the checkpoint", sorted(missing)),
-        ("unknown to the model", sorted(unexpected)),
-        ("wrong", [f"{name}: {why}" for name, why in sorted(wrong.items())]),
+        ("unknown to the model", sorted(plan.unexpected)),
+        ("wrong", [f"{name}: {why}" for name, why in sorted(plan.wrong.items())]),
     ):
         if each:
             more = [f"... and {len(each) - _MOST_NAMED} more"] if len(each) > _MOST_NAMED else []
@@ -297,16 +291,12 @@ def _complaint(
 
 
 class CheckpointValues:
-    """Values of one model from one checkpoint; see :class:`infinity.partition.init_context.LateValues`.
+    """Values of one model from one checkpoint (``LateValues`` of :mod:`infinity.partition.init_context`).
 
     Args:
         checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
-        new: See :func:`plan_loading`.
-        ignore: See :func:`plan_loading`.
+        new: See :func:`plan_loading`; likewise ``ignore``.
         on_progress: Called after each range that was read.
-
-    Attributes:
-        plan: The plan that says which values are read.
     """
 
     def __init__(
@@ -318,7 +308,7 @@ class CheckpointValues:
     ) -> None:
         self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
         self._on_progress = on_progress
-        self.plan = LoadPlan({}, ())
+        self._plan = LoadPlan()
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
         self._why_not_mapped: dict[int, str] = {}  # by id of the parameter
@@ -334,9 +324,9 @@ class CheckpointValues:
         """
         self._model = model
         with library_errors(CheckpointError, f"{self._checkpoint.path} does not fit {type(model).__name__}"):
-            self.plan = plan_loading(model, self._checkpoint, self._new, self._ignore)
+            self._plan = plan_loading(model, self._checkpoint, self._new, self._ignore)
         targets = dict(named_targets(model))
-        for name, values in self.plan.values.items():
+        for name, values in self._plan.values.items():
             self._values.setdefault(id(targets[name]), []).append((name, values))
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
@@ -349,8 +339,8 @@ class CheckpointValues:
     def notes(self) -> list[str]:
         """Lines for people about this load."""
         lines = []
-        if self.plan.new:
-            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self.plan.new)}")
+        if self._plan.new:
+            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._plan.new)}")
         if self._checkpoint.pickled:
             lines.append(
                 f"{self._checkpoint.path} holds pickled weights; save_pretrained writes them as safetensors, "
@@ -397,7 +387,11 @@ class CheckpointValues:
         """
         if len(self._scratch) < stop - start:  # one for all: new memory for each would be touched anew
             self._scratch = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-        out = self._scratch.view(self._dtype(unit))[: stop - start].zero_()
+        every = (v for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
+        stored = {dtype for values in every for dtype in values.dtypes}
+        half = unit.dtype == torch.bfloat16 and stored <= {torch.bfloat16}  # exact, and without a cast
+        dtype = torch.bfloat16 if half else torch.float32
+        out = self._scratch.view(dtype)[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high and id(s.whole) in self._values:
@@ -427,17 +421,11 @@ class CheckpointValues:
         [(_, values)] = given
         if isinstance(values, Converted):
             return f"transformers computes {name} when it loads it"
-        for part in values.parts:
-            if not isinstance(part.source, FileTensor | Decoded):
-                return "its weights are pickled"
-            if isinstance(part.source, Decoded) and not part.source.in_files:
-                return "its weights are pickled"
-        return ""
+        return "" if all(part.source.in_files for part in values.parts) else "its weights are pickled"
 
     def scratch_nbytes(self, unit: Unit) -> int:
         """The most that :meth:`make` takes of an accelerator's memory; 0: nothing is quantized."""
-        sources = {part.source for _, part in self.parts(unit, 0, unit.numel)}
-        return max((each.scratch_nbytes for each in sources if isinstance(each, Decoded)), default=0)
+        return max((part.source.scratch_nbytes for _, part in self.parts(unit, 0, unit.numel)), default=0)
 
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
@@ -447,39 +435,28 @@ class CheckpointValues:
         Yields:
             Where a part ends, in order, and the bytes that it is made of, by the number of the file.
         """
-        numbers = self._file_numbers()
         for low, part in self.parts(unit, start, stop):
             source, at, end = part.source, part.offset, part.offset + part.numel
-            assert isinstance(source, FileTensor | Decoded)
             step = part.numel
             if most_nbytes is not None and isinstance(source, FileTensor):  # with the rest of its blocks
                 step = (most_nbytes - 2 * BLOCK_NBYTES) // source.dtype.itemsize
             while at < end:
                 until = min(end, at + step)
-                pieces = (Piece(numbers[r.file], r.offset, r.nbytes) for r in source.ranges(at, until - at))
+                yield low + until - part.offset, tuple(source.ranges(at, until - at))
                 at = until
-                yield low + at - part.offset, tuple(pieces)
 
-    def make(self, unit: Unit, start: int, out: Tensor, view: Callable[[int, int, int], Tensor]) -> None:
+    def make(self, unit: Unit, start: int, out: Tensor, view: View) -> None:
         """Put elements from ``start`` on of the flat buffer into ``out``; any thread and device.
 
         Args:
-            view: Gives the bytes of :meth:`sources` on that device: by the file's number, offset and number.
+            view: Gives the bytes of :meth:`sources` on that device.
         """
-        numbers = self._file_numbers()
-
-        def view_file(file: ReadableFile, offset: int, nbytes: int) -> Tensor:
-            return view(numbers[file], offset, nbytes)
-
         done = 0
         for low, part in self.parts(unit, start, start + len(out)):
             out[done : low - start].zero_()  # padding
             done = low - start + part.numel
-            make_part(part, out[low - start : done], view_file)
+            make_part(part, out[low - start : done], view)
         out[done:].zero_()
-
-    def _file_numbers(self) -> dict[ReadableFile, int]:
-        return {file: number for number, file in enumerate(self._checkpoint.files)}
 
     def parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
         """Yield every run of stored elements in ``[start, stop)`` of the flat buffer, and where it begins."""
@@ -488,7 +465,7 @@ class CheckpointValues:
             if low < high:
                 [(_, values)] = self._values[id(s.whole)]
                 assert isinstance(values, Traced)
-                for part in values.cut(s.first + low - s.offset, high - low):
+                for part in cut(values.parts, s.first + low - s.offset, high - low):
                     yield low + part.start, part
 
     def close(self) -> None:
@@ -516,15 +493,6 @@ class CheckpointValues:
         if self._on_progress is not None:
             self._on_progress(done_nbytes, self._total_nbytes)
 
-    def _dtype(self, unit: Unit) -> torch.dtype:
-        """Dtype in which the unit's values are exact and need no cast of what is stored."""
-        half = unit.dtype == torch.bfloat16 and self._stored_dtypes(unit) <= {torch.bfloat16}
-        return torch.bfloat16 if half else torch.float32
-
-    def _stored_dtypes(self, unit: Unit) -> set[torch.dtype]:
-        every = (v for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
-        return {dtype for values in every for dtype in values.dtypes}
-
     def _nbytes(self, unit: Unit) -> int:
         """Bytes of files that this rank reads for ``unit``."""
         first, last = unit.shard_start, unit.shard_start + unit.shard_numel
@@ -541,7 +509,7 @@ class CheckpointValues:
     def _initialize(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""
         targets = dict(named_targets(self._model))
-        self._initializing = {id(targets[name]) for name in self.plan.new}
+        self._initializing = {id(targets[name]) for name in self._plan.new}
         marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
         for tensor in marked:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"

@@ -8,9 +8,8 @@ any range can be read. So transformers' conversions (experts stacked into one pa
 a checkpoint as it would be without quantization, and what they cut into ranges is read as such.
 
 [Note: what is quantized]
-``quantization_config`` names the format. Which tensors have it is seen from the keys: lists of modules that
-were left out differ from format to format in their syntax, and a weight with scales is quantized, whatever
-they say.
+``quantization_config`` names the format. Which tensors have it is seen from the keys: the formats list the
+modules that were left out in different ways, and a weight with scales is quantized, whatever they say.
 
 [Note: dtype]
 FP8 times an fp32 scale needs 28 bits: masters get the fp32 product. The other formats give values of the
@@ -25,26 +24,21 @@ alone comes back bit by bit, whatever dtype it was held in.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from infinity.checkpoint import codecs
-from infinity.checkpoint.directory import (
-    ByteRange,
-    Checkpoint,
-    FileTensor,
-    Stored,
-    View,
-    read_json_object,
-)
+from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View, read_json_object
 from infinity.core.errors import CheckpointError
+from infinity.core.nbytes import Piece
 from infinity.device.machine import compile_ahead
 from infinity.optim.layout import split
 
@@ -54,16 +48,6 @@ _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
 #: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
-#: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
-Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
-#: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
-Decode = Callable[[int, int, Sequence[Tensor]], Tensor]
-#: Decodes the same into ``out``, on the CPU, in the dtype of the tensor.
-DecodeInto = Callable[[int, int, Sequence[Tensor], Tensor], None]
-#: Encodes slabs from ``first`` on, fp32 and flat; given and returns what they are decoded from.
-Encode = Callable[[int, Tensor, Sequence[Tensor]], Sequence[Tensor]]
-#: Called with a stored tensor, an element's number, and the new values from there on.
-Put: TypeAlias = Callable[[FileTensor, int, Tensor], None]
 #: The slab that was decoded last, of all tensors of a checkpoint, by its tensor and number.
 Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
@@ -170,54 +154,53 @@ def _count(given: Any) -> int:
     return given
 
 
-@dataclass(frozen=True, slots=True)
-class Slabs:
-    """The slabs in which a tensor is decoded and encoded, each without the others.
+class SlabPart(NamedTuple):
+    """A stored tensor of which every ``slabs`` slabs need a piece of this shape."""
+
+    tensor: Stored
+    shape: tuple[int, ...]
+    slabs: int = 1
+
+    def range(self, first: int, last: int) -> tuple[int, int]:
+        """Return the elements that slabs ``[first, last)`` need."""
+        numel = math.prod(self.shape)
+        return first // self.slabs * numel, -(-last // self.slabs) * numel
+
+
+@dataclass(eq=False, slots=True)
+class Decoded(Stored):
+    """A tensor that is decoded from several stored ones, in slabs: each without the others.
 
     Attributes:
-        numel: Elements of a slab.
-        needs: Stored tensors that slabs are decoded from.
-        decode: Decodes them.
-        encode: The way back; None: the format's numbers are not those nearest to the values.
-        together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
-        decode_into: Decodes without memory of its own; None: the format has no such loop.
-    """
-
-    numel: int
-    needs: Needs
-    decode: Decode
-    encode: Encode | None
-    together: int = 1
-    decode_into: DecodeInto | None = None
-
-
-class Decoded:
-    """A tensor that is decoded from several stored ones; see :class:`infinity.checkpoint.directory.Stored`.
-
-    Args:
         shape: The shape of the values.
         dtype: The dtype in which values are exact, or rounded as transformers rounds them.
-        slabs: The slabs in which they are decoded.
+        numel: Elements of a slab.
+        parts: What slabs are decoded from.
+        decode: Called with the number of the first slab among those that share stored elements, and with the
+            pieces of ``parts``, ``(n, *shape)``; returns values.
+        encode_slabs: Called with the values of slabs, fp32, and the pieces before, and returns new pieces;
+            slabs that share stored elements are encoded together. None: the format's numbers are not those
+            nearest to the values.
+        decode_into: Does as ``decode``, into a tensor on the CPU in ``dtype`` and without memory of its own;
+            None: the format has no such loop.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
     """
 
-    __slots__ = ("_kept", "_slabs", "dtype", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, slabs: Slabs, kept: Kept) -> None:
-        self.shape, self.dtype, self._slabs, self._kept = torch.Size(shape), dtype, slabs, kept
+    shape: torch.Size
+    dtype: torch.dtype
+    numel: int
+    parts: Sequence[SlabPart]
+    decode: Callable[..., Tensor]
+    encode_slabs: Callable[..., Sequence[Tensor]] | None
+    decode_into: Callable[..., None] | None = None
+    kept: Kept = field(default_factory=dict)
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        """See :class:`infinity.checkpoint.directory.Stored`.
-
-        Args:
-            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
-        """
-        size, stop = self._slabs.numel, start + len(out)
+        size, stop = self.numel, start + len(out)
         plain = view is not None and out.is_cpu and out.dtype == self.dtype
-        into = self._slabs.decode_into
-        if into is not None and plain and not (start % size or stop % size):
+        if self.decode_into is not None and plain and not (start % size or stop % size):
             first, last = start // size, stop // size
-            into(first, last, self._parts(first, last, view), out)
+            self.decode_into(out, first % self.together, *self._read(first, last, view))
             return
         at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
         for first in range(start // size, -(-stop // size), at_once):
@@ -229,15 +212,32 @@ class Decoded:
                 values = values.to(self.dtype)
             out[low - start : high - start].copy_(values)
 
-    def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
-        """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
-        size = self._slabs.numel
-        for tensor, low, high in self._slabs.needs(start // size, -(-(start + numel) // size)):
-            assert isinstance(tensor, FileTensor)
-            yield from tensor.ranges(low, high - low)
+    def ranges(self, start: int, numel: int) -> Iterable[Piece]:
+        first, last = start // self.numel, -(-(start + numel) // self.numel)
+        for part in self.parts:
+            low, high = part.range(first, last)
+            yield from part.tensor.ranges(low, high - low)
 
-    def encode(self, values: Stored, put: Put) -> tuple[float, float]:
-        """Encode ``values``, of its shape, and hand over all that it would be decoded from; blocks.
+    @property
+    def in_files(self) -> bool:
+        return all(part.tensor.in_files for part in self.parts)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        numel = min(self.shape.numel(), max(self.numel, _DEVICE_PIECE_NUMEL))
+        return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
+
+    @property
+    def together(self) -> int:
+        """Slabs that share stored elements, from a multiple of it on."""
+        return max(part.slabs for part in self.parts)
+
+    def encode(self, values: Stored, put: Callable[[Stored, int, Tensor], None]) -> tuple[float, float]:
+        """Encode ``values``, of its shape; blocks.
+
+        Args:
+            put: Called with a stored tensor, an element's number, and the new values from there on, for all
+                that this one would be decoded from.
 
         Returns:
             Sums of squares: of what encoding changes, and of the values. See [Note: encoded again].
@@ -246,18 +246,18 @@ class Decoded:
             CheckpointError: A file cannot be read.
             ValueError: A value is NaN or infinite, or larger than the form has numbers for.
         """
-        numel, size, lost, total = self.shape.numel(), self._slabs.numel, 0.0, 0.0
-        together = self._slabs.together
-        at_once = max(1, _PIECE_NUMEL // max(1, size) // together) * together
-        for first in range(0, numel // max(1, size), at_once):
-            last = min(first + at_once, numel // size)
-            parts = self._parts(first, last)
-            decoded = self._decode(first, last, parts).float()
+        size, lost, total = max(1, self.numel), 0.0, 0.0
+        slabs = self.shape.numel() // size
+        at_once = max(1, _PIECE_NUMEL // size // self.together) * self.together
+        for first in range(0, slabs, at_once):
+            last = min(first + at_once, slabs)
+            parts = self._read(first, last)
+            decoded = self._decode(first, parts).float()
             held = torch.empty(len(decoded), dtype=values.dtype, device="cpu")
             values.fill(first * size, held)
             same, wanted = unchanged(decoded, held), decoded
             if not same.all():
-                if self._slabs.encode is None:
+                if self.encode_slabs is None:
                     raise ValueError(
                         "it was trained, and GPTQ chooses numbers with data for calibration: export without "
                         "--stored (stored_as), and quantize that with a library that has such data"
@@ -265,54 +265,42 @@ class Decoded:
                 wanted = torch.where(same, decoded, held.float())
                 if not wanted.isfinite().all():
                     raise ValueError("a value is NaN or infinite, and has no number in this form")
-                parts = [each.reshape(-1) for each in self._slabs.encode(first, wanted, parts)]
-                decoded = self._decode(first, last, parts).float()
+                parts = [
+                    each.reshape(old.shape)
+                    for each, old in zip(self.encode_slabs(wanted, *parts), parts, strict=True)
+                ]
+                decoded = self._decode(first, parts).float()
                 lost += (decoded - wanted).double().square().sum().item()
             total += wanted.double().square().sum().item()
-            for (tensor, start, _), part in zip(self._slabs.needs(first, last), parts, strict=True):
-                assert isinstance(tensor, FileTensor)
-                put(tensor, start, part)
+            for part, piece in zip(self.parts, parts, strict=True):
+                put(part.tensor, part.range(first, last)[0], piece.reshape(-1))
         return lost, total
-
-    @property
-    def stored(self) -> list[Stored]:
-        """Return the stored tensors that it is decoded from."""
-        return [tensor for tensor, _, _ in self._slabs.needs(0, 1)]
-
-    @property
-    def in_files(self) -> bool:
-        """Return whether everything that it is decoded from lies in files as it is."""
-        return all(isinstance(tensor, FileTensor) for tensor in self.stored)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
-        numel = min(self.shape.numel(), max(self._slabs.numel, _DEVICE_PIECE_NUMEL))
-        return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
 
     def _values(self, first: int, last: int, view: View | None) -> Tensor:
         """Decode slabs, or take the one that was read last; flat."""
         if view is not None or last - first > 1:
-            return self._decode(first, last, self._parts(first, last, view))
-        if (self, first) not in self._kept:
-            self._kept.clear()
-            self._kept[self, first] = self._decode(first, last, self._parts(first, last))
-        return self._kept[self, first]
+            return self._decode(first, self._read(first, last, view))
+        if (self, first) not in self.kept:
+            self.kept.clear()
+            self.kept[self, first] = self._decode(first, self._read(first, last))
+        return self.kept[self, first]
 
-    def _decode(self, first: int, last: int, parts: Sequence[Tensor]) -> Tensor:
-        return self._slabs.decode(first, last, parts).reshape(-1)
+    def _decode(self, first: int, parts: Sequence[Tensor]) -> Tensor:
+        return self.decode(first % self.together, *parts).reshape(-1)
 
-    def _parts(self, first: int, last: int, view: View | None = None) -> list[Tensor]:
-        """Return the stored tensors that slabs are decoded from."""
-        parts = []
-        for tensor, start, stop in self._slabs.needs(first, last):
+    def _read(self, first: int, last: int, view: View | None = None) -> list[Tensor]:
+        """Return the pieces of stored tensors that slabs are decoded from."""
+        pieces = []
+        for part in self.parts:
+            low, high = part.range(first, last)
             if view is not None:
-                assert isinstance(tensor, FileTensor)
-                parts.append(tensor.view(start, stop - start, view))
+                assert isinstance(part.tensor, FileTensor)
+                piece = part.tensor.view(low, high - low, view)
             else:
-                parts.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
-                tensor.fill(start, parts[-1])
-        return parts
+                piece = torch.empty(high - low, dtype=part.tensor.dtype, device="cpu")
+                part.tensor.fill(low, piece)
+            pieces.append(piece.view(-1, *part.shape))
+        return pieces
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
@@ -340,65 +328,58 @@ def decode_checkpoint(
     Raises:
         CheckpointError: Some do not go together; names the key.
     """
-    make = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _packed, "gptq": _gptq}[quantization.method]
-    stored, found = dict(checkpoint), dict[str, Stored]()
-    kept: Kept = {}
+    ending, plain_ending, make = _FORMATS[quantization.method]
+    stored, found, kept = dict(checkpoint), dict[str, Stored](), Kept()
     for key in stored:
-        if not key.endswith(_WEIGHTS[quantization.method]):
+        if not key.endswith(ending):
             continue
-        name = key.removesuffix(_WEIGHTS[quantization.method])
-        group = _Group(stored, name, quantization, dtype, kept)
+        name = key.removesuffix(ending)
+        group = _Group(stored, name)
         try:
-            made = make(group)
+            made = make(group, quantization)
         except (KeyError, ValueError) as error:
             why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
                 f"{checkpoint.path}: {key} cannot be decoded as {quantization}: {why}"
             ) from error
         if made is not None:
+            made.dtype, made.kept = dtype or made.dtype, kept
             for used in (*group.used, *(name + each for each in _NEEDLESS)):
                 checkpoint.pop(used, None)
-            found[name + _DECODED[quantization.method]] = made
+            found[name + plain_ending] = made
     if not found:
         raise CheckpointError(
             f"{checkpoint.path}: quantization_config in config.json says {quantization}, but no tensor ends "
-            f"with {_WEIGHTS[quantization.method]} and has scales: its weights are not quantized, or not so"
+            f"with {ending} and has scales: its weights are not quantized, or not so"
         )
     checkpoint.update(found)
     return len(found)
 
 
-#: How the key of quantized values ends, and what stands there when they are decoded.
-_WEIGHTS = {"fp8": "weight", "mxfp4": "_blocks", "compressed-tensors": "weight_packed", "gptq": "qweight"}
-_DECODED = {"fp8": "weight", "mxfp4": "", "compressed-tensors": "weight", "gptq": "weight"}
 #: Endings of tensors that only computing with quantized activations needs.
 _NEEDLESS = ("activation_scale", "input_scale")
 
 
+@dataclass(slots=True)
 class _Group:
-    """Stored tensors of one quantized weight.
+    """Stored tensors of one quantized weight, whose keys begin with ``name``; ``used`` were asked for."""
 
-    Attributes:
-        used: Keys that were asked for.
-    """
+    stored: Mapping[str, Stored]
+    name: str
+    used: list[str] = field(default_factory=list)
 
-    def __init__(
-        self, stored: Mapping[str, Stored], name: str, quantization: Quantization, dtype: torch.dtype | None,
-        kept: Kept,
-    ) -> None:  # fmt: skip
-        self._stored, self._name, self._dtype, self._kept = stored, name, dtype, kept
-        self.quantization = quantization
-        self.used: list[str] = []
+    def __contains__(self, ending: str) -> bool:
+        return self.name + ending in self.stored
 
-    def __call__(self, ending: str, dtypes: tuple[torch.dtype, ...], ndim: int | None = None) -> Stored:
+    def take(self, ending: str, dtypes: tuple[torch.dtype, ...], ndim: int | None = None) -> Stored:
         """Return the tensor whose key ends so.
 
         Raises:
             KeyError: There is none.
             ValueError: It has another dtype or number of dimensions.
         """
-        key = self._name + ending
-        tensor = self._stored[key]
+        key = self.name + ending
+        tensor = self.stored[key]
         if tensor.dtype not in dtypes or ndim not in (None, len(tensor.shape)):
             wanted = " or ".join(map(_plain, dtypes)) + ("" if ndim is None else f" of {ndim} dimensions")
             raise ValueError(
@@ -407,54 +388,40 @@ class _Group:
         self.used.append(key)
         return tensor
 
-    def has(self, ending: str) -> bool:
-        return self._name + ending in self._stored
 
-    def dtype_of(self, ending: str) -> torch.dtype:
-        return self._stored[self._name + ending].dtype
-
-    def decoded(self, shape: tuple[int, ...], exact: torch.dtype, slabs: Slabs) -> Decoded:
-        """Return the weight, in the dtype that was asked for, or else in that in which it is ``exact``."""
-        return Decoded(shape, self._dtype or exact, slabs, self._kept)
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _fp8(group: _Group) -> Decoded | None:
-    if not group.has("weight_scale_inv") and group.dtype_of("weight") != torch.float8_e4m3fn:
+def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
+    if "weight_scale_inv" not in group and group.stored[group.name + "weight"].dtype != torch.float8_e4m3fn:
         return None  # was left out of the quantization
-    weight = group("weight", (torch.float8_e4m3fn,), 2)
-    of_scales = (*_FLOATS, torch.float8_e8m0fnu, torch.uint8)
-    scales = group("weight_scale_inv", of_scales)
+    weight = group.take("weight", (torch.float8_e4m3fn,), 2)
+    scales = group.take("weight_scale_inv", (*_FLOATS, torch.float8_e8m0fnu, torch.uint8))
     rows, columns = weight.shape
     blocks = torch.Size((1, 1)) if scales.shape.numel() == 1 else scales.shape
-    block = _block_size((rows, columns), blocks, group.quantization.block)
+    block = _block_size((rows, columns), blocks, quantization.block)
 
-    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
-        low, high = first // block[0], -(-last // block[0])
-        return (weight, first * columns, last * columns), (scales, low * blocks[1], high * blocks[1])
+    def decode(first: int, codes: Tensor, scales: Tensor) -> Tensor:
+        return codecs.decode_fp8(codes, scales, block, first)
 
-    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
-        values, of_rows = needed[0].view(-1, columns), needed[1].view(-1, blocks[1])
-        return codecs.decode_fp8(values, of_rows, block, first % block[0])
+    def encode(values: Tensor, codes: Tensor, scales: Tensor) -> Sequence[Tensor]:
+        power_of_two = quantization.power_of_two
+        return codecs.encode_fp8(values.view_as(codes), codes, scales, block, power_of_two=power_of_two)
 
-    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        matrix, codes = (each.view(-1, columns) for each in (values, had[0]))
-        of_rows, power_of_two = had[1].view(-1, blocks[1]), group.quantization.power_of_two
-        return codecs.encode_fp8(matrix, codes, of_rows, block, power_of_two=power_of_two)
+    def decode_into(out: Tensor, first: int, codes: Tensor, scales: Tensor) -> None:
+        if not _decode_fp8_into(codes, codecs.as_float(scales), out, block, first):
+            out.copy_(decode(first, codes, scales).flatten())
 
-    def decode_into(first: int, last: int, needed: Sequence[Tensor], out: Tensor) -> None:
-        of_rows = codecs.as_float(needed[1].view(-1, blocks[1]))
-        if not _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0]):
-            out.copy_(decode(first, last, needed).flatten())
-
-    slabs = Slabs(columns, needs, decode, encode, block[0], decode_into)
-    return group.decoded((rows, columns), torch.float32, slabs)
+    parts = SlabPart(weight, (columns,)), SlabPart(scales, (blocks[1],), block[0])
+    return Decoded(weight.shape, torch.float32, columns, parts, decode, encode, decode_into)
 
 
 def _decode_fp8_into(
-    codes: Tensor, scales: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
+    codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], first_row: int
 ) -> bool:
     """See ``decode_fp8`` in :mod:`infinity.optim.kernels`; values are those of the one in ``codecs``.
 
@@ -464,14 +431,14 @@ def _decode_fp8_into(
     from infinity.optim import kernels
 
     if isinstance(out, FakeTensor):  # a dry run counts the bytes that operators move
-        out.copy_(codes.view(torch.uint8))
+        out.copy_(codes.view(torch.uint8).flatten())
         return True
     if out.dtype == torch.float16 and not kernels.converts_half():
         return False
 
     def run(codes: Tensor, out: Tensor) -> None:
-        stored, factors = kernels.array(codes.view(torch.uint8)), kernels.array(scales)
-        kernels.decode_fp8(stored, factors, kernels.array(out), columns, block, first_row)
+        stored, factors = kernels.array(codes.view(torch.uint8).flatten()), kernels.array(scales)
+        kernels.decode_fp8(stored, factors, kernels.array(out), codes.shape[1], block, first_row)
 
     compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
     run(codes, out)
@@ -493,86 +460,71 @@ def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, in
     return shape[0] // blocks[0], shape[1] // blocks[1]
 
 
-def _mxfp4(group: _Group) -> Decoded:
-    blocks = group("_blocks", (torch.uint8,), 4)
-    scales = group("_scales", (torch.uint8,), 3)
+def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
+    blocks = group.take("_blocks", (torch.uint8,), 4)
+    scales = group.take("_scales", (torch.uint8,), 3)
     experts, rows, groups, width = blocks.shape
     if scales.shape != blocks.shape[:-1] or width != 16:
         raise ValueError(f"its shape is {tuple(blocks.shape)}, that of its scales {tuple(scales.shape)}")
-    nbytes, of_expert = rows * groups * width, rows * groups
+    shape = torch.Size((experts, 2 * groups * width, rows))
 
-    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
-        return (blocks, first * nbytes, last * nbytes), (scales, first * of_expert, last * of_expert)
-
-    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
-        values, exponents = needed[0].view(-1, rows, groups, width), needed[1].view(-1, rows, groups)
-        return codecs.decode_mxfp4(values, exponents)
-
-    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        codes, exponents = had[0].view(-1, rows, groups, width), had[1].view(-1, rows, groups)
+    def encode(values: Tensor, codes: Tensor, exponents: Tensor) -> Sequence[Tensor]:
         return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
 
-    shape = (experts, 2 * groups * width, rows)
-    return group.decoded(shape, torch.bfloat16, Slabs(2 * nbytes, needs, decode, encode))
+    parts = SlabPart(blocks, blocks.shape[1:]), SlabPart(scales, scales.shape[1:])
+    return Decoded(shape, torch.bfloat16, shape[1:].numel(), parts, _decode_mxfp4, encode)
 
 
-def _packed(group: _Group) -> Decoded:
-    packed = group("weight_packed", (torch.int32,), 2)
-    scales = group("weight_scale", _FLOATS, 2)
-    size = group("weight_shape", (torch.int64, torch.int32), 1)
-    bits, group_size = group.quantization.bits, group.quantization.group_size
+def _decode_mxfp4(first: int, codes: Tensor, exponents: Tensor) -> Tensor:
+    return codecs.decode_mxfp4(codes, exponents)
+
+
+def _packed(group: _Group, quantization: Quantization) -> Decoded:
+    packed = group.take("weight_packed", (torch.int32,), 2)
+    scales = group.take("weight_scale", _FLOATS, 2)
+    size = group.take("weight_shape", (torch.int64, torch.int32), 1)
+    bits, in_word = quantization.bits, 32 // quantization.bits
     rows, words = packed.shape
     groups = scales.shape[1]
-    columns = groups * group_size
+    columns = groups * quantization.group_size
     if not columns:
         stored_shape = torch.empty(2, dtype=size.dtype, device="cpu")
         size.fill(0, stored_shape)
         columns = int(stored_shape[1])
-    zeros = None
-    if group.has("weight_zero_point"):
-        zeros = group("weight_zero_point", (torch.int32,), 2)
-    if group.has("weight_g_idx"):
+    parts = [SlabPart(packed, (words,)), SlabPart(scales, (groups,))]
+    if "weight_zero_point" in group:  # a word holds several rows
+        parts.append(SlabPart(group.take("weight_zero_point", (torch.int32,), 2), (groups,), in_word))
+    if "weight_g_idx" in group:
         raise ValueError("its columns are grouped in another order (weight_g_idx)")
     if (
         scales.shape[0] != rows
-        or -(-columns * bits // 32) != words
+        or -(-columns // in_word) != words
         or columns % max(1, groups)
-        or (zeros is not None and zeros.shape != (-(-rows * bits // 32), groups))
+        or any(part.tensor.shape != (-(-rows // in_word), groups) for part in parts[2:])
     ):
         raise ValueError(f"its shape is {tuple(packed.shape)}, that of its scales {tuple(scales.shape)}")
 
-    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
-        of_rows = (packed, first * words, last * words), (scales, first * groups, last * groups)
-        if zeros is None:
-            return of_rows
-        low, high = first * bits // 32, -(-last * bits // 32)  # a word holds several rows
-        return *of_rows, (zeros, low * groups, high * groups)
+    def decode(first: int, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        centres = None if zeros is None else codecs.unpack_zeros(zeros, bits)[first:][: len(codes)]
+        return codecs.decode_packed(codes, scales, centres, bits, columns)
 
-    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
-        values, of_rows, centres = needed[0].view(-1, words), needed[1].view(-1, groups), None
-        if zeros is not None:
-            unpacked = codecs.unpack_zeros(needed[2].view(-1, groups), bits)
-            centres = unpacked[first % (32 // bits) :][: last - first]
-        return codecs.decode_packed(values, of_rows, centres, bits, columns)
-
-    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        codes, of_rows, centres = had[0].view(-1, words), had[1].view(-1, groups), None
-        if zeros is not None:
-            centres = codecs.unpack_zeros(had[2].view(-1, groups), bits)[: len(codes)]
+    def encode(
+        values: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        centres = None if zeros is None else codecs.unpack_zeros(zeros, bits)[: len(codes)]
         matrix = values.view(-1, columns)
-        codes, of_rows, *points = codecs.encode_packed(matrix, codes, of_rows, centres, bits)
-        return codes, of_rows, *(codecs.pack_zeros(each, bits) for each in points)
+        codes, scales, *points = codecs.encode_packed(matrix, codes, scales, centres, bits)
+        return codes, scales, *(codecs.pack_zeros(each, bits) for each in points)
 
-    together = 1 if zeros is None else 32 // bits
-    return group.decoded((rows, columns), scales.dtype, Slabs(columns, needs, decode, encode, together))
+    return Decoded(torch.Size((rows, columns)), scales.dtype, columns, parts, decode, encode)
 
 
-def _gptq(group: _Group) -> Decoded:
-    packed = group("qweight", (torch.int32,), 2)
-    zeros = group("qzeros", (torch.int32,), 2)
-    scales = group("scales", _FLOATS, 2)
-    order = group("g_idx", (torch.int32, torch.int64), 1)
-    bits = group.quantization.bits
+def _gptq(group: _Group, quantization: Quantization) -> Decoded:
+    packed = group.take("qweight", (torch.int32,), 2)
+    zeros = group.take("qzeros", (torch.int32,), 2)
+    scales = group.take("scales", _FLOATS, 2)
+    order = group.take("g_idx", (torch.int32, torch.int64), 1)
+    bits = quantization.bits
     rows, [columns] = packed.shape[1], order.shape
     if (
         scales.shape[1] != rows
@@ -583,26 +535,26 @@ def _gptq(group: _Group) -> Decoded:
             f"its shape is {tuple(packed.shape)}, that of scales {tuple(scales.shape)}, of qzeros "
             f"{tuple(zeros.shape)}, of g_idx {tuple(order.shape)}"
         )
-
     numbers = torch.empty(columns, dtype=order.dtype, device="cpu")
     order.fill(0, numbers)  # here, since an accelerator that decodes would not say what is wrong
     if bool(((numbers < 0) | (numbers >= scales.shape[0])).any()):
         raise ValueError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
-    parts = packed, zeros, scales, order
 
-    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
-        return [(part, 0, part.shape.numel()) for part in parts]
+    def decode(first: int, *whole: Tensor) -> Tensor:
+        packed, zeros, scales, groups = (each[0] for each in whole)
+        less_one = quantization.zeros_less_one
+        return codecs.decode_gptq(packed, zeros, scales, groups, bits, zeros_less_one=less_one)
 
-    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
-        words, points, factors, groups = (
-            values.view(part.shape) for values, part in zip(needed, parts, strict=True)
-        )
-        less_one = group.quantization.zeros_less_one
-        return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
-
+    parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales, order)]
     # Its numbers are chosen with data, so that errors of a column make up for those before it.
-    return group.decoded((rows, columns), scales.dtype, Slabs(rows * columns, needs, decode, None))
+    return Decoded(torch.Size((rows, columns)), scales.dtype, rows * columns, parts, decode, None)
 
 
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+#: For each method: how the key of quantized values ends, what stands there when they are decoded, and who
+#: makes the tensor of a group.
+_FORMATS: dict[str, tuple[str, str, Callable[[_Group, Quantization], Decoded | None]]] = {
+    "fp8": ("weight", "weight", _fp8),
+    "mxfp4": ("_blocks", "", _mxfp4),
+    "compressed-tensors": ("weight_packed", "weight", _packed),
+    "gptq": ("qweight", "weight", _gptq),
+}

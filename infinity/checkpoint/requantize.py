@@ -17,23 +17,21 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from infinity.checkpoint.directory import (
     INDEX,
     SAFETENSORS,
     Checkpoint,
     FileTensor,
-    ReadableFile,
     Stored,
-    TensorFile,
     read_json_object,
 )
 from infinity.checkpoint.export import Publication, agree_on_place, partial_path
@@ -79,61 +77,42 @@ class Requantized:
         return text + (f"; {self.copied} tensors of the checkpoint are copied" if self.copied else "")
 
 
-class QuantizedLayout:
-    """A quantized checkpoint whose form other values take; a context manager.
-
-    Args:
-        path: The directory.
+class QuantizedLayout(Checkpoint):
+    """A quantized checkpoint whose form other values take: its tensors as they would be without quantization.
 
     Attributes:
         form: The quantization, in words.
-        files: Files of a directory that has this form.
-        opened: The layout's own files, in the same order.
-        tensors: Tensors by key, as they would be without quantization.
-        others: The remaining tensors, by key: they belong to quantized weights, and stay as they are.
+        others: Tensors that belong to quantized weights, and stay as they are.
 
     Raises:
         CheckpointError: It cannot be read, is not quantized, or not in a form that is known.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         quantization = read_quantization(path)
         if quantization is None:
             raise CheckpointError(
                 f"{path} is not quantized (its config.json has no quantization_config), so there is no "
                 "stored form to export in: leave stored_as out (infinity export without --stored)"
             )
-        self._checkpoint = Checkpoint(path)
+        super().__init__(path)
         try:
-            if self._checkpoint.pickled:
+            if self.pickled:
                 raise CheckpointError(
                     f"{path} holds pickled weights; a stored form is taken from safetensors files: export "
                     "without it"
                 )
-            stored = dict(self._checkpoint)
-            decode_checkpoint(self._checkpoint, quantization)
+            stored = list(self.values())
+            decode_checkpoint(self, quantization)
         except BaseException:
             self.close()
             raise
         self.form = str(quantization)
-        self.opened = self._checkpoint.files
-        self.files = tuple(map(_file_plan, self.opened))
-        self.tensors: Mapping[str, Stored] = dict(self._checkpoint)
-        used = {id(each) for tensor in self.tensors.values() for each in _parts(tensor)}
-        self.others = {key: tensor for key, tensor in stored.items() if id(tensor) not in used}
-
-    def close(self) -> None:
-        self._checkpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        used = {id(part) for tensor in self.values() for part in _stored_parts(tensor)}
+        self.others = [tensor for tensor in stored if id(tensor) not in used]
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str | None]:
-        """Return the model's tensor, by key, that gives each of :attr:`tensors` its values; None: a copy.
+        """Return the model's tensor, by key, that gives each tensor its values; None: it is copied.
 
         Args:
             shapes: Shapes of the model's tensors, by the keys under which it is exported.
@@ -142,11 +121,11 @@ class QuantizedLayout:
             CheckpointError: The checkpoint has no place for some of them; lists them.
         """
         wrong = [
-            f"{key} has shape {tuple(shape)}, there {tuple(self.tensors[key].shape)}"
-            if key in self.tensors
+            f"{key} has shape {tuple(shape)}, there {tuple(self[key].shape)}"
+            if key in self
             else f"{key} is not in the checkpoint"
             for key, shape in shapes.items()
-            if key not in self.tensors or self.tensors[key].shape != torch.Size(shape)
+            if key not in self or self[key].shape != torch.Size(shape)
         ]
         if wrong:
             more = "" if len(wrong) <= _MOST_NAMED else f", and {len(wrong) - _MOST_NAMED} more"
@@ -154,53 +133,42 @@ class QuantizedLayout:
                 f"the model does not fit the stored form of {self.path}: {'; '.join(wrong[:_MOST_NAMED])}"
                 f"{more}. Export it without quantization, or name the checkpoint that it was loaded from"
             )
-        return {key: key if key in shapes else self._twin(key, shapes) for key in self.tensors}
+
+        def twin(mine: Stored) -> str | None:
+            """The key of the model's matrix that has the values of this one."""
+            if len(mine.shape) < 2 or not isinstance(mine, FileTensor):
+                return None
+            return next((key for key in shapes if _alike(mine, self[key])), None)
+
+        return {key: key if key in shapes else twin(tensor) for key, tensor in self.items()}
 
     def sample(self) -> list[tuple[str, str, str]]:
         """Name of each file, and digests of its header and of a sample of its bytes."""
-        headers = (hashlib.blake2b(plan.header).hexdigest() for plan in self.files)
         return [
-            (file.path.name, header, file.sample()) for file, header in zip(self.opened, headers, strict=True)
+            (file.path.name, hashlib.blake2b(file.header).hexdigest(), file.sample()) for file in self.files
         ]
 
-    def _twin(self, key: str, shapes: Iterable[str]) -> str | None:
-        """The key, among ``shapes``, of the matrix that has the values of this one."""
-        mine = self.tensors[key]
-        if len(mine.shape) < 2 or not isinstance(mine, FileTensor):
-            return None
-        alike = (each for each in shapes if _alike(mine, self.tensors[each]))
-        return next(alike, None)
 
-
-def _parts(tensor: Stored) -> Iterable[Stored]:
-    return tensor.stored if isinstance(tensor, Decoded) else [tensor]
+def _stored_parts(tensor: Stored) -> list[Stored]:
+    return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
 
 
 def _alike(one: Stored, other: Stored) -> bool:
     """Return whether two tensors of files have the same bytes."""
     if not isinstance(other, FileTensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    for start in range(0, one.shape.numel(), _PIECE_NUMEL):
-        a, b = (_read(each, start).view(torch.uint8) for each in (one, other))
-        if not torch.equal(a, b):
-            return False
-    return True
+    starts = range(0, one.shape.numel(), _PIECE_NUMEL)
+    return all(
+        torch.equal(_read(one, start).view(torch.uint8), _read(other, start).view(torch.uint8))
+        for start in starts
+    )
 
 
-def _read(tensor: Stored, start: int) -> torch.Tensor:
+def _read(tensor: Stored, start: int) -> Tensor:
     """A piece of a tensor, in its dtype."""
     values = torch.empty(min(_PIECE_NUMEL, tensor.shape.numel() - start), dtype=tensor.dtype, device="cpu")
     tensor.fill(start, values)
     return values
-
-
-def _file_plan(file: TensorFile) -> FilePlan:
-    """The plan of a file that differs from ``file`` in its values only."""
-    nbytes = os.fstat(file.fd).st_size
-    starts = {key: tensor.offset for key, tensor in file.tensors.items()}
-    header = bytearray(min(starts.values(), default=nbytes))
-    file.read_bytes(0, memoryview(header))
-    return FilePlan(file.path.name, bytes(header), starts, nbytes)
 
 
 # --- writing -----------------------------------------------------------------------------------------
@@ -221,7 +189,6 @@ def export_stored(
         out: Must not exist, or be empty; rank 0's value is used.
         shapes: Returns the shapes of what ``export`` writes, by key.
         export: Returns the directory of a plain export, which it may make where it is told. Every rank calls.
-        ranks: The ranks that share the model.
 
     Raises:
         CheckpointError: A value is not finite; or see :class:`QuantizedLayout` and its ``match``.
@@ -244,11 +211,13 @@ def export_stored(
                 publication = stack.enter_context(Publication(out, token))
                 check_room(folder, sum(file.nbytes for file in form.files))
                 for file in form.files:
-                    OutputFile.create(folder, file)
+                    OutputFile.create(folder, FilePlan(file.path.name, file.header, {}, file.nbytes))
         plain = export(folder / _PLAIN)
-        with all_ranks_or_raise(ranks, f"writing {out}"), _FormWriter(form, folder, ranks) as writer:
-            errors = writer.write(sources, plain)
-        everyone = gather(errors, ranks, f"errors of {out}")
+        with all_ranks_or_raise(ranks, f"writing {out}"):
+            mine = _write_tensors(form, sources, plain, folder, ranks)
+        errors: dict[str, float] = {}
+        for each in gather(mine, ranks, f"errors of {out}"):
+            errors |= each
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
                 _write_companions(form, plain, folder)
@@ -256,96 +225,84 @@ def export_stored(
                     with writing(f"removing {plain}", plain):
                         shutil.rmtree(plain)
                 publication.publish()
-        copied = sum(source is None for source in sources.values())
-        result = _summary(form.form, {key: error for each in everyone for key, error in each.items()}, copied)
+        largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
+        mean, copied = sum(errors.values()) / max(1, len(errors)), list(sources.values()).count(None)
+        result = Requantized(form.form, len(errors), mean, largest, worst, copied)
         return agree(result, ranks.world_size, f"errors of {out}")
 
 
-def _summary(form: str, errors: Mapping[str, float], copied: int) -> Requantized:
-    """Sum up the errors of weights, by key."""
-    largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
-    return Requantized(form, len(errors), sum(errors.values()) / max(1, len(errors)), largest, worst, copied)
+def _write_tensors(
+    form: QuantizedLayout, sources: Mapping[str, str | None], plain: Path, folder: Path, ranks: Ranks
+) -> dict[str, float]:
+    """Write every tensor that is dealt out to this rank.
+
+    Returns:
+        The errors of those that are quantized, by key.
+
+    Raises:
+        CheckpointError: A file cannot be read, or a value is not finite.
+        WriteError: A file cannot be written.
+    """
+    mine, errors = slice(ranks.rank, None, ranks.world_size), dict[str, float]()
+    with RangeWriter() as writer, Checkpoint(plain) as values:
+        outputs = [writer.open(folder / file.path.name) for file in form.files]
+
+        def put(tensor: Stored, start: int, new: Tensor) -> None:
+            for place in tensor.ranges(start, len(new)):
+                writer.write(outputs[place.file], place.offset, new.contiguous())
+
+        def copy(tensor: Stored) -> None:
+            for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
+                put(tensor, start, _read(tensor, start))
+
+        for key, tensor in list(form.items())[mine]:
+            source = sources[key]
+            if source is None:
+                for part in _stored_parts(tensor):
+                    copy(part)
+            elif isinstance(tensor, Decoded):
+                errors[key] = _encode(form, key, tensor, values[source], put)
+            else:
+                for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
+                    put(tensor, start, _rounded(form, key, start, _read(values[source], start)))
+            writer.check()
+        for tensor in form.others[mine]:
+            copy(tensor)
+        writer.finish()
+    return errors
 
 
-class _FormWriter:
-    """Brings this rank's tensors to their places; a context manager."""
+def _encode(
+    form: QuantizedLayout,
+    key: str,
+    tensor: Decoded,
+    values: Stored,
+    put: Callable[[Stored, int, Tensor], None],
+) -> float:
+    """Encode a quantized weight, and return its error."""
+    try:
+        lost, total = tensor.encode(values, put)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{key} cannot be quantized again as {form.form}: {error}") from error
+    return math.sqrt(lost / total) if lost else 0.0
 
-    def __init__(self, form: QuantizedLayout, folder: Path, ranks: Ranks) -> None:
-        self._form, self._folder, self._ranks = form, folder, ranks
-        self._writer = RangeWriter()
-        self._outputs: dict[ReadableFile, OutputFile] = {}  # by the checkpoint's own file
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._writer.__exit__(*exc)
-
-    def write(self, sources: Mapping[str, str | None], plain: Path) -> dict[str, float]:
-        """Write every tensor that is dealt out to this rank.
-
-        Returns:
-            The errors of those that are quantized, by key.
-
-        Raises:
-            CheckpointError: A file cannot be read, or a value is not finite.
-            WriteError: A file cannot be written.
-        """
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        errors: dict[str, float] = {}
-        for plan, file in zip(self._form.files, self._form.opened, strict=True):
-            self._outputs[file] = self._writer.open(self._folder / plan.name)
-        with Checkpoint(plain) as values:
-            for key, tensor in list(self._form.tensors.items())[rank::world_size]:
-                source = sources[key]
-                if source is None:
-                    for part in _parts(tensor):
-                        self._copy(part)
-                elif isinstance(tensor, Decoded):
-                    errors[key] = self._encode(key, tensor, values[source])
-                else:
-                    self._round(key, tensor, values[source])
-                self._writer.check()
-        for tensor in list(self._form.others.values())[rank::world_size]:
-            self._copy(tensor)
-        self._writer.finish()
-        return errors
-
-    def _encode(self, key: str, tensor: Decoded, values: Stored) -> float:
-        try:
-            lost, total = tensor.encode(values, self._put)
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{key} cannot be quantized again as {self._form.form}: {error}") from error
-        return math.sqrt(lost / total) if lost else 0.0
-
-    def _round(self, key: str, tensor: Stored, values: Stored) -> None:
-        """Write what is not quantized, in the checkpoint's dtype; values that did not change are its own."""
-        for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-            held = _read(values, start)
-            new = held.to(tensor.dtype)
-            finite = new.float().isfinite()
-            if tensor.dtype.is_floating_point and (held.dtype != tensor.dtype or not finite.all()):
-                before = _read(tensor, start)
-                same = unchanged(before.float(), held)
-                if not (same | finite).all():
-                    raise CheckpointError(
-                        f"{key}: a value is NaN or infinite, or becomes so in {tensor.dtype}, "
-                        f"which it has in {self._form.path}"
-                    )
-                new = torch.where(same, before, new)
-            self._put(tensor, start, new)
-
-    def _copy(self, tensor: Stored) -> None:
-        for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-            self._put(tensor, start, _read(tensor, start))
-
-    def _put(self, tensor: Stored, start: int, values: torch.Tensor) -> None:
-        """Hand over ``values`` for the elements of a tensor from ``start`` on."""
-        assert isinstance(tensor, FileTensor)
-        for place in tensor.ranges(start, len(values)):
-            self._writer.write(self._outputs[place.file], place.offset, values.contiguous())
+def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tensor:
+    """Return a piece of what is not quantized, in its dtype there; values that did not change are its own."""
+    tensor = form[key]
+    new = held.to(tensor.dtype)
+    finite = new.float().isfinite()
+    if not tensor.dtype.is_floating_point or (held.dtype == tensor.dtype and finite.all()):
+        return new
+    before = _read(tensor, start)
+    same = unchanged(before.float(), held)
+    if not (same | finite).all():
+        raise CheckpointError(
+            f"{key}: a value is NaN or infinite, or becomes so in {tensor.dtype}, which it has in {form.path}"
+        )
+    return torch.where(same, before, new)
 
 
 def _write_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:

@@ -379,11 +379,11 @@ def test_files_are_closed_when_no_thread_writes_to_them_any_more(written, tmp_pa
 
 def fill_disk(patch, fails):
     """Let there be no room for an export at all, its values in bf16, its quantized ones, or its configs."""
-    full, free, write = OSError(errno.ENOSPC, ""), shutil.disk_usage, requantize._FormWriter.write
+    full, free, writer = OSError(errno.ENOSPC, ""), shutil.disk_usage, requantize.RangeWriter
 
-    def write_to_full_disk(*args):
+    def write_to_full_disk():
         fail_writes(patch, full, after=0)
-        return write(*args)
+        return writer()
 
     def refuse(*paths):
         raise full
@@ -393,7 +393,7 @@ def fill_disk(patch, fails):
     elif fails == "plain":
         fail_writes(patch, full, after=1)
     elif fails == "form":
-        patch.setattr(requantize._FormWriter, "write", write_to_full_disk)
+        patch.setattr(requantize, "RangeWriter", write_to_full_disk)
     elif fails == "configs":
         patch.setattr(shutil, "copyfile", refuse)
 
