@@ -1,14 +1,13 @@
 """From budgets and the model to every size: pure arithmetic, and the errors that show it.
 
 [Note: the device budget]
-Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be
-known first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``,
-all of them. *The backlog* is what waits for its update:
-gradient and weights of units whose update has started. *The window* is what the prefetcher fills
-with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
-use; the window gets the rest, and at least two of the largest units, or those that are in use at one
+Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
+first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
+*The backlog* is what waits for its update: gradient and weights of units whose update has started. It lets
+updates lag into the next forward, so it gets what it can use. *The window* is what the prefetcher fills with
+the nearest future. It gets the rest, and at least two of the largest units, or those that are in use at one
 time: of modules inside each other, or of a block that is recomputed. Frozen units take their part of the
-window only: they have no gradient and no update.
+window only.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
@@ -17,15 +16,15 @@ alike the first of the model keep theirs in memory: backward comes to them last,
 
 [Note: the host budget beside an accelerator]
 Updates run in host memory, so on an accelerator gradients wait for ``step``, and for their updates, there.
-They share it with residents (each with room for its own gradient), chunks of updates, shards on their way
-to the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
+They share it with residents (each with room for its own gradient), chunks of updates, shards on their way to
+the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
 waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
 
 [Note: states on an accelerator]
-What the device budget has beyond all of that, and beyond a window for all weights, holds the states of
-units whose home is host memory, as many as fit: they are updated there, and their gradients wait there. All
-gain the same per byte. The first of the model come first: backward comes to them last, and the next forward
-needs them first.
+What the device budget has beyond all of that, and beyond a window for all weights, holds the states of units
+whose home is host memory, as many as fit: they are updated there, and their gradients wait there. All gain
+the same per byte. The first of the model come first: backward comes to them last, and the next forward needs
+them first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -42,6 +41,23 @@ STAGED_PIECES = 4
 LEAST_PIECE_NBYTES = 64 * 2**10
 #: Size of a huge page (bytes).
 HUGE_NBYTES = 2 * 2**20
+#: What takes a part of a budget: its bytes, and how a message says so.
+Part = tuple[int, str]
+
+
+def rounded(nbytes: int) -> int:
+    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge ones from 2 MiB on."""
+    return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
+
+
+def rounded_sum(sizes: Iterable[int]) -> int:
+    return sum(rounded(nbytes) for nbytes in sizes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the largest buffer that takes no more than ``nbytes`` of a pool."""
+    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
+    return nbytes // grain * grain
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +88,29 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """A division of the device budget (bytes).
-
-    Attributes:
-        early: Gradients need not wait for ``step()``: an update inside backward is done with them.
-        lag: Room beside the window: early updates may lag by as much, and need not.
-        least: The smallest total that would do.
-        spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
-        on_device: Positions of units whose states are in device memory: see [Note: states on an accelerator].
-        states: Bytes that these states take, with their updates.
-    """
+    """A division of the device budget (bytes)."""
 
     total: int
     window: int
     hold_weights: bool
-    early: bool
-    lag: int
-    least: int
-    spilled: tuple[int, ...] = ()
-    on_device: tuple[int, ...] = ()
-    states: int = 0
+    early: bool  # gradients need not wait for ``step()``: an update inside backward is done with them
+    lag: int  # room beside the window: early updates may lag by as much, and need not
+    least: int  # the smallest total that would do
+    spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
+    on_device: tuple[int, ...] = ()  # positions of units: see [Note: states on an accelerator]
+    states: int = 0  # what these states take, with their updates
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """A division of the host budget (bytes): see [Note: the host budget beside an accelerator]."""
+
+    gradients: int  # from backward to their updates
+    weights: int  # that updates start from; an update reads those that do not fit
+    staging: int  # for shards on their way to the accelerator, and weights that stay
+    piece: int  # the most that one shard on its way takes at one time
+    stays: int  # the part of ``staging`` that weights may take while they stay
+    spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
 
 
 def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
@@ -106,8 +125,7 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
         BudgetError: Not even the smallest chunks fit.
     """
     quantum, staging_nbytes = 2048, host_nbytes // share
-    nbytes = staging_nbytes // STAGED_CHUNKS
-    n = whole_pages(nbytes) // itemsize // quantum * quantum
+    n = whole_pages(staging_nbytes // STAGED_CHUNKS) // itemsize // quantum * quantum
     if n == 0:
         least = STAGED_CHUNKS * rounded(quantum * itemsize)
         raise BudgetError(
@@ -128,33 +146,8 @@ def piece_nbytes(staging_nbytes: int) -> int:
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class HostBudget:
-    """A division of the host budget beside an accelerator: see the note (bytes).
-
-    Attributes:
-        gradients: Room for gradients from backward to their updates.
-        weights: Room for weights that updates start from; an update reads those that do not fit.
-        staging: Room for shards on their way to the accelerator, and for weights that stay.
-        piece: The most that one shard on its way takes at one time.
-        stays: The part of ``staging`` that weights may take while they stay.
-        spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
-    """
-
-    gradients: int
-    weights: int
-    staging: int
-    piece: int
-    stays: int
-    spilled: tuple[int, ...] = ()
-
-
 def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
-    """Return positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
-
-    Args:
-        room: Memory for the gradients of the others that might (bytes).
-    """
+    """Return positions of units whose gradients spill; the others that might have ``room`` (bytes)."""
     spilled = []
     for place in sorted((i for i, u in enumerate(units) if u.spills), key=lambda i: -units[i].shard_grad):
         nbytes = rounded(units[place].shard_grad)
@@ -165,32 +158,12 @@ def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
     return tuple(sorted(spilled))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A row of the table of what takes a budget: its bytes, and how a message says so."""
-
-    nbytes: int
-    text: str
-
-
 def _sum(parts: Iterable[Part]) -> int:
-    return sum(part.nbytes for part in parts)
+    return sum(nbytes for nbytes, _ in parts)
 
 
-def _listed(parts: Iterable[Part], between: str = ", ") -> str:
-    return between.join(f"{format_nbytes(part.nbytes)} {part.text}" for part in parts if part.nbytes)
-
-
-class _Spare:
-    """The rest of a budget, from which parts take as much as they can use."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def take(self, wish: int) -> int:
-        taken = max(0, min(self.nbytes, wish))
-        self.nbytes -= taken
-        return taken
+def _listed(parts: Iterable[Part], between: str) -> str:
+    return between.join(f"{format_nbytes(nbytes)} {text}" for nbytes, text in parts if nbytes)
 
 
 def divide_host(
@@ -225,32 +198,50 @@ def divide_host(
         spilled = _choose_spilled(units, free - waiting - passing - piece - wished)
         on_nvme = frozenset(spilled)
         waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in on_nvme)
-    largest = max(updated, key=lambda u: u.shard_grad, default=None)
-    parts = [
-        Part(waiting, "of gradients that wait for step()"),
-        Part(passing, f"for the gradient of {_described(largest)}" if largest else ""),
-        Part(piece, "for weights on their way"),
-    ]
-    if free < _sum(parts):
-        # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
-        enough = aligned(-(-8 * _sum(parts) // 3) if resident else 2 * _sum(parts))
-        raise BudgetError(
-            f"memory.host is {format_nbytes(total)}, of which units in host memory take "
-            f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
-            f"accelerator {format_nbytes(_sum(parts))} more are required: {_listed(parts, ', and ')}. "
-            f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
-            f"over more ranks{_indivisible(largest) if largest and passing else ''}"
+    if free < (needed := waiting + passing + piece):
+        raise _host_too_small(
+            total, total - free - chunks, chunks, (waiting, passing, piece), units, resident
         )
-    spare = _Spare((free - _sum(parts)) // 2)  # the rest: activations, and exact values that are read
+    spare = (free - needed) // 2  # the rest: activations, and exact values that are read
+
+    def take(wish: int) -> int:
+        nonlocal spare
+        taken = max(0, min(spare, wish))
+        spare -= taken
+        return taken
+
     all_weights = rounded_sum(u.shard_weight for u in updated)
     all_gradients = rounded_sum(u.shard_grad for u in updated)
-    staging = piece + spare.take(min(STAGED_PIECES * shard - piece, spare.nbytes // 2))
-    passing += spare.take(passing) if spilled else 0
-    weights = spare.take(all_weights if waiting else min(all_weights, spare.nbytes // 2))
-    lag = 0 if waiting else spare.take(all_gradients - passing)
-    stays = spare.take(all_weights)
+    staging = piece + take(min(STAGED_PIECES * shard - piece, spare // 2))
+    passing += take(passing) if spilled else 0
+    weights = take(all_weights if waiting else min(all_weights, spare // 2))
+    lag = 0 if waiting else take(all_gradients - passing)
+    stays = take(all_weights)
     piece = max(piece, min(shard, whole_pages(staging // STAGED_PIECES)))
     return HostBudget(beside + waiting + passing + lag, weights, staging + stays, piece, stays, spilled)
+
+
+def _host_too_small(
+    total: int, in_host: int, chunks: int, more: Sequence[int], units: Sequence[UnitSizes], resident: bool
+) -> BudgetError:
+    """Return the error of a host budget without room for gradients, for one of them, and for a piece."""
+    updated = (u for u in units if u.trainable and u.on_nvme)
+    largest = max(updated, key=lambda u: u.shard_grad, default=None)
+    described = "" if largest is None else f"{largest.name}, {format_nbytes(largest.full)}"
+    texts = (
+        "of gradients that wait for step()",
+        f"for the gradient of {described}",
+        "for weights on their way",
+    )
+    # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
+    enough = aligned(-(-8 * sum(more) // 3) if resident else 2 * sum(more))
+    return BudgetError(
+        f"memory.host is {format_nbytes(total)}, of which units in host memory take "
+        f"{format_nbytes(in_host)} and chunks of updates {format_nbytes(chunks)}. Beside an accelerator "
+        f"{format_nbytes(sum(more))} more are required: {_listed(zip(more, texts), ', and ')}. "
+        f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
+        f"over more ranks{_indivisible(largest) if largest and more[1] else ''}"
+    )
 
 
 def divide_device(
@@ -297,15 +288,16 @@ def divide_device(
     if total is None:
         window_all = sum(u.gathered for u in units if u.streams)
         total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))
-    parts = [
-        Part(grad, f"of gradients that wait for {_occasion(waits, in_host)}"),
-        Part(working, "for the gradient and update of the largest unit that is trained"),
-        Part(window_least, f"for {max(windows, key=lambda name: windows[name])}"),
-        Part(updates, "for updates (memory.updates=host: none)"),
-        Part(decoding, "for decoding quantized weights"),
-    ]
     if total < needed:
-        raise _too_small(total, parts, units, _way_out(waits, units, in_host))
+        texts = [
+            "of gradients that wait for",
+            "for the gradient and update of the largest unit that is trained",
+            f"for {max(windows, key=lambda name: windows[name])}",
+            "for updates (memory.updates=host: none)",
+            "for decoding quantized weights",
+        ]
+        parts = list(zip([grad, working, window_least, updates, decoding], texts))
+        raise _too_small(total, parts, units, waits, in_host)
     if spilled:  # what is left, less than one gradient more, lets gradients lag
         return DeviceBudget(total, window_least, False, early, 0, least, spilled)
     spare = total - needed
@@ -314,20 +306,28 @@ def divide_device(
     return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, least)
 
 
-def _too_small(total: int, parts: Sequence[Part], units: Sequence[UnitSizes], way_out: str) -> BudgetError:
-    """Return the error of a device budget that does not hold ``parts``."""
-    needed, biggest = _sum(parts), max(units, key=lambda u: u.full)
+def _too_small(
+    total: int, parts: list[Part], units: Sequence[UnitSizes], waits: Sequence[UnitSizes], in_host: bool
+) -> BudgetError:
+    """Return the error of a device budget that does not hold ``parts``, the first of them ``waits``."""
+    biggest = max(units, key=lambda u: u.full)
     trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
-    names = {1: trained, 2: None if biggest is trained else biggest}  # of which unit a part is
-    named = [
-        replace(part, text=f"{part.text} ({unit.name}, {format_nbytes(unit.full)})")
-        if (unit := names.get(at)) is not None
-        else part
-        for at, part in enumerate(parts)
-    ]
+    for at, unit in ((1, trained), (2, None if biggest is trained else biggest)):
+        if unit is not None:
+            parts[at] = parts[at][0], f"{parts[at][1]} ({unit.name}, {format_nbytes(unit.full)})"
+    # Gradients wait for the micro-batches that follow, where they wait in device memory at all.
+    if any(in_host or (u.on_nvme and not u.spills) for u in waits):
+        occasion = "the last micro-batch (no_sync)"
+        way_out = ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
+    else:
+        occasion, way_out = "step()", ""
+        if waits and any(u.on_nvme for u in units):
+            way_out = ", or set memory.resident=false: gradients of units on NVMe can wait there"
+    parts[0] = parts[0][0], f"{parts[0][1]} {occasion}"
+    needed = _sum(parts)
     return BudgetError(
         f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
-        f"is required: {_listed(named)}. Raise memory.device{way_out}{_indivisible(biggest)}"
+        f"is required: {_listed(parts, ', ')}. Raise memory.device{way_out}{_indivisible(biggest)}"
     )
 
 
@@ -348,13 +348,28 @@ def _windows(
     """Return the windows of which the largest is required, each with its reason."""
     flight = max((u.gathered for u in units if u.streams), default=0)
     leaves = (sum(units[i].gathered for i in group) + flight for group in together)
-    nested = (_in_use_nbytes([units[i] for i in each]) for each in in_use)
+    nested = 0
+    for each in in_use:  # they come one by one, so one is being decoded
+        streaming = [units[i] for i in each if units[i].streams]
+        decoded = max((rounded(u.stored) for u in streaming), default=0)
+        nested = max(nested, rounded_sum(u.full for u in streaming) + decoded)
     return {
         "two units in flight": 2 * flight,
         "units that are gathered as one": max(leaves, default=0),
-        "units in use at one time": max(nested, default=0),
+        "units in use at one time": nested,
         "all micro-batches in one block (the ordinary schedule needs less)": block,
     }
+
+
+def _indivisible(unit: UnitSizes) -> str:
+    """Why a unit is as large as it is, where one parameter makes it so."""
+    if unit.parameter_nbytes <= unit.full / 2:
+        return ""
+    return (
+        f". {unit.parameter} alone takes {format_nbytes(unit.parameter_nbytes)}, and is gathered whole; "
+        "weights of linear layers, embeddings and packed experts are gathered in tiles with "
+        "partition.tile=64MiB or another size"
+    )
 
 
 def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
@@ -393,57 +408,3 @@ def left_for_states(free: int, total: int, used: int) -> int:
         used: Bytes of that step's activations, which are not in ``free``: later ones may be twice as large.
     """
     return max(0, free - max(total // 16, used))
-
-
-def rounded(nbytes: int) -> int:
-    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge ones from 2 MiB on."""
-    return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
-
-
-def whole_pages(nbytes: int) -> int:
-    """Return the largest buffer that takes no more than ``nbytes`` of a pool."""
-    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
-    return nbytes // grain * grain
-
-
-def rounded_sum(sizes: Iterable[int]) -> int:
-    return sum(rounded(nbytes) for nbytes in sizes)
-
-
-def _in_use_nbytes(units: Sequence[UnitSizes]) -> int:
-    """What units in use at one time take of the pool: they come one by one, so one is being decoded."""
-    streaming = [u for u in units if u.streams]
-    return rounded_sum(u.full for u in streaming) + max((rounded(u.stored) for u in streaming), default=0)
-
-
-def _occasion(waits: Sequence[UnitSizes], in_host: bool) -> str:
-    return "the last micro-batch (no_sync)" if _accumulate(waits, in_host) else "step()"
-
-
-def _way_out(waits: Sequence[UnitSizes], units: Sequence[UnitSizes], in_host: bool) -> str:
-    """Return what lets gradients wait less, beside a larger budget."""
-    if _accumulate(waits, in_host):
-        return ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
-    if waits and any(u.on_nvme for u in units):
-        return ", or set memory.resident=false: gradients of units on NVMe can wait there"
-    return ""
-
-
-def _accumulate(waits: Sequence[UnitSizes], in_host: bool) -> bool:
-    """Gradients wait for the micro-batches that follow, where they wait in device memory at all."""
-    return any(in_host or (u.on_nvme and not u.spills) for u in waits)
-
-
-def _described(unit: UnitSizes | None) -> str:
-    return "" if unit is None else f"{unit.name}, {format_nbytes(unit.full)}"
-
-
-def _indivisible(unit: UnitSizes) -> str:
-    """Why a unit is as large as it is, where one parameter makes it so."""
-    if unit.parameter_nbytes <= unit.full / 2:
-        return ""
-    return (
-        f". {unit.parameter} alone takes {format_nbytes(unit.parameter_nbytes)}, and is gathered whole; "
-        "weights of linear layers, embeddings and packed experts are gathered in tiles with "
-        "partition.tile=64MiB or another size"
-    )

@@ -17,27 +17,14 @@ class Span(NamedTuple):
     stop: int
 
 
-class Piece(NamedTuple):
-    """Elements ``[start, stop)`` of ``source``, counted from its own first one.
-
-    Attributes:
-        target: The place of the elements in the range that was asked for, counted from its first element.
-    """
-
-    source: Hashable
-    start: int
-    stop: int
-    target: int
-
-
 class ShardPiece(NamedTuple):
-    """Elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``; see :class:`Piece`."""
+    """Elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``."""
 
     unit: int
     rank: int
     start: int
     stop: int
-    target: int
+    target: int  # their place in the range that was asked for, counted from its first element
 
 
 class Box(NamedTuple):
@@ -55,18 +42,6 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
 
-def pieces(start: int, stop: int, have: Sequence[Span]) -> Iterator[Piece]:
-    """Cut ``[start, stop)`` of a line by the spans that lie in it, in order; gaps between them give nothing.
-
-    Args:
-        have: Without overlap, ascending. A span without elements gives nothing.
-    """
-    for span in have:
-        low, high = max(start, span.start), min(stop, span.stop)
-        if low < high:
-            yield Piece(span.source, low - span.start, high - span.start, low - start)
-
-
 def shard_pieces(
     start: int,
     stop: int,
@@ -79,22 +54,24 @@ def shard_pieces(
     Neither the number of ranks nor the division into units need be the same. Padding gives nothing.
 
     Args:
-        new: Parameters of the new unit, where they lie in its flat buffer, ascending.
+        new: Parameters of the new unit, where they lie in its flat buffer, ascending, without overlap.
         old: The old unit of each parameter, by the same sources, and its first element there.
         shard_numel: Elements of one rank's shard, by old unit.
 
     Raises:
         KeyError: A parameter is in no old unit.
     """
-    for piece in pieces(start, stop, new):
-        unit, offset = old[piece.source]
-        numel = shard_numel[unit]
-        at, end = offset + piece.start, offset + piece.stop
-        while at < end:
-            rank, first = divmod(at, numel)
-            last = min(numel, first + end - at)
-            yield ShardPiece(unit, rank, first, last, piece.target + at - offset - piece.start)
-            at += last - first
+    for source, first, last in new:
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            continue
+        unit, offset = old[source]
+        shift, numel = offset - first, shard_numel[unit]
+        while low < high:
+            rank, begin = divmod(low + shift, numel)
+            end = min(numel, begin + high - low)
+            yield ShardPiece(unit, rank, begin, end, low - start)
+            low += end - begin
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> Iterator[Box]:
@@ -121,11 +98,10 @@ def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) 
 
 def overlap(one: Box, other: Box) -> Box | None:
     """Return what two boxes of one tensor have in common; None: nothing."""
-    offsets = [max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True)]
-    stops = [min(a, b) for a, b in zip(one.stops, other.stops, strict=True)]
-    if any(start >= stop for start, stop in zip(offsets, stops, strict=True)):
-        return None
-    return Box(tuple(offsets), tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    stops = map(min, one.stops, other.stops)
+    sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def flat_offset(offsets: Sequence[int], sizes: Sequence[int]) -> int:

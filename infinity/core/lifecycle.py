@@ -1,7 +1,6 @@
-"""States of units, of saved activations and of updates, and the edges between them.
+"""States of units, of saved activations and of updates, each described by the memory it costs; and the edges.
 
-One enum and one table for each, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
-nothing else remembers where the bytes are.
+Nothing else remembers where the bytes are.
 """
 
 from collections.abc import Mapping
@@ -31,10 +30,9 @@ class UnitState(Enum):
 
 S = UnitState
 
-#: Every edge that exists. With one rank and no accelerator the staging buffer is the full
-#: buffer, so FETCHING leads straight to GATHERED. Every state may fall back to where the
-#: unit lives (ON_NVME or ON_HOST): that is a release, or a copy that an update made stale. A unit that is
-#: nowhere else moves between the two with its home.
+#: With one rank and no accelerator the staging buffer is the full buffer, so FETCHING leads straight to
+#: GATHERED. Every state may fall back to where the unit lives (ON_NVME or ON_HOST): that is a release, or a
+#: copy that an update made stale. A unit that is nowhere else moves between the two with its home.
 ALLOWED: dict[UnitState, frozenset[UnitState]] = {
     S.ON_NVME: frozenset({S.FETCHING, S.ON_HOST}),
     S.FETCHING: frozenset({S.ON_HOST, S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
@@ -83,7 +81,7 @@ UPDATE_ALLOWED: dict[UpdateState, frozenset[UpdateState]] = {
     UpdateState.VALIDATED: frozenset(),
 }
 
-TABLES: Mapping[type, Mapping[Any, frozenset[Any]]] = {
+_TABLES: dict[type, Mapping[Any, frozenset[Any]]] = {
     UnitState: ALLOWED,
     SlotState: SLOT_ALLOWED,
     UpdateState: UPDATE_ALLOWED,
@@ -104,7 +102,7 @@ class Lifecycle(Generic[State]):
         Raises:
             StateError: There is no such edge; names what moves, the states and what was allowed.
         """
-        allowed = TABLES[type(state)][self.state]
+        allowed = _TABLES[type(state)][self.state]
         if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")

@@ -18,25 +18,21 @@ def parse_nbytes(text: str | int) -> int:
     Raises:
         ValueError: Not a size, or an unknown unit.
     """
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise ValueError(f"{text!r} is not a size; write 8GiB, 512MiB or a number of bytes")
-    match = _PATTERN.fullmatch(str(text))
-    if not match or match[2].upper() not in _UNITS:
+    valid = isinstance(text, str | int) and not isinstance(text, bool)
+    match = _PATTERN.fullmatch(str(text)) if valid else None
+    if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write 8GiB, 512MiB or a number of bytes")
     return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_nbytes(nbytes: float) -> str:
     """Return ``nbytes`` as text, in binary units with three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(nbytes) < 1023.5:
-            return f"{_digits(nbytes) if unit != 'B' else f'{nbytes:.0f}'} {unit}"
-        nbytes /= 1024
-    return f"{_digits(nbytes)} TiB"
-
-
-def _digits(number: float) -> str:
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+            break
+        nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.3g} {unit}" if unit != "B" and abs(nbytes) < 999.5 else f"{nbytes:.0f} {unit}"
 
 
 #: Extents, their offsets and their sizes are multiples of this: what O_DIRECT wants of

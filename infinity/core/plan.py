@@ -8,12 +8,13 @@ before, between and after the calls. A storage that autograd saves gets a key, i
 there, which is the same in every micro-batch: a plan names it by that key.
 """
 
+import functools
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from infinity.core.errors import RecipeError
 from infinity.core.files import read_file, write_file
@@ -51,84 +52,49 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """The lifetime of one storage if everything is kept.
-
-    Attributes:
-        name: The name in error messages.
-        nbytes: Size.
-        kind: Content.
-        born: The operator that makes it; 0 if it was there before the step.
-        dies: The last operator during which it is in memory.
-    """
+    """The lifetime of one storage if everything is kept."""
 
     name: str
     nbytes: int
     kind: Kind
-    born: int
-    dies: int
+    born: int  # the operator that makes it; 0 if it was there before the step
+    dies: int  # the last operator during which it is in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of the step, in the order of execution.
-
-    Attributes:
-        name: The name that torch has for it.
-        time_s: Time of its computation (s).
-        inputs: Storages that it reads.
-        outputs: Storages that it writes.
-        phase: The part of the step in which it runs.
-        region: See [Note: regions]; in backward and update -1.
-    """
+    """One operator of the step, in the order of execution."""
 
     name: str
     time_s: float
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # storages
     outputs: tuple[int, ...]
     phase: Phase
-    region: int
+    region: int  # in backward and update -1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """A storage that autograd saves, and when backward uses it; in the order of packing.
-
-    Attributes:
-        key: The name of the slot in a plan.
-        storage: Index of the storage.
-        nbytes: Size.
-        packed_at: The last operator before it may be stored.
-        unpacked_at: The first operator of backward that needs it.
-        released_at: The last one.
-        held: Other code holds the storage until backward: storing it frees nothing.
-    """
+    """A storage that autograd saves, and when backward uses it; in the order of packing."""
 
     key: SlotKey
     storage: int
     nbytes: int
-    packed_at: int
-    unpacked_at: int
-    released_at: int
-    held: bool
+    packed_at: int  # the last operator before it may be stored
+    unpacked_at: int  # the first operator of backward that needs it
+    released_at: int  # the last one
+    held: bool  # other code holds the storage until backward: storing it frees nothing
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """One call of a block, which may be recomputed.
-
-    Attributes:
-        name: The module's name.
-        region: The region of its forward.
-        forward: First operator of its forward, and the first after it.
-        backward: First operator of its backward, and the first after it.
-        inputs: Storages that its forward reads from outside, without parameters, in order.
-    """
+    """One call of a block, which may be recomputed."""
 
     name: str
     region: int
-    forward: tuple[int, int]
+    forward: tuple[int, int]  # its first operator, and the first after it
     backward: tuple[int, int]
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # storages that forward reads from outside, without parameters, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +108,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The measured operators and storages of one micro-batch with its update.
+    """The measured operators and storages of one micro-batch with its update."""
 
-    Attributes:
-        step_s: Time of the step when everything is kept (s); at least the sum of its operators.
-        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
-    """
-
-    step_s: float
+    step_s: float  # when everything is kept; at least the sum of the operators
     operators: tuple[Operator, ...]
     storages: tuple[StorageUse, ...]
     slots: tuple[SlotUse, ...]
     blocks: tuple[BlockCall, ...]
-    traffic: tuple[Traffic, ...] = field(default=())
-    padding_nbytes: int = 0
+    traffic: tuple[Traffic, ...] = ()
+    padding_nbytes: int = 0  # what a storage takes beyond its size once it has been loaded
 
     def at_pace(self, step_s: float) -> "Profile":
         """Scale the step to ``step_s``; operators that would take longer shrink in proportion."""
@@ -177,8 +138,8 @@ class Profile:
         """
         try:
             given = json.loads(read_file(path, MOST_NBYTES))
-            version = given["version"]
-            found = cls._of(given) if version == _VERSION else None
+            version = given.pop("version")
+            found: Profile | None = _built(cls, given) if version == _VERSION else None
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -190,21 +151,21 @@ class Profile:
             )
         return found
 
-    @classmethod
-    def _of(cls, given: dict[str, Any]) -> "Profile":
-        return cls(
-            float(given["step_s"]),
-            tuple(Operator(**_tuples(o) | {"phase": Phase(o["phase"])}) for o in given["operators"]),
-            tuple(StorageUse(**s | {"kind": Kind(s["kind"])}) for s in given["storages"]),
-            tuple(SlotUse(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
-            tuple(BlockCall(**_tuples(b)) for b in given["blocks"]),
-            tuple(Traffic(**t) for t in given["traffic"]),
-            int(given["padding_nbytes"]),
-        )
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
-def _tuples(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+def _built(wanted: Any, given: Any) -> Any:
+    """Return what JSON has as ``given`` in the type ``wanted``; a union is one with None."""
+    kinds, is_record = get_args(wanted), is_dataclass(wanted)
+    if get_origin(wanted) is tuple:
+        return tuple(_built(kinds[0], each) for each in given)
+    if kinds:
+        return None if given is None else _built(kinds[0], given)
+    if is_record:
+        hints = _hints(wanted)
+        return wanted(**{name: _built(hints[name], value) for name, value in given.items()})
+    return wanted(*given) if wanted is SlotKey else wanted(given)
 
 
 class Place(StrEnum):
@@ -225,38 +186,25 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class StoreWait:
-    """Wait until ``slot`` and all that were packed before it have been stored, or need not be any more.
+    """Wait until ``slot`` and all that were packed before it have been stored, or need not be any more."""
 
-    Attributes:
-        at: The wait is when this slot is packed; with ``backward``, when backward first asks for it.
-    """
-
-    at: SlotKey
-    backward: bool
+    at: SlotKey  # the wait is when this slot is packed,
+    backward: bool  # or when backward first asks for it
     slot: SlotKey
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The channels of one rank, as measured.
+    """The channels of one rank, as measured."""
 
-    Attributes:
-        read_bytes_per_s: NVMe to memory, alone.
-        write_bytes_per_s: Memory to NVMe, alone.
-        mixed_bytes_per_s: Bytes per second of reads and writes together, when both are busy.
-        host_bytes_per_s: Device to host memory and back, each way.
-        latency_s: Time from submitting a transfer to its first byte (s).
-        host_nbytes: Host memory that activations may take.
-        compute_s_per_byte: Delay of compute for each byte that moves beside it (s); on a machine without an
-            accelerator I/O takes its share of the cores.
-    """
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    mixed_bytes_per_s: float
-    host_bytes_per_s: float
-    latency_s: float = 0.0
-    host_nbytes: int = 0
+    read_bytes_per_s: float  # NVMe to memory, alone
+    write_bytes_per_s: float  # memory to NVMe, alone
+    mixed_bytes_per_s: float  # reads and writes together, when both are busy
+    host_bytes_per_s: float  # device to host memory and back, each way
+    latency_s: float = 0.0  # from submitting a transfer to its first byte
+    host_nbytes: int = 0  # host memory that activations may take
+    #: Delay of compute for each byte that moves beside it: without an accelerator I/O takes its share of the
+    #: cores.
     compute_s_per_byte: float = 0.0
 
 
@@ -267,8 +215,7 @@ class ActivationPlan:
     Attributes:
         policy: Name of the policy that made it: keep, offload, recompute, adaptive or plan.
         places: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its
-            inputs, numbered in the order of :attr:`infinity.core.plan.BlockCall.inputs`, without those
-            that an earlier region packed.
+            inputs, numbered as in ``BlockCall.inputs``, without those that an earlier region packed.
         loads: The loads of slots, in the order in which backward needs them.
         recomputed: Regions of blocks that run their forward again in backward.
         capacity_nbytes: The budget that it keeps, of device memory that the step allocates itself, without
@@ -301,41 +248,19 @@ class ActivationPlan:
     def from_json(cls, text: str) -> "ActivationPlan":
         """Read what :meth:`to_json` wrote."""
         given = json.loads(text)
-        return cls(
-            given["policy"],
-            {SlotKey(region, ordinal): Place(place) for region, ordinal, place in given["places"]},
-            tuple(
-                Load(None if load["after"] is None else SlotKey(*load["after"]), SlotKey(*load["slot"]))
-                for load in given["loads"]
-            ),
-            frozenset(given["recomputed"]),
-            given["capacity_nbytes"],
-            given["backlog_nbytes"],
-            tuple(
-                StoreWait(SlotKey(*wait["at"]), wait["backward"], SlotKey(*wait["slot"]))
-                for wait in given["waits"]
-            ),
-        )
+        places = {SlotKey(region, ordinal): Place(place) for region, ordinal, place in given["places"]}
+        built = {name: _built(_hints(cls)[name], given[name]) for name in ("loads", "waits")}
+        return cls(**given | built | {"places": places, "recomputed": frozenset(given["recomputed"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Cost of a plan, predicted or measured, for one micro-batch with its update.
-
-    Attributes:
-        step_s: Time of the step (s).
-        stall_s: Part of it that waits for transfers (s).
-        recompute_s: Part of it that recomputes (s).
-        peak_nbytes: The most that the step's own storages take of device memory at one time.
-        host_peak_nbytes: The most that stored slots take of host memory.
-        nbytes_stored: Activations written to NVMe.
-        nbytes_loaded: Activations read from NVMe.
-    """
+    """Cost of a plan, predicted or measured, for one micro-batch with its update."""
 
     step_s: float
-    stall_s: float
-    recompute_s: float
-    peak_nbytes: int
-    host_peak_nbytes: int
-    nbytes_stored: int
-    nbytes_loaded: int
+    stall_s: float  # the part of it that waits for transfers
+    recompute_s: float  # the part of it that recomputes
+    peak_nbytes: int  # the most that the step's own storages take of device memory at one time
+    host_peak_nbytes: int  # the most that stored slots take of host memory
+    nbytes_stored: int  # activations written to NVMe
+    nbytes_loaded: int  # activations read from NVMe

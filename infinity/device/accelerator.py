@@ -1,7 +1,7 @@
 """The accelerator of a rank: streams, memory, generators. The only module that tells one kind from another.
 
-Everything else computes on a ``torch.device``. By torch's generic interface CUDA, ROCm, XPU and other back
-ends take the same path; where there is no such interface, the device's own module has the function.
+By torch's generic interface CUDA, ROCm, XPU and other back ends take the same path; where there is no such
+interface, the device's own module has the function.
 
 [Note: the stream of a thread]
 Kernels and copies go to the stream that is current on the calling thread, and wait for nothing on other
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,13 +47,12 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.Stream(device)
 
 
-def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which the calling thread works on ``stream``; None: where it works already."""
-    return nullcontext() if stream is None else _working_on(stream)
-
-
 @contextmanager
-def _working_on(stream: torch.Stream) -> Iterator[None]:
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Context in which the calling thread works on ``stream``; None: where it works already."""
+    if stream is None:
+        yield
+        return
     # Not ``with stream``: that keeps the stream from before in ``stream``, which threads may share.
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -122,9 +121,7 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
 
 def cached_nbytes(device: torch.device) -> int:
     """Return what torch's allocator keeps of an accelerator's memory and nothing uses (bytes)."""
-    module = _module(device)
-    if not hasattr(module, "memory_reserved"):
-        module = torch.accelerator
+    module = _module(device) if hasattr(_module(device), "memory_reserved") else torch.accelerator
     return int(module.memory_reserved(device) - module.memory_allocated(device))
 
 
@@ -177,7 +174,9 @@ def page_lock(address: int, nbytes: int, device: torch.device) -> int:
             register = getattr(_module(device), "host_register", None)
             code = 0 if register is None else int(register(address, nbytes) or 0)  # else copies are slower
         if code != 0:
-            _forget_error(device)
+            # CUDA returns the code of a call that failed once more, from whichever launch is looked at next.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
     return code
 
 
@@ -196,12 +195,6 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(device.index)
     torch.accelerator.set_device_index(device)
     return nullcontext()
-
-
-def _forget_error(device: torch.device) -> None:
-    # CUDA returns the code of a call that failed once more, from whichever launch is looked at next.
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device)
 
 
 def _module(device: torch.device) -> Any:
@@ -243,11 +236,7 @@ def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
     """Replace this process, which has only begun, by the same one that reuses what torch frees.
 
     Returns if nothing would change; if there is an accelerator; or if the interpreter was not started as
-    ``program`` with ``arguments``, so that it is unknown how to start it again.
-
-    Args:
-        program: ``sys.argv[0]``.
-        arguments: ``sys.argv[1:]``.
+    ``program`` with ``arguments`` (``sys.argv``), so that it is unknown how to start it again.
     """
     wanted, started = tunables(os.environ), sys.orig_argv
     is_ours = Path(program).name in ("infinity", "__main__.py") and started[-len(arguments) :] == [*arguments]
@@ -268,11 +257,11 @@ def glibc_version() -> tuple[int, ...] | None:
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all random generators that a model may use: tensors, numbers and text."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
+        "numpy": [str(kind), keys.tolist(), *rest],
     }
     if device.type != "cpu":
         states["device"] = _module(device).get_rng_state(device)

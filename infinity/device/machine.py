@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -33,7 +34,7 @@ _FAST = 0.7
 _HOPELESS = 0.25
 #: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
 CPU_SIZES, ACCELERATOR_SIZES = (128, 256), (512, 2048)
-_TRIES = 3
+_TRIES = 4
 
 _ROOT = Path("/")
 #: By version of control groups: files with limits, the file with the use, and idle page cache's name.
@@ -44,32 +45,23 @@ _MEMORY_FILES = {
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
-# --- memory, cores, pages --------------------------------------------------------------------
+# --- memory, cores, pages; ``root`` is the directory of /proc and /sys -----------------------
 
 
 def free_host_nbytes(root: Path = _ROOT) -> int:
-    """Host memory that is free for one rank of this machine, or of this container (bytes).
-
-    Args:
-        root: The directory of ``/proc`` and ``/sys``.
-    """
-    free = [_available_nbytes(root)]
+    """Host memory that is free for one rank of this machine, or of this container (bytes)."""
+    available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
+    free = [available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for version, group, limit_nbytes in _memory_limits(root):
         _, used, idle_cache = _MEMORY_FILES[version]
-        used_nbytes = _read_number(group / used)
-        if used_nbytes is not None:
+        if (used_nbytes := _read(group / used)).isdigit():
             # The kernel drops idle page cache before it holds a group to its limit.
-            cached_nbytes = _read_field(group / "memory.stat", idle_cache)
-            free.append(limit_nbytes - used_nbytes + cached_nbytes)
+            free.append(limit_nbytes - int(used_nbytes) + _read_field(group / "memory.stat", idle_cache))
     return max(0, min(free)) // local_ranks()
 
 
 def total_host_nbytes(root: Path = _ROOT) -> int:
-    """Host memory of this machine, or of this container, for all of its ranks (bytes).
-
-    Args:
-        root: The directory of ``/proc`` and ``/sys``.
-    """
+    """Host memory of this machine, or of this container, for all of its ranks (bytes)."""
     installed = _read_field(root / "proc/meminfo", "MemTotal:") * 1024
     installed = installed or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit_nbytes for _, _, limit_nbytes in _memory_limits(root))])
@@ -81,11 +73,7 @@ def local_ranks() -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may run on, or fewer where its container's quota is worth fewer.
-
-    Args:
-        root: The directory of ``/proc`` and ``/sys``.
-    """
+    """Cores that this process may run on, or fewer where its container's quota is worth fewer."""
     cores = len(os.sched_getaffinity(0))
     for version, group in _control_groups(root, "cpu"):
         if version == 2:
@@ -98,76 +86,45 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def missing_huge_pages(root: Path = _ROOT) -> str:
-    """Why this machine has no transparent huge pages, one line for people; empty: it has.
-
-    Args:
-        root: The directory of ``/sys``.
-    """
+    """Why this machine has no transparent huge pages, one line for people; empty: it has."""
     if "[never]" in _read(root / _HUGE_PAGES):
         why = f"/{_HUGE_PAGES} is never"
-    elif not _advises_huge_pages():
-        why = "the kernel refuses MADV_HUGEPAGE"
     else:
-        return ""
+        with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            try:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+                return ""
+            except (OSError, AttributeError):  # a kernel, or a C library, that does not know them
+                why = "the kernel refuses MADV_HUGEPAGE"
     return f"no huge pages ({why}): ordinary ones are used, and bytes to and from the disk cost more CPU time"
-
-
-def _advises_huge_pages() -> bool:
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, AttributeError):  # a kernel, or a C library, that does not know them
-            return False
-    return True
-
-
-def _available_nbytes(root: Path) -> int:
-    available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
-    return available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path, int]]:
     """Version and directory of every control group that limits the memory of this process, with the limit."""
     for version, group in _control_groups(root, "memory"):
-        for limit in _MEMORY_FILES[version][0]:
-            limit_nbytes = _read_number(group / limit)
-            if limit_nbytes is not None:
-                yield version, group, limit_nbytes
+        for name in _MEMORY_FILES[version][0]:
+            if (limit_nbytes := _read(group / name)).isdigit():  # else "max"
+                yield version, group, int(limit_nbytes)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """Version and directory of every control group that limits this process, those above its own included."""
-    mounts = list(_control_group_mounts(root, controller))
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version = 1 if controllers else 2
-        if version == 2 or controller in controllers.split(","):
-            for mount_version, mounted, point in mounts:
-                if mount_version == version:
-                    top = root / point.lstrip("/")
-                    group = top / _inside(PurePosixPath(path), mounted)
-                    chain = (each for each in (group, *group.parents) if each.is_relative_to(top))
-                    yield from ((version, each) for each in chain)
-
-
-def _inside(path: PurePosixPath, mounted: str) -> PurePosixPath:
-    """Return where group ``path`` is below a mount point that shows the part ``mounted`` of the hierarchy.
-
-    A container may see its own group at the mount point, whatever the path says.
-    """
-    if ".." in path.parts or not path.is_relative_to(mounted):
-        return PurePosixPath()
-    return path.relative_to(mounted)
-
-
-def _control_group_mounts(root: Path, controller: str) -> Iterator[tuple[int, str, str]]:
-    """Version, part of the hierarchy and mount point of each hierarchy that may have ``controller``."""
+    own = [line.split(":", 2)[1:] for line in _read(root / "proc/self/cgroup").splitlines()]
     for line in _read(root / "proc/self/mountinfo").splitlines():
         mount, _, file_system = line.partition(" - ")
         kind, _, options = file_system.split(" ", 2)
-        if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
-            mounted, point = mount.split(" ")[3:5]
-            yield 2 if kind == "cgroup2" else 1, mounted, point
+        if kind != "cgroup2" and not (kind == "cgroup" and controller in options.split(",")):
+            continue
+        mounted, point = mount.split(" ")[3:5]
+        top = root / point.lstrip("/")
+        for controllers, name in own:
+            if (not controllers) if kind == "cgroup2" else (controller in controllers.split(",")):
+                path = PurePosixPath(name)
+                # A container may see its own group at the mount point, whatever the path says.
+                shown = path.is_relative_to(mounted) and ".." not in path.parts
+                group = top / path.relative_to(mounted) if shown else top
+                chain = (each for each in (group, *group.parents) if each.is_relative_to(top))
+                yield from ((2 if kind == "cgroup2" else 1, each) for each in chain)
 
 
 def _read(path: Path) -> str:
@@ -176,12 +133,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _read_number(path: Path) -> int | None:
-    """The file's number; None where it has none, as where it says ``max``."""
-    text = _read(path)
-    return int(text) if text.isdigit() else None
 
 
 def _read_field(path: Path, name: str) -> int:
@@ -195,15 +146,9 @@ def _read_field(path: Path, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DtypeSpeed:
-    """The speed at which one thread of the CPU, or the accelerator, multiplies matrices.
+    """The speed at which one thread of the CPU, or the accelerator, multiplies matrices."""
 
-    Attributes:
-        name: A dtype of 16 bits: bf16 or fp16.
-        flops_per_s: Floating-point operations per second in that dtype.
-        fp32_flops_per_s: The same in fp32.
-    """
-
-    name: Dtype
+    name: Dtype  # of 16 bits: bf16 or fp16
     flops_per_s: float
     fp32_flops_per_s: float
     on_cpu: bool = True
@@ -215,7 +160,8 @@ class DtypeSpeed:
 
     def __str__(self) -> str:
         who = "this CPU" if self.on_cpu else "this accelerator"
-        own, fp32 = (_gflops(flops_per_s) for flops_per_s in (self.flops_per_s, self.fp32_flops_per_s))
+        speeds = self.flops_per_s / 1e9, self.fp32_flops_per_s / 1e9
+        own, fp32 = (f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}" for gflops in speeds)
         return f"{who} multiplies {self.name} at {own} GFLOP/s and fp32 at {fp32}"
 
 
@@ -246,37 +192,23 @@ def choose_dtype(
 
 @functools.cache
 def measure_dtype(name: Dtype, device: torch.device) -> DtypeSpeed:
-    """Multiply matrices in a dtype and in fp32; takes some milliseconds, once in a process.
+    """Multiply matrices in a dtype and in fp32, in turns; takes some milliseconds, once in a process.
 
     One thread multiplies: several would wait for each other where other ranks use the same cores.
     """
-    threads = torch.get_num_threads()
+    threads, on_cpu = torch.get_num_threads(), device.type == "cpu"
     torch.set_num_threads(1)
     try:
-        return compare_dtype(name, device, multiply_s)
+        for size in CPU_SIZES if on_cpu else ACCELERATOR_SIZES:
+            taken_s = [
+                [multiply_s(DTYPES[each], size, device) for each in ("fp32", name)] for _ in range(_TRIES)
+            ]
+            fp32_s, own_s = map(min, zip(*taken_s[1:], strict=True))  # the first makes kernels ready
+            speed = DtypeSpeed(name, 2 * size**3 / own_s, 2 * size**3 / fp32_s, on_cpu)
+            if speed.ratio < _HOPELESS:
+                break
     finally:
         torch.set_num_threads(threads)
-
-
-def compare_dtype(
-    name: Dtype, device: torch.device, multiply_s: Callable[[torch.dtype, int, torch.device], float]
-) -> DtypeSpeed:
-    """The speed of a dtype beside fp32's, each the best of a few products, in turns.
-
-    Args:
-        multiply_s: Seconds of one product: dtype, size and device.
-    """
-    on_cpu = device.type == "cpu"
-    for size in CPU_SIZES if on_cpu else ACCELERATOR_SIZES:
-        best_s: dict[Dtype, float] = {"fp32": math.inf, name: math.inf}
-        for attempt in range(_TRIES + 1):
-            for each in best_s:
-                taken_s = multiply_s(DTYPES[each], size, device)
-                if attempt:  # the first makes kernels ready
-                    best_s[each] = min(best_s[each], taken_s)
-        speed = DtypeSpeed(name, 2 * size**3 / best_s[name], 2 * size**3 / best_s["fp32"], on_cpu)
-        if speed.ratio < _HOPELESS:
-            break
     return speed
 
 
@@ -289,11 +221,6 @@ def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     torch.mm(matrix, matrix)
     synchronize(device)
     return time.perf_counter() - began_s
-
-
-def _gflops(flops_per_s: float) -> str:
-    gflops = flops_per_s / 1e9
-    return f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}"
 
 
 # --- threads ---------------------------------------------------------------------------------
@@ -349,7 +276,6 @@ def in_slices(
     Args:
         run: Releases the interpreter lock; called at least once, with an empty slice if ``numel`` is 0.
         numel: Elements, or rows of them.
-        threads: The most slices that run at one time.
         least: No slice but the last is smaller.
     """
     size = max(least, -(-numel // threads))
@@ -368,23 +294,23 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
 
     Who needs such a function earlier waits for numba's lock. What ``run`` raises, they raise, too.
     """
+
+    def quietly() -> None:
+        with suppress(
+            Exception
+        ):  # the same error meets who needs the function, on a thread that can tell of it
+            run()
+
     with _lock:
         if key not in _compiling:
             # not a daemon: an interpreter that ends while LLVM compiles may crash
-            _compiling[key] = threading.Thread(target=_quietly, args=(run,), name="infinity-compile")
+            _compiling[key] = threading.Thread(target=quietly, name="infinity-compile")
             _compiling[key].start()
 
 
 def compiling() -> bool:
     """Whether jitted functions may not be there yet: who has another form of one need not wait for it."""
     return any(thread.is_alive() for thread in list(_compiling.values()))
-
-
-def _quietly(run: Callable[[], object]) -> None:
-    try:
-        run()
-    except Exception:  # the same error meets who needs the function, on a thread that can tell of it
-        return
 
 
 def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[object]":

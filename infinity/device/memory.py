@@ -1,20 +1,20 @@
 """Bounded pools of host and device memory, counted to the byte.
 
-A buffer is as large as was asked, in whole pages. One that is given back is kept for the next lease of
-the same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed. So leased
-and kept bytes together never exceed the capacity.
+A buffer is as large as was asked, in whole pages. One that is given back is kept for the next lease of the
+same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed. So leased and kept
+bytes together never exceed the capacity.
 
 [Note: why a mapping of our own]
-The kernel pins a buffer's pages for every direct request: 2 MiB pages make that one step in place of
-512. Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the
-system at once, which an allocator does when it pleases, and is exactly as large as was asked.
+The kernel pins a buffer's pages for every direct request: 2 MiB pages make that one step in place of 512.
+Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the system at once,
+which an allocator does when it pleases, and is exactly as large as was asked.
 
 [Note: order lives in the lease]
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
-with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread,
-for host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a
-buffer that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so
-by itself. There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it
+with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
+host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a buffer
+that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so by
+itself. There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it
 wait for what it records.
 
 A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
@@ -24,15 +24,14 @@ its copies have ended: what is lent can be read into and written at once.
 torch's allocator gives memory to the stream that was current when it was asked, and takes it back in that
 stream's order. A pool asks on a stream of its own, on which nothing else runs: its memory does not mix with
 that of activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited
-for there. It is not one arena: leases of many sizes come and go, and one that fits by bytes would find no gap
-that is large enough. Nor is page-locked memory, for the same reason. Both are kept for the next lease of
-their size, and made and locked outside of the pool's lock.
+for there. It is not one arena, and nor is page-locked memory: leases of many sizes come and go, and one that
+fits by bytes would find no gap that is large enough. Both are made and locked outside of the pool's lock.
 
 [Note: forked children]
 A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would,
 page by page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
-The addresses stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap
-what the child has put there since.
+The addresses stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what
+the child has put there since.
 """
 
 import ctypes
@@ -41,9 +40,10 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from contextlib import suppress
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,31 +66,6 @@ _MADV_WIPEONFORK = 18
 _SLICE_S = 0.5
 
 
-class Buffer(Protocol):
-    """Memory of one buffer; ``tensor`` is uint8 and spans all of it.
-
-    Attributes:
-        device: The device of the streams that use it.
-        events: Events that the next user waits for.
-    """
-
-    nbytes: int
-    tensor: Tensor
-    device: torch.device
-    events: list[torch.Event]
-
-    @property
-    def memory(self) -> memoryview: ...
-
-    def wait(self) -> None:
-        """Let the next user wait for what is in flight: see [Note: order lives in the lease]."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back; it must not be used any more."""
-        ...
-
-
 class HostBuffer:
     """A private anonymous mapping, on huge pages where it is that large.
 
@@ -101,7 +76,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
-        self.events: list[torch.Event] = []
+        self.events: list[torch.Event] = []  # which the next user waits for
         self._unlock: weakref.finalize[..., object] | None = None
         huge = nbytes >= HUGE_NBYTES
         # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
@@ -114,22 +89,13 @@ class HostBuffer:
             self._map.madvise(mmap.MADV_DONTFORK)
         start = 0
         if huge:
-            self._advise_huge()
+            with suppress(OSError, AttributeError):  # a kernel without them: slower, and right
+                self._map.madvise(mmap.MADV_HUGEPAGE)
             start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % HUGE_NBYTES
-        self._memory = memoryview(self._map)[start : start + nbytes]
+        self.memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
         if self.device.type != "cpu":
             self.lock()
-
-    @property
-    def memory(self) -> memoryview:
-        return self._memory
-
-    def _advise_huge(self) -> None:
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, AttributeError):  # a kernel without them: slower, and right
-            return
 
     def lock(self) -> None:
         """Page-lock the memory.
@@ -150,17 +116,21 @@ class HostBuffer:
         self._unlock.atexit = False
 
     def wait(self) -> None:
+        """Wait for the copies in flight."""
         for event in self.events:
             if not event.query():
                 event.synchronize()
         self.events.clear()
 
     def close(self) -> None:
+        """Give the pages back now.
+
+        The addresses go with the last view of them, so that a view that outlives its lease reads zeros and
+        never another buffer's memory.
+        """
         self.wait()
         if self._unlock is not None:
             self._unlock()
-        # The pages go now; the addresses go with the last view of them, so that a view that
-        # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -193,6 +163,7 @@ class DeviceBuffer:
         raise StateError(f"a buffer on {self.tensor.device} has no host memory; use its tensor")
 
     def wait(self) -> None:
+        """Let the stream of the calling thread wait for what is in flight."""
         events, self.events = self.events, []
         for event in events:
             wait_on_stream(event, self.device)
@@ -204,20 +175,19 @@ class DeviceBuffer:
         self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
-class Lease:
-    """Holding one buffer of a pool. A context manager; ``release`` may be called twice."""
+#: Memory of one buffer; ``tensor`` is uint8 and spans all of it.
+Buffer = HostBuffer | DeviceBuffer
 
-    __slots__ = ("_deferred", "_nbytes", "_pool", "_released", "lent", "who")
+
+class Lease:
+    """Holding ``nbytes`` of one buffer of a pool. A context manager; ``release`` may be called twice."""
+
+    __slots__ = ("_deferred", "_pool", "_released", "lent", "nbytes", "who")
 
     def __init__(self, pool: "Pool", buffer: Buffer, nbytes: int, who: str) -> None:
-        self._pool, self._nbytes, self.who = pool, nbytes, who
+        self._pool, self.nbytes, self.who = pool, nbytes, who
         self.lent: Buffer | None = buffer  # None: released
         self._deferred = self._released = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were asked for."""
-        return self._nbytes
 
     @property
     def tensor(self) -> Tensor:
@@ -229,7 +199,7 @@ class Lease:
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
-        return buffer.tensor[: self._nbytes]
+        return buffer.tensor[: self.nbytes]
 
     @property
     def memory(self) -> memoryview:
@@ -241,7 +211,7 @@ class Lease:
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
-        return buffer.memory[: self._nbytes]
+        return buffer.memory[: self.nbytes]
 
     def record_use(self) -> None:
         """Let the next use wait for what the calling thread has given its stream until now."""
@@ -259,7 +229,7 @@ class Lease:
         """
         buffer = self.lent
         if buffer is None:
-            raise StateError(f"{self.who}: its lease of {format_nbytes(self._nbytes)} was released")
+            raise StateError(f"{self.who}: its lease of {format_nbytes(self.nbytes)} was released")
         return buffer
 
     def release(self) -> None:
@@ -281,33 +251,6 @@ class Lease:
         self.release()
 
 
-class _Leased:
-    """Counts the bytes that are leased, by holder.
-
-    Attributes:
-        nbytes: Bytes of all holders.
-        peak_nbytes: The most of them at one time.
-        by_holder: Without those that hold nothing.
-        given_back: The number of leases that were given back.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = self.peak_nbytes = self.given_back = 0
-        self.by_holder: dict[str, int] = {}
-
-    def add(self, nbytes: int, who: str) -> None:
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        self.by_holder[who] = self.by_holder.get(who, 0) + nbytes
-
-    def give_back(self, nbytes: int, who: str) -> None:
-        self.nbytes -= nbytes
-        self.by_holder[who] -= nbytes
-        if not self.by_holder[who]:
-            del self.by_holder[who]
-        self.given_back += 1
-
-
 class Pool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
@@ -320,14 +263,15 @@ class Pool:
     #: Whether a buffer that is in use by a stream can be lent again.
     _lends_at_once = False
 
-    def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float = 30.0) -> None:
+    def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float) -> None:
         self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
         self.changed = threading.Condition()  # guards what follows
-        self._leased, self._kept_nbytes = _Leased(), 0
-        # A buffer is lent, then, while copies of it are in flight, ending (with its holder), then kept.
-        self._lent: set[Buffer] = set()
+        # A buffer is lent, then, while copies of it are in flight, ending, then kept.
+        self._lent: dict[Buffer, str] = {}  # each with its holder
         self._ending: deque[tuple[Buffer, str]] = deque()
         self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
+        self._leased_nbytes = self.peak_nbytes = 0  # lent, ending, or being made
+        self._given_back = 0  # leases
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -340,23 +284,21 @@ class Pool:
         """Bytes that are leased now, in whole pages; also those that copies still use."""
         with self.changed:
             self._collect_ended()
-            return self._leased.nbytes
+            return self._leased_nbytes
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes of buffers that wait for their next lease."""
-        return self._kept_nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that was leased at one time (bytes)."""
-        return self._leased.peak_nbytes
+        return sum(buffer.nbytes for buffer in list(self._kept))
 
     @property
     def held(self) -> dict[str, int]:
         """Bytes that are leased, by holder."""
+        found = Counter[str]()
         with self.changed:
-            return dict(self._leased.by_holder)
+            for buffer, who in (*self._lent.items(), *self._ending):
+                found[who] += buffer.nbytes
+        return dict(found)
 
     def lease(self, nbytes: int, *, who: str) -> Lease:
         """Hold a buffer of ``nbytes``; block until it fits.
@@ -376,13 +318,13 @@ class Pool:
                 f"{self.key} gives this pool {self.capacity_nbytes} bytes. "
                 f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
             )
-        left_s, given_back = self.patience_s, self._leased.given_back
+        left_s, given_back = self.patience_s, self._given_back
         while (lease := self.try_lease(nbytes, who=who)) is None:
             with self.changed:
                 if self._failure is not None:
                     raise copied(self._failure)
-                if given_back != self._leased.given_back:
-                    left_s, given_back = self.patience_s, self._leased.given_back
+                if given_back != self._given_back:
+                    left_s, given_back = self.patience_s, self._given_back
                 if left_s <= 0:
                     raise BudgetError(self._exhausted(size, who))
                 ending = tuple(self._ending[0][0].events) if self._ending else ()
@@ -395,6 +337,16 @@ class Pool:
                 event.synchronize()  # it comes by itself
         return lease
 
+    def _exhausted(self, size: int, who: str) -> str:
+        holders = sorted(self.held.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name}: {format_nbytes(nbytes)}" for name, nbytes in holders[:8])
+        more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
+        return (
+            f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
+            f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
+            f"({named}{more}); raise {self.key}"
+        )
+
     def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
         """The same without blocking: None when it does not fit now."""
         size = rounded(max(1, nbytes))
@@ -403,35 +355,34 @@ class Pool:
                 self._collect_ended()
             if not self._fits(size):
                 return None
-            buffer, unmapped = self._take_kept(size), list[Buffer]()
-            if buffer is None:
-                unmapped = self._unkeep(self._leased.nbytes + self._kept_nbytes + size - self.capacity_nbytes)
-            self._leased.add(size, who)
+            # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
+            # oldest: the streams that used it are the likeliest to be done.
+            kept = iter(self._kept) if self._lends_at_once else reversed(self._kept)
+            buffer = next((each for each in kept if each.nbytes == size), None)
+            self._leased_nbytes += size
+            self.peak_nbytes = max(self.peak_nbytes, self._leased_nbytes)
             if buffer is not None:
-                self._lent.add(buffer)
-        if buffer is None:
-            buffer = self._replace(unmapped, size, who)
-        return Lease(self, buffer, nbytes, who)
-
-    def _replace(self, unmapped: list[Buffer], size: int, who: str) -> Buffer:
-        """Give back kept buffers, then make one in their place; without the lock, since both take long."""
-        try:
-            for kept in unmapped:
-                kept.close()
-            buffer = self.make(size)
-        except BaseException:
+                del self._kept[buffer]
+                self._lent[buffer] = who
+            unmapped = self._unkeep() if buffer is None else []
+        if buffer is None:  # without the lock, since this takes long
+            try:
+                for each in unmapped:
+                    each.close()
+                buffer = self.make(size)
+            except BaseException:
+                with self.changed:
+                    self._count_back(size)
+                raise
             with self.changed:
-                self._count_back(size, who)
-            raise
-        with self.changed:
-            self._lent.add(buffer)
-        return buffer
+                self._lent[buffer] = who
+        return Lease(self, buffer, nbytes, who)
 
     def resize(self, capacity_nbytes: int) -> None:
         """Keep within another capacity; what is leased stays."""
         with self.changed:
             self.capacity_nbytes = capacity_nbytes
-            unmapped = self._unkeep(self._leased.nbytes + self._kept_nbytes - capacity_nbytes)
+            unmapped = self._unkeep()
             self.changed.notify_all()
         for buffer in unmapped:
             buffer.close()
@@ -446,9 +397,10 @@ class Pool:
         """Unmap what is not leased; what is leased goes as it is given back."""
         with self.changed:
             self._closed = True
-            for buffer, who in self._ending:
-                self._count_back(buffer.nbytes, who)
-            unmapped = [*self._unkeep(self._kept_nbytes), *(buffer for buffer, _ in self._ending)]
+            unmapped = [*self._kept, *(buffer for buffer, _ in self._ending)]
+            for buffer, _ in self._ending:
+                self._count_back(buffer.nbytes)
+            self._kept.clear()
             self._ending.clear()
             self.changed.notify_all()
         for buffer in unmapped:
@@ -460,29 +412,34 @@ class Pool:
             for buffer in self._lent:
                 buffer.close()
 
+    def take_back(self, lease: Lease) -> None:
+        with self.changed:
+            buffer, lease.lent = lease.lent, None
+            if buffer is None:
+                return
+            who, closed = self._lent.pop(buffer), self._closed
+            if closed or self._lends_at_once or not buffer.events:
+                self._count_back(buffer.nbytes)
+                if not closed:
+                    self._kept[buffer] = None
+            else:
+                self._ending.append((buffer, who))
+                self.changed.notify_all()
+        if closed:
+            buffer.close()
+
     # --- with the lock held ------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
         if self._closed:
             raise StateError(f"the pool of {self.key} is closed")
-        return self._leased.nbytes + size <= self.capacity_nbytes
+        return self._leased_nbytes + size <= self.capacity_nbytes
 
-    def _take_kept(self, size: int) -> Buffer | None:
-        # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
-        # oldest: the streams that used it are the likeliest to be done.
-        kept = iter(self._kept) if self._lends_at_once else reversed(self._kept)
-        buffer = next((each for each in kept if each.nbytes == size), None)
-        if buffer is not None:
-            del self._kept[buffer]
-            self._kept_nbytes -= size
-        return buffer
-
-    def _unkeep(self, nbytes: int) -> list[Buffer]:
-        """Take at least ``nbytes`` of kept buffers, which the caller closes."""
-        taken = []
+    def _unkeep(self) -> list[Buffer]:
+        """Take kept buffers, which the caller closes, until the rest fits."""
+        taken, nbytes = list[Buffer](), self._leased_nbytes + self.kept_nbytes - self.capacity_nbytes
         while nbytes > 0 and self._kept:
             buffer, _ = self._kept.popitem(last=False)
-            self._kept_nbytes -= buffer.nbytes
             nbytes -= buffer.nbytes
             taken.append(buffer)
         return taken
@@ -493,58 +450,19 @@ class Pool:
             buffer, who = self._ending.popleft()
             if all(event.query() for event in buffer.events):
                 buffer.events.clear()
-                self._keep(buffer, who)
+                self._count_back(buffer.nbytes)
+                self._kept[buffer] = None
             else:
                 self._ending.append((buffer, who))
 
-    def _keep(self, buffer: Buffer, who: str) -> None:
-        self._count_back(buffer.nbytes, who)
-        self._kept[buffer] = None
-        self._kept_nbytes += buffer.nbytes
-
-    def _count_back(self, nbytes: int, who: str) -> None:
-        self._leased.give_back(nbytes, who)
+    def _count_back(self, nbytes: int) -> None:
+        self._leased_nbytes -= nbytes
+        self._given_back += 1
         self.changed.notify_all()
-
-    def _exhausted(self, size: int, who: str) -> str:
-        holders = sorted(self._leased.by_holder.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name}: {format_nbytes(nbytes)}" for name, nbytes in holders[:8])
-        more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
-        return (
-            f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
-            f"{format_nbytes(self._leased.nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
-            f"({named}{more}); raise {self.key}"
-        )
-
-    # --- from a lease ------------------------------------------------------------------------
-
-    def take_back(self, lease: Lease) -> None:
-        with self.changed:
-            buffer, lease.lent = lease.lent, None
-            if buffer is None:
-                return
-            self._lent.discard(buffer)
-            is_over = self._closed
-            if is_over:
-                self._count_back(buffer.nbytes, lease.who)
-            elif self._lends_at_once or not buffer.events:
-                self._keep(buffer, lease.who)
-            else:
-                self._ending.append((buffer, lease.who))
-                self.changed.notify_all()
-        if is_over:
-            buffer.close()
 
 
 class HostPool(Pool):
-    """Page-aligned host memory: staging buffers, and states that stay resident.
-
-    Args:
-        capacity_nbytes: The capacity, as for :class:`Pool`.
-        key: The recipe's key, as for :class:`Pool`.
-        device: Page-lock the buffers for this accelerator.
-        patience_s: The patience, as for :class:`Pool` (s).
-    """
+    """Page-aligned host memory for staging and for states that stay resident; page-locked for ``device``."""
 
     def __init__(
         self,
@@ -566,15 +484,8 @@ class DevicePool(Pool):
 
     _lends_at_once = True
 
-    def __init__(
-        self,
-        capacity_nbytes: int,
-        device: torch.device,
-        *,
-        key: str = "memory.device",
-        patience_s: float = 30.0,
-    ) -> None:
-        super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
+    def __init__(self, capacity_nbytes: int, device: torch.device, *, patience_s: float = 30.0) -> None:
+        super().__init__(capacity_nbytes, key="memory.device", patience_s=patience_s)
         self._device, self._stream = device, new_stream(device)
 
     def make(self, nbytes: int) -> Buffer:

@@ -107,14 +107,14 @@ class FullValues:
                 executor.prefetcher.use(unit.index, ())
         try:
             assert unit.flat is not None
-            unit.check_all_attached()
+            unit.check_all()
             before = unit.shard_of(unit.flat).clone() if modify else None
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
             if before is not None:
                 self._store(unit, unit.flat, before)
-            unit.check_all_attached()
+            unit.check_all()
             stored = True
         finally:
             self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)

@@ -470,7 +470,7 @@ class Gradients:
             check_placeholder(segment)
         for unit in self.units:
             if unit.flat is not None:
-                unit.check_all_attached()
+                unit.check_all()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
         """Complete the gradients of these units, whatever has not fired."""

@@ -280,7 +280,7 @@ class Hooks:
         self._check_attached(unit, segment)
 
     def _check_attached(self, unit: Unit, segment: Segment) -> None:
-        unit.check_attached(segment)
+        unit.check_data(segment)
 
     def _touch(self, unit: Unit) -> None:
         self._close_ended()

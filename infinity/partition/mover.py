@@ -1,20 +1,19 @@
 """Moves the full values of units: fetch, upload, gather; release.
 
 [Note: where the shard lands]
-The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
-With one rank and no accelerator that is all: the staging buffer is the flat buffer. With several
-ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned
-host memory, piece by piece where it is large, and uploaded into the slice by a thread with a stream
-of its own, so that fetch, upload and gather of different units overlap each other and compute. It
-waits for the disk; the accelerator it tells what to wait for (see :mod:`infinity.device.memory`), so
-a unit counts as here when its copies are on the way. A shard that lies in the accelerator's memory already
-is copied by the thread that asks for the unit, since there is nothing to wait for.
+The full buffer is leased first, and this rank's shard is read straight into its own slice of it. With one
+rank and no accelerator that is all: the staging buffer is the flat buffer. With several ranks an in-place
+all-gather fills the other slices. On an accelerator the shard is staged in pinned host memory, and uploaded
+into the slice by a thread with a stream of its own, so that fetch, upload and gather of different units
+overlap each other and compute. The thread waits for the disk, the accelerator for events (see
+:mod:`infinity.device.memory`), so a unit counts as here when its copies are on the way. A shard that lies in
+the accelerator's memory already is copied by the thread that asks for the unit, since there is nothing to
+wait for.
 
 [Note: decoded after the gather]
-A frozen unit whose weights are stored in another form (see :mod:`infinity.partition.unit`) is moved in that
-form: memory for its stored bytes is leased beside the full buffer, they are fetched, uploaded and gathered as
-above, and a thread decodes them on the device, on an accelerator on a stream of its own. Then they are given
-back. What the stream still does with both buffers is in their leases.
+A frozen unit whose weights are stored in another form is moved in that form: memory for its stored bytes is
+leased beside the full buffer, they are fetched, uploaded and gathered as above, and a thread decodes them on
+the device, on an accelerator on a stream of its own. Then they are given back.
 
 [Note: stored bytes first]
 Tiles of experts may be two items: their stored bytes, which come far ahead, and the full buffer, shortly
@@ -22,28 +21,28 @@ before it is used. What has been used can be decoded again as long as its stored
 holds several times as many tiles ahead of compute, and a few full buffers take turns.
 
 [Note: a unit that stays]
-A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
-this rank's new weights into their slice of it (on an accelerator: into a copy of the slice in pinned
-host memory), and ``start`` goes on from there.
+A unit that the next pass begins with keeps its full buffer while it is updated. The update writes this rank's
+new weights into their slice of it (on an accelerator: into a copy of the slice in pinned host memory), and
+``start`` goes on from there.
 
 [Note: pieces]
-A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded
-size: while one is uploaded, the next one is read into a second buffer if there is room for one. A shard
-that is no larger than a piece is read as a whole, ahead of its turn.
+A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded size:
+while one is uploaded, the next one is read into a second buffer if there is room for one. A shard that is no
+larger than a piece is read as a whole, ahead of its turn.
 
 [Note: no buffer is waited for in a circle]
 Shards are uploaded one after another, in the order in which they were asked for. One that found no buffer
-gets one when it is its turn. Until then no later shard takes a buffer, because that one would come back
-only after the turn of the first.
+gets one when it is its turn. Until then no later shard takes a buffer, because that one would come back only
+after the turn of the first.
 """
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,14 +60,22 @@ from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
-#: Starts to read a shard's bytes, from the given one on, into memory.
-Fetch = Callable[[memoryview, int], Transfer]
-#: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
-Upload = Callable[[Tensor, int], None]
+S = UnitState
+P = ParamSpec("P")
+R = TypeVar("R")
+#: Counts the seconds that compute waits, by cause.
+Waits = Callable[[str, Callable[[], object]], None]
+#: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
+Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
+
+#: Units that are decoded on a CPU at one time, at most.
+_MOST_DECODED = 4
+#: On a CPU at least so many: one decodes with the core on which compute waits for the other.
+_LEAST_DECODED = 2
 
 
 class Staging:
-    """Brings shards through a pool.
+    """Brings shards to a device through a pool of host memory.
 
     Args:
         pool: The pool of host memory.
@@ -78,11 +85,25 @@ class Staging:
 
     def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
         self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
+        #: The thread that waits for the disk, and copies shards to the device.
+        self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+        self.leaving = new_stream(device)  # of copies to host memory, after compute and beside it
+        self.within = new_stream(device)  # of copies inside the device's memory
         self._without = 0  # shards on their way that have no buffer
         self._lock = threading.Lock()
 
-    def bring(self, nbytes: int, who: str, fetch: Fetch, upload: Upload) -> Callable[[], None]:
+    def bring(
+        self,
+        nbytes: int,
+        who: str,
+        fetch: Callable[[memoryview, int], Transfer],
+        upload: Callable[[Tensor, int], object],
+    ) -> Callable[[], None]:
         """Start to bring a shard of ``nbytes``.
+
+        Args:
+            fetch: Starts to read the shard's bytes, from the given one on, into memory.
+            upload: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
 
         Returns:
             What brings it; to be called once, on the thread that does so for every shard, in order.
@@ -98,76 +119,44 @@ class Staging:
                 return reading
             return fetch(buffer.memory[: min(size, nbytes - start)], start)
 
+        def its_turn() -> Lease:
+            try:
+                return self.pool.lease(size, who=who)
+            finally:
+                with self._lock:
+                    self._without -= 1
+
         def ready() -> None:
-            with contextlib.ExitStack() as held:
-                buffers = [lease or self._its_turn(size, who)]
+            with ExitStack() as held:
+                buffers = [lease or its_turn()]
                 held.callback(buffers[0].release)
                 if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
                     buffers.append(second)
-                landed = held.enter_context(contextlib.closing(stream(range(0, nbytes, size), buffers, read)))
+                landed = held.enter_context(closing(stream(range(0, nbytes, size), buffers, read)))
                 for start, buffer in landed:
                     upload(buffer.tensor[: min(size, nbytes - start)], start)
                     buffer.record_use()
 
         return ready
 
-    def _its_turn(self, size: int, who: str) -> Lease:
-        try:
-            return self.pool.lease(size, who=who)
-        finally:
-            with self._lock:
-                self._without -= 1
 
-
-S = UnitState
-P = ParamSpec("P")
-R = TypeVar("R")
-#: Counts the seconds that compute waits, by cause.
-Waits = Callable[[str, Callable[[], object]], None]
-#: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
-Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
-
-#: Units that are decoded on a CPU at one time, at most.
-_MOST_DECODED = 4
-#: On a CPU at least so many: one decodes with the core on which compute waits for the other.
-_LEAST_DECODED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Staying:
-    """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
-
-    Attributes:
-        full: The lease of the full buffer.
-        shard: The lease of this rank's slice on an accelerator, which is updated.
-    """
+class Staying(NamedTuple):
+    """A unit's full buffer while the unit is updated; see [Note: a unit that stays]."""
 
     full: Lease
-    shard: Lease | None
-
-    def release(self) -> None:
-        self.full.release()
-        if self.shard is not None:
-            self.shard.release()
+    shard: Lease | None  # on an accelerator, of this rank's slice, which is updated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stored:
-    """The stored bytes of a unit.
-
-    Attributes:
-        ready: Waits until they are here; may be called again.
-        stays: The stored bytes are not given back as soon as they are decoded.
-        resident: The lease is that of host memory.
-        failed: The stored bytes could not be read, and the use of the unit has raised the error.
-    """
+    """The stored bytes of a unit."""
 
     lease: Lease
-    ready: Callable[[], object]
-    stays: bool
-    resident: bool = False
-    failed: bool = False
+    ready: Callable[[], object]  # waits until they are here; may be called again
+    stays: bool  # they are not given back as soon as they are decoded
+    resident: bool = False  # the lease is that of host memory
+    failed: bool = False  # they could not be read, and the use of the unit has raised the error
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
@@ -183,51 +172,18 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
                 return method(*args, **kwargs)
             finally:
                 torch._C._set_grad_enabled(grad)
-        with torch.inference_mode(False), torch.no_grad():
-            if not transformed:
-                return method(*args, **kwargs)
-            with temporarily_clear_interpreter_stack():
-                return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            if transformed:
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            return method(*args, **kwargs)
 
     return normal
 
 
-class _Lanes:
-    """Threads and streams on which weights move beside compute, and beside each other.
-
-    Args:
-        device: The accelerator; None: there is none, so units are decoded only.
-
-    Attributes:
-        uploads: Waits for the disk, and copies shards to the accelerator.
-        decoding: Makes full values of stored bytes.
-        leaving: The stream of copies to host memory.
-        within: The stream of copies inside the accelerator's memory.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self.uploads: ThreadPoolExecutor | None = None
-        self.leaving: torch.Stream | None = None
-        self.within: torch.Stream | None = None
-        decoders = 1 if device else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
-        if device is not None:
-            self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
-            self.leaving, self.within = new_stream(device), new_stream(device)
-        own = (device or _CPU,)
-        self.decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, own)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.decoding.shutdown()
-        if self.uploads is not None:
-            self.uploads.shutdown()
-
-
 class UnitMover:
-    """Starts, finishes and drops the full values of units.
+    """Starts, finishes and drops the full values of units: see :class:`infinity.partition.prefetcher.Mover`.
 
     Args:
-        units: All units of the model.
         pool: The pool from which full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
@@ -245,11 +201,12 @@ class UnitMover:
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
-        self._lanes = _Lanes(None if staging is None else staging.device)
+        decoders = 1 if staging else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
+        device = staging.device if staging else _CPU
+        self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
 
     @_never_inference
     def start(self, item: Item) -> None:
-        """Begin to bring an item: see :class:`infinity.partition.prefetcher.Mover`."""
         if isinstance(item, Stored):
             unit = self.units[item.unit]
             assert unit.stored is not None
@@ -263,21 +220,25 @@ class UnitMover:
             arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
             self._arriving[item] = arriving, None
         else:
-            stored = self._stored.get(item) or self._bring_stored(unit, unit.stored)
+            stored = self._stored.get(item) or self._bring_stored(unit, unit.stored, stays=False)
             if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
                 unit.lifecycle.move(S.FETCHING if unit.home.tier is Tier.NVME else S.UPLOADING)
-            self._arriving[item] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
+            decoded = self._decoding.submit(self._decode, unit, unit.stored, stored, lease)
+            self._arriving[item] = stored.ready, decoded.result
 
     def stored_nbytes(self, index: int) -> int:
-        """Return the bytes of a unit's stored form; 0: it has none, and cannot come in two steps."""
         form = self.units[index].stored
         return 0 if form is None else rounded(form.nbytes)
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
-        uploads = self._lanes.uploads
-        if uploads is not None:
-            ready = self._within_device(ready) if unit.home.is_on_device else uploads.submit(ready).result
+        if self.staging is not None and unit.home.is_on_device:  # there is nothing to wait for
+            given = Transfer()
+            with on_stream(self.staging.within):
+                given.run(ready)
+            ready = given.wait
+        elif self.staging is not None:
+            ready = self.staging.uploads.submit(ready).result
         if self.collectives is None:
             return ready
 
@@ -288,14 +249,7 @@ class UnitMover:
 
         return self.collectives.gather(unit.index, unit.name, bring).wait
 
-    def _within_device(self, ready: Callable[[], object]) -> Callable[[], object]:
-        """Give the accelerator a copy that has nothing to wait for; what is returned raises its error."""
-        given = Transfer()
-        with on_stream(self._lanes.within):
-            given.run(ready)
-        return given.wait
-
-    def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool = False) -> "_Stored":
+    def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool) -> _Stored:
         """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
         held = unit.home.lease
         if held is not None and self.staging is None and self.collectives is None:
@@ -305,13 +259,8 @@ class UnitMover:
         ready = self._gather(unit, lease, self._bring(unit, lease, form.shard_nbytes))
         return _Stored(lease, ready, stays)
 
-    def _start_decoding(
-        self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease
-    ) -> Callable[[], object]:
-        return self._lanes.decoding.submit(self._decode, unit, form, stored, full).result
-
-    def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
-        with contextlib.ExitStack() as held:
+    def _decode(self, unit: Unit, form: StoredForm, stored: _Stored, full: Lease) -> None:
+        with ExitStack() as held:
             if self.collectives is None and not stored.stays:  # a peer may write on after a failure
                 held.callback(stored.lease.release)
             stored.ready()
@@ -324,8 +273,7 @@ class UnitMover:
 
     def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
         """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
-        begin = unit.rank * nbytes
-        resident = unit.home.lease
+        begin, resident = unit.rank * nbytes, unit.home.lease
         if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
             updated = unit.home.updated_in_place()
@@ -333,7 +281,17 @@ class UnitMover:
         unit.lifecycle.move(S.FETCHING)
         if self.staging is None:
             return unit.home.read(lease.memory[begin : begin + nbytes]).wait
-        return self._stage(self.staging, unit, lease, begin, nbytes)
+
+        def upload(piece: Tensor, start: int) -> None:
+            lease.tensor.narrow(0, begin + start, len(piece)).copy_(piece, non_blocking=True)
+
+        bring = self.staging.bring(nbytes, unit.name, unit.home.read, upload)
+
+        def ready() -> None:
+            bring()
+            lease.record_use()
+
+        return ready
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
         """Return a call that brings new weights, after the update of a unit that stayed, to their slice."""
@@ -346,22 +304,6 @@ class UnitMover:
         def ready() -> None:
             self._upload(updated, shard, staying.full, unit.rank * unit.shard_nbytes)
             shard.release()
-
-        return ready
-
-    def _stage(
-        self, staging: Staging, unit: Unit, lease: Lease, begin: int, nbytes: int
-    ) -> Callable[[], None]:
-        """Through pinned memory: read now if there is room, else when it is this unit's turn."""
-
-        def upload(piece: Tensor, start: int) -> None:
-            lease.tensor.narrow(0, begin + start, len(piece)).copy_(piece, non_blocking=True)
-
-        bring = staging.bring(nbytes, unit.name, unit.home.read, upload)
-
-        def ready() -> None:
-            bring()
-            lease.record_use()
 
         return ready
 
@@ -380,7 +322,16 @@ class UnitMover:
     @_never_inference
     def _finish(self, unit: Unit, arriving: Arriving) -> None:
         try:
-            self._wait(unit, arriving)
+            if isinstance(arriving, Exception):
+                raise arriving
+            ready, decoded = arriving
+            updating = unit.home.updating
+            cause = "update" if updating is not None and updating.update.holds_fetches else "read"
+            try:
+                self.waits("collective" if self.collectives else cause, ready)
+            finally:
+                if decoded is not None:
+                    self.waits("decode", decoded)
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
             self._note_failure(unit.index)
@@ -390,37 +341,22 @@ class UnitMover:
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
-        self.attach(unit, unit.lease.tensor.view(unit.dtype))
-
-    def _note_failure(self, index: int) -> None:
-        stored = self._stored.get(index)
-        if stored is not None:
-            self._stored[index] = replace(stored, failed=True)
-
-    def _wait(self, unit: Unit, arriving: Arriving) -> None:
-        if isinstance(arriving, Exception):
-            raise arriving
-        ready, decoded = arriving
-        try:
-            self.waits("collective" if self.collectives else unit.home.waits_for, ready)
-        finally:
-            if decoded is not None:
-                self.waits("decode", decoded)
-
-    def attach(self, unit: Unit, flat: Tensor) -> None:
-        """Let the parameters view ``flat`` and know whose storage it is."""
+        flat: Tensor = unit.lease.tensor.view(unit.dtype)
         self.attached[flat.untyped_storage().data_ptr()] = unit
         unit.attach(flat)
 
+    def _note_failure(self, index: int) -> None:
+        if index in self._stored:
+            self._stored[index].failed = True
+
     def release(self, item: Item) -> None:
-        """Drop an item: see :class:`infinity.partition.prefetcher.Mover`."""
         if isinstance(item, Stored):
             self._release_stored(self.units[item.unit], self._stored.pop(item.unit))
-            return
-        staying = self._staying.pop(item, None)
-        if staying is not None:
+        elif (staying := self._staying.pop(item, None)) is not None:
             self._wait_until_unused(self.units[item])
-            staying.release()
+            staying.full.release()
+            if staying.shard is not None:
+                staying.shard.release()
         elif (lease := self.take(item)) is not None:
             lease.release()
 
@@ -429,7 +365,7 @@ class UnitMover:
             unit.lifecycle.move(unit.home.resting_state)
         if not stored.resident:
             told = (Exception,) if stored.failed else ()
-            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
+            with suppress(*told):  # the error of a use is not that of the release, too
                 self._wait_for_writers(stored.ready, stored.lease)
                 stored.lease.release()
 
@@ -448,26 +384,21 @@ class UnitMover:
         Returns:
             What returns the slice that its update writes, in host memory.
         """
-        unit, lease = self.units[index], self.take(index)
-        assert lease is not None, "who stays is present"
-        shard = None
-        if self.staging is not None:
-            shard = self.staging.pool.lease(unit.shard_nbytes, who=f"weights of {unit.name}")
-            self.copy_to_host(unit, lease, shard)
-        self._staying[index] = staying = Staying(lease, shard)
-        return lambda: self._weights(unit, staying)
-
-    def _weights(self, unit: Unit, staying: Staying) -> Tensor:
-        if staying.shard is None:
-            return unit.shard_of(staying.full.tensor.view(unit.dtype))
-        shard: Tensor = staying.shard.tensor.view(unit.dtype)
-        return shard
+        unit, full = self.units[index], self.take(index)
+        assert full is not None, "who stays is present"
+        if self.staging is None:
+            self._staying[index] = Staying(full, None)
+            return lambda: unit.shard_of(full.tensor.view(unit.dtype))
+        shard = self.staging.pool.lease(unit.shard_nbytes, who=f"weights of {unit.name}")
+        self.copy_to_host(unit, full, shard)
+        self._staying[index] = Staying(full, shard)
+        return lambda: shard.tensor.view(unit.dtype)
 
     @_never_inference
     def copy_to_host(self, unit: Unit, full: Lease, shard: Lease) -> None:
         """Copy this rank's slice of a full buffer to pinned memory, after compute and beside it."""
         full.record_use()
-        with on_stream(self._lanes.leaving):
+        with on_stream(None if self.staging is None else self.staging.leaving):
             own = unit.shard_of(full.tensor.view(unit.dtype))
             shard.tensor.view(unit.dtype).copy_(own, non_blocking=True)
             shard.record_use()
@@ -515,4 +446,6 @@ class UnitMover:
 
     def close(self) -> None:
         """End the threads."""
-        self._lanes.close()
+        self._decoding.shutdown()
+        if self.staging is not None:
+            self.staging.uploads.shutdown()

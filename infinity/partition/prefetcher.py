@@ -320,7 +320,7 @@ class Prefetcher:
                 self.residents.spare[unit] = None
         elif over:
             self.residents.spare.pop(unit, None)
-        self.residents.use(unit)
+        self.residents.present.move_to_end(unit)
         self._fetch_all(fetch)
 
     def unpin(self, unit: int) -> None:
@@ -380,7 +380,8 @@ class Prefetcher:
         if self.running is self.inference:
             self._conclude(self.inference)
             if self.training.position:  # in the middle of a step: what inference left is in the way
-                self.residents.spare_all()
+                left = (item for item in self.residents if not self.residents.pins.get(item))
+                self.residents.spare.update(dict.fromkeys(left))
         self.running = self.training
         self.training.begun = bool(self.training.position)
 
@@ -532,7 +533,7 @@ class Prefetcher:
             self._start_tile(tile, *self._first(tile))
         first = self.room.items[tile] if self.room.items[tile] in residents else tile
         residents.spare[first] = None
-        residents.use(first)
+        residents.present.move_to_end(first)
         nearest = [tile, *following[: self.room.slots - 1]]
         if not self.room.keeps_decoded:
             residents.release([each for each in self.room.decoded if each not in nearest])

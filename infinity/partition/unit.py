@@ -1,16 +1,15 @@
 """A unit, parameters that are stored, moved and updated as one flat buffer; and the home of its shard.
 
 [Note: the flat buffer]
-Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases,
-norms) last, so that one set of hyperparameters covers a long run. The end is padded so that
-every rank's shard is a whole number of 2,048 elements: then each field of the shard's state
-begins on a block of 4,096 bytes, whatever its dtype. Rank r owns slice r. The all-gather output
-*is* the flat buffer, and the parameters are views of it.
+Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases, norms) last, so
+that one set of hyperparameters covers a long run. The end is padded so that every rank's shard is a whole
+number of 2,048 elements: then each field of the shard's state begins on a block of 4,096 bytes, whatever its
+dtype. Rank r owns slice r. The all-gather output *is* the flat buffer, and the parameters are views of it.
 
 [Note: the released parameter]
-A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape
-(stride 0). ``p.shape`` is always true, reading by mistake gives NaN, and writing by mistake
-raises, because the elements share one place in memory.
+A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape (stride 0).
+``p.shape`` is always true, reading by mistake gives NaN, and writing by mistake raises, because the elements
+share one place in memory.
 
 [Note: stored form]
 The weights of a frozen unit may travel as they are stored (quantized, say), and be decoded where they are
@@ -44,19 +43,14 @@ from infinity.planner.updates import ShardUpdate
 
 
 class UpdateFuture(Transfer):
-    """An update in flight; ends when its last write has landed.
-
-    Attributes:
-        update: The update itself.
-        computed: Set when the new weights exist, and the update reads what it was given no more.
-    """
+    """An update in flight; ends when its last write has landed."""
 
     __slots__ = ("computed", "update")
 
     def __init__(self, update: ShardUpdate) -> None:
         super().__init__()
         self.update = update
-        self.computed = threading.Event()
+        self.computed = threading.Event()  # the new weights exist, and it reads what it was given no more
 
     def wait_computed(self) -> None:
         """Return when the new weights exist, though they may not be on disk yet.
@@ -78,19 +72,15 @@ class Home:
     """The home of a unit's committed shard between uses; this class alone is a tier that is planned.
 
     The homes of a model in training are :class:`infinity.shards.homes.ShardHome`.
-
-    Attributes:
-        version: The number of the committed version among its places on NVMe.
-        updating: The last update of the shard, in flight or landed; None: there was none.
     """
 
     def __init__(self, tier: Tier) -> None:
-        self._tier, self.version = tier, 0
-        self.updating: UpdateFuture | None = None
+        self._tier = tier
+        self.version = 0  # the number of the committed one among its places on NVMe
+        self.updating: UpdateFuture | None = None  # the last update, in flight or landed
 
     @property
     def tier(self) -> Tier:
-        """Host memory or NVMe."""
         return self._tier
 
     @property
@@ -100,18 +90,13 @@ class Home:
 
     @property
     def lease(self) -> Lease | None:
-        """Return the lease of the shard's memory, in the form that it travels in; None: nothing holds it."""
+        """The lease of the shard's memory, in the form that it travels in; None: nothing holds it."""
         return None
 
     @property
     def is_on_device(self) -> bool:
-        """Return whether the newest weights are in accelerator memory, or what makes them was given to it."""
+        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
         return False
-
-    @property
-    def waits_for(self) -> str:
-        """The cause of a wait for :meth:`read`: the shard's ``update``, or the disk's ``read``."""
-        return "update" if self.updating is not None and self.updating.update.holds_fetches else "read"
 
     def updated_in_place(self) -> Callable[[], object]:
         """Return a wait for the new weights where they were; without an update there is none."""
@@ -150,31 +135,22 @@ _NAN_BYTES = {
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The place of a parameter in its unit (elements of the flat buffer), and its step count.
-
-    Attributes:
-        index: Position among the unit's segments. An offset does not identify a segment: the next one of a
-            parameter without elements has the same.
-        whole: The model's own parameter: ``param``, or what it is a tile of.
-        whole_shape: The parameter's own shape, of which a tile has some rows.
-        first: The first element of ``whole`` that is here.
-        writes: Autograd's count of writes to the parameter when it was attached.
-        steps: Updates that the parameter has had.
-        released: The parameter's placeholder, made once.
-    """
+    """The place of a parameter in its unit (elements of the flat buffer), and its step count."""
 
     param: nn.Parameter
     name: str
+    #: Position among the unit's segments. An offset does not identify a segment: the next one of a parameter
+    #: without elements has the same.
     index: int
     offset: int
     shape: torch.Size
     created_dtype: torch.dtype
-    whole: nn.Parameter
+    whole: nn.Parameter  # the model's own parameter: ``param``, or what it is a tile of
     whole_shape: torch.Size
-    first: int = 0
-    writes: int = 0
-    steps: int = 0
-    released: Tensor | None = None
+    first: int = 0  # the first element of ``whole`` that is here
+    writes: int = 0  # autograd's count of writes to the parameter when it was attached
+    steps: int = 0  # updates that the parameter has had
+    released: Tensor | None = None  # the parameter's placeholder, made once
 
     @property
     def numel(self) -> int:
@@ -190,7 +166,7 @@ class Segment:
 
     @property
     def is_last(self) -> bool:
-        """Return whether no tile of the parameter follows."""
+        """Whether no tile of the parameter follows."""
         return self.first + self.numel == self.whole_shape.numel()
 
     @property
@@ -201,59 +177,39 @@ class Segment:
 
     @property
     def whole_name(self) -> str:
-        """Name of the model's parameter."""
         return self.name.rpartition("[")[0] if self.is_tile else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """The stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form].
+    """The stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form]."""
 
-    Attributes:
-        nbytes: Bytes of all shards.
-        shard_nbytes: Bytes of one shard, in whole blocks.
-        scratch_nbytes: The most that decoding takes of an accelerator's memory, beside both buffers.
-        decode: Decodes gathered bytes, ``(nbytes,)`` uint8, into a flat buffer on their device, ``(numel,)``.
-    """
-
-    nbytes: int
-    shard_nbytes: int
-    scratch_nbytes: int
+    nbytes: int  # of all shards
+    shard_nbytes: int  # in whole blocks
+    scratch_nbytes: int  # the most that decoding takes of an accelerator's memory, beside both buffers
+    #: Decodes gathered bytes, ``(nbytes,)`` uint8, into a flat buffer on their device, ``(numel,)``.
     decode: Callable[[Tensor, Tensor], None]
 
 
 class Unit:
-    """The layout of a unit on every rank, and where its weights are on this one.
-
-    Attributes:
-        index: Position in the model's list of units; the same on every rank.
-        segments: Parameters in the order of the flat buffer.
-        numel: Elements of the flat buffer, padding included.
-        home: The home of the shard between uses; :meth:`move_to` gives it another one.
-        stored: The form in which shards travel; None: the compute dtype.
-        device: The device of the flat buffer and its placeholders.
-        routed: A tile of experts: used where a batch is routed to one of them, which no plan foresees.
-        updates: The number of committed updates in the weights; a handle packed under another count is stale.
-        flat: The full values, ``(numel,)``, while GATHERED.
-        lease: The lease of ``flat``'s memory; None for a unit whose home is its flat buffer.
-    """
+    """The layout of a unit on every rank, and where its weights are on this one."""
 
     def __init__(
         self, index: int, segments: Sequence[Segment], dtype: torch.dtype, rank: int, world_size: int
     ) -> None:
         self.index, self.dtype, self.rank, self.world_size = index, dtype, rank, world_size
-        self.segments = list(segments)
+        self.segments = list(segments)  # in the order of the flat buffer
         used = max((s.stop for s in segments), default=0)
         quantum = SHARD_QUANTUM * world_size
-        self.numel = max(1, math.ceil(used / quantum)) * quantum
+        self.numel = max(1, math.ceil(used / quantum)) * quantum  # of the flat buffer, with padding
         self.home = Home(Tier.NVME)
-        self.stored: StoredForm | None = None
-        self.device = torch.device("cpu")
-        self.routed = False
+        self.stored: StoredForm | None = None  # the form in which shards travel; None: the compute dtype
+        self.device = torch.device("cpu")  # of the flat buffer and its placeholders
+        self.routed = False  # a tile of experts: used where a batch is routed to one, which no plan foresees
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
-        self.updates = 0
-        self.flat: Tensor | None = None
-        self.lease: Lease | None = None
+        self.updates = 0  # committed ones in the weights; a handle packed under another count is stale
+        self.flat: Tensor | None = None  # the full values, ``(numel,)``, while GATHERED
+        self.lease: Lease | None = None  # of ``flat``'s memory; None where the home is the flat buffer
         self._address = 0  # of the flat buffer when it was attached
 
     @property
@@ -288,8 +244,7 @@ class Unit:
     @property
     def gathered_nbytes(self) -> int:
         """Bytes that a pool takes for the flat buffer, and for what it is decoded from."""
-        stored = 0 if self.stored is None else rounded(self.stored.nbytes)
-        return rounded(self.nbytes) + stored
+        return rounded(self.nbytes) + (0 if self.stored is None else rounded(self.stored.nbytes))
 
     @property
     def trainable(self) -> list[Segment]:
@@ -320,11 +275,10 @@ class Unit:
         """Let every parameter view ``flat``, ``(numel,)``, also after an error.
 
         Raises:
-            StateError: See :meth:`check_released`; what was written is lost.
+            StateError: See :meth:`check_data`; what was written is lost.
         """
         try:
-            for segment in self.segments:
-                self.check_released(segment)
+            self.check_all()
         finally:
             self.flat, self._address = flat, flat.data_ptr()
             for segment in self.segments:
@@ -340,17 +294,15 @@ class Unit:
         """Give every parameter its placeholder; the flat buffer has no reader then, also after an error.
 
         Raises:
-            StateError: See :meth:`check_attached`; what was written is lost.
+            StateError: See :meth:`check_data`; what was written is lost.
         """
         try:
-            self.check_all_attached()
+            self.check_all()
         finally:
-            self.flat = None
-            for segment in self.segments:
-                segment.param.data = self._released(segment)
+            self.drop()
 
     def drop(self) -> None:
-        """Give every parameter its placeholder, whatever was written: the model has ended."""
+        """Give every parameter its placeholder, whatever was written."""
         attached, self.flat, self.lease = self.flat is not None, None, None
         for segment in self.segments if attached else ():
             segment.param.data = self._released(segment)
@@ -362,45 +314,49 @@ class Unit:
             had = segment.released = placeholder(segment.shape, self.dtype, self.device)
         return had
 
-    def check_attached(self, segment: Segment) -> None:
-        """Raise unless the parameter views the flat buffer and was not written.
+    def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
+        # by one operator: each tile of a step needs it twice
+        return flat.as_strided(segment.shape, _strides(segment.shape), flat.storage_offset() + segment.offset)
+
+    def check_all(self) -> None:
+        for segment in self.segments:
+            self.check_data(segment)
+
+    def check_data(self, segment: Segment) -> None:
+        """Raise unless the parameter's data is what the unit's state says, and was not written.
 
         Raises:
-            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
+            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...``, a write or the like.
         """
         self.check_place(segment)
-        if segment.param._version != segment.writes:
+        if self.flat is None:
+            if _filled(segment.param.data):
+                self._refuse(segment)
+        elif segment.param._version != segment.writes:
             raise StateError(
                 f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what was "
                 "written would be lost, or would not agree with the exact weights. Write inside that context"
             )
-
-    def check_data(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is what the unit's state says."""
-        if self.flat is None:
-            self.check_released(segment)
-        else:
-            self.check_attached(segment)
 
     def check_place(self, segment: Segment) -> None:
         """Raise unless the parameter's data is where it belongs, whatever its values are.
 
         ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
         """
-        param = segment.param
+        param, flat = segment.param, self.flat
         # Once for all its tiles; a parameter of torch's own class has its full values now.
         if segment.is_tile and not segment.first and type(segment.whole) is not nn.Parameter:
             self._check_whole(segment)
         if self._was_moved(segment):  # others may have been given other values
             self._restore([each for each in self.segments if self._was_moved(each)])
             return
-        if self.flat is None:
-            if param.dtype != self.dtype or not is_placeholder(param):
-                self._refuse(segment)
-            return
-        self.check_memory()
-        place = self._address + segment.offset * self.dtype.itemsize
-        if param.dtype != self.dtype or (param.data_ptr() != place and segment.numel):
+        if flat is None:
+            right = is_placeholder(param)
+        else:
+            self.check_memory()
+            place = self._address + segment.offset * self.dtype.itemsize
+            right = param.data_ptr() == place or not segment.numel
+        if param.dtype != self.dtype or not right:
             self._refuse(segment)
 
     def check_memory(self) -> None:
@@ -415,21 +371,6 @@ class Unit:
                 "close it and build it again, and share plain tensors (infinity.state_dict) in place of it"
             )
 
-    def check_all_attached(self) -> None:
-        """See :meth:`check_attached`."""
-        for segment in self.segments:
-            self.check_attached(segment)
-
-    def check_released(self, segment: Segment) -> None:
-        """Raise if the parameter was given other data while it was released.
-
-        Raises:
-            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
-        """
-        self.check_place(segment)
-        if _filled(segment.param.data):
-            self._refuse(segment)
-
     def _was_moved(self, segment: Segment) -> bool:
         """Return whether the parameter has the same values as before, on another device."""
         if segment.param.device == self.device:
@@ -439,11 +380,8 @@ class Unit:
             return False
         if self.flat is None:
             return bool(data.isnan().all())
-        return torch.equal(_bits(data), _bits(self._view_of(segment, self.flat)).to(data.device))
-
-    def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
-        # by one operator: each tile of a step needs it twice
-        return flat.as_strided(segment.shape, _strides(segment.shape), flat.storage_offset() + segment.offset)
+        here = self._view_of(segment, self.flat).to(data.device)  # by bytes, which are equal for a NaN, too
+        return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (data, here)))
 
     def _restore(self, segments: Iterable[Segment]) -> None:
         """Put parameters back where they belong."""
@@ -455,11 +393,8 @@ class Unit:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
             data = segment.whole.data
-        kept = (data.dtype, data.device, data.shape) == (
-            self.dtype,
-            segment.param.device,
-            segment.whole_shape,
-        )
+        wanted = self.dtype, segment.param.device, segment.whole_shape
+        kept = (data.dtype, data.device, data.shape) == wanted
         if not kept or not is_placeholder(data) or _filled(data):
             segment.whole.data = placeholder(segment.whole_shape, self.dtype, self.device)
             self._raise(segment.whole_name, segment.whole_shape, data)
@@ -493,12 +428,7 @@ class UnitIndex(Sequence[Unit]):
     """
 
     def __init__(self) -> None:
-        self._units: list[Unit] = []
-        self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
-        self._tiles: dict[int, list[tuple[Unit, Segment]]] = {}  # by id of the model's parameter
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._units)
+        self.replace(())
 
     def __len__(self) -> int:
         return len(self._units)
@@ -510,11 +440,22 @@ class UnitIndex(Sequence[Unit]):
     def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
         return self._units[index]
 
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    def replace(self, units: Iterable[Unit]) -> None:
+        """Hold ``units`` in place of those from before."""
+        self._units: list[Unit] = []
+        self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
+        self._tiles: dict[int, list[tuple[Unit, Segment]]] = {}  # by id of the model's parameter
+        for unit in units:
+            self.add(unit)
+
     def add(self, unit: Unit) -> None:
         """Append ``unit``, whose index is the number of units before it."""
         self._units.append(unit)
-        self._places.update((id(segment.param), (unit, segment)) for segment in unit.segments)
         for segment in unit.segments:
+            self._places[id(segment.param)] = unit, segment
             if segment.is_tile:
                 self._tiles.setdefault(id(segment.whole), []).append((unit, segment))
 
@@ -526,12 +467,6 @@ class UnitIndex(Sequence[Unit]):
         for index, other in enumerate(unit.segments):
             other.index = index
         del self._places[id(segment.param)]
-
-    def replace(self, units: Iterable[Unit]) -> None:
-        """Hold ``units`` in place of those from before."""
-        self._units, self._places, self._tiles = [], {}, {}
-        for unit in units:
-            self.add(unit)
 
     def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
         """Return the unit and the segment of ``param``; None when no unit holds it, or it is in tiles."""
@@ -554,9 +489,8 @@ class UnitIndex(Sequence[Unit]):
 
 def span(names: Sequence[str]) -> str:
     """A short name for several parameters: their common module, or first and last."""
-    parts = [name.split(".") for name in names]
     common: list[str] = []
-    for pieces in zip(*parts, strict=False):
+    for pieces in zip(*(name.split(".") for name in names), strict=False):
         if len(set(pieces)) > 1:
             break
         common.append(pieces[0])
@@ -602,11 +536,6 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the NaN of all placeholders: on an accelerator each would take a kernel."""
     return torch.full((), math.nan, dtype=dtype, device=device)
-
-
-def _bits(values: Tensor) -> Tensor:
-    """The bytes of ``values``, which are equal for a NaN and its copy."""
-    return values.reshape(-1).view(torch.uint8)
 
 
 def is_placeholder(data: Tensor) -> bool:

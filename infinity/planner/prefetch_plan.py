@@ -1,20 +1,18 @@
 """Plan of fetches and releases at each position of a recorded step, in a bounded memory. Without torch.
 
 [Note: keep, then look ahead]
-Two questions have different answers. *What should stay between two uses?* Whatever saves the most
-fetches: when room is short, the unit whose next use is farthest goes (Belady). *When should the
-others come?* As early as there is room, nearest use first, but never in the place of something that
-stays. So a plan is made in two walks over the trace. The first finds the uses that are served by
-what an earlier use left in memory. The second releases everything else as soon as its use ends, and
-fills the room with the nearest future.
+Two questions have different answers. *What should stay between two uses?* Whatever saves the most fetches:
+when room is short, the unit whose next use is farthest goes (Belady). *When should the others come?* As early
+as there is room, nearest use first, but never in the place of something that stays. So a plan is made in two
+walks over the trace. The first finds the uses that are served by what an earlier use left in memory. The
+second releases everything else as soon as its use ends, and fills the room with the nearest future.
 
-Belady alone would leave no room to fetch ahead: the next unit could only come when the last one has
-gone. So the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of
-a fetch (disk, bus, other ranks).
+Belady alone would leave no room to fetch ahead: the next unit could only come when the last one has gone. So
+the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of a fetch (disk,
+bus, other ranks).
 
-The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit
-that is updated in between may stay, too, where its update can write the new weights into the buffer
-that it stays in; then they are not read back from where they have just been written.
+The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit that is
+updated in between may stay, too, where its update can write the new weights into the buffer that it stays in.
 
 [Note: what repeats is walked once]
 A pass of many micro-batches begins with the same events again and again. Two repeats are walked with the rest
@@ -22,14 +20,9 @@ of the pass, and each walk notes in which state every repeat begins. Where one e
 there on, and nothing was looked at that the next one does not have, too, any number of further repeats would
 have the same actions: so they are written down, not walked. Else more repeats are walked, at last all.
 
-Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
-strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
-6.2 (the overlap-centric order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around
-the step.
-
-An item is whatever has a size and comes and goes as a whole: a unit's full values, a tile, stored bytes that
-others are decoded from, a saved activation. It counts from the moment at which it begins to arrive. Who asks
-decides what comes; what goes is decided here, in one order for all items.
+Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies" 1995
+(conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section 6.2 (the overlap-centric
+order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around the step.
 """
 
 import math
@@ -45,14 +38,16 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class ResidentSet(Generic[Item]):
-    """Items that are in memory or on their way there.
+    """Items that are in memory or on their way there: what has a size and comes and goes as a whole.
+
+    Who asks decides what comes; what goes is decided here, in one order for all items.
 
     Args:
         capacity_nbytes: The most that all items may take together.
         release: Called with an item that goes; it calls :meth:`discard`.
 
     Attributes:
-        present: Bytes of each item, least recently used first.
+        present: Bytes of each item, least recently used first; it counts from when it begins to arrive.
         pins: The number of users of each item; an item in use is not released.
         spare: Present items that no plan wants: the first to go.
         borrowed_nbytes: The part of the capacity that others have for a while.
@@ -72,22 +67,15 @@ class ResidentSet(Generic[Item]):
         return iter([*self.present])
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether there is room for so many bytes more."""
         return self.nbytes + nbytes + self.borrowed_nbytes <= self.capacity_nbytes
 
     def add(self, item: Item, nbytes: int) -> None:
-        """Count an item that begins to arrive."""
         self.present[item] = nbytes
         self.nbytes += nbytes
 
     def discard(self, item: Item) -> None:
-        """Do not count an item any more."""
         self.nbytes -= self.present.pop(item, 0)
         self.spare.pop(item, None)
-
-    def use(self, item: Item) -> None:
-        """Take note that an item, which is present, is used now."""
-        self.present.move_to_end(item)
 
     def pin(self, item: Item) -> None:
         self.pins[item] = self.pins.get(item, 0) + 1
@@ -98,10 +86,6 @@ class ResidentSet(Generic[Item]):
             self.pins[item] -= 1
             return True
         return False
-
-    def spare_all(self) -> None:
-        """Let everything that is not in use be the first to go."""
-        self.spare.update((item, None) for item in self.present if not self.pins.get(item))
 
     def release(self, items: Iterable[Item]) -> None:
         """Release those of ``items`` that are present and not in use."""
@@ -124,7 +108,7 @@ class ResidentSet(Generic[Item]):
 
     def to_go(self) -> Iterator[Item]:
         """Yield what is present as it is released: what no plan wants, then the least recently used."""
-        yield from self.spare_items()
+        yield from [*self.spare]
         yield from [*self.present]
 
 
@@ -166,23 +150,17 @@ _NOTHING = Actions()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Frozen decisions for one pass.
-
-    Attributes:
-        events: The trace that it was made for.
-        begin: Units that should be on their way before the first event, nearest use first.
-        actions: The actions after each event.
-        peak_nbytes: The most bytes of full buffers at one time.
-        stays: Units of ``begin`` that an earlier pass with the same plan leaves in memory.
-        repeats: Positions of events that could come any number of times more, one copy after the other, with
-            the same actions each time; None: none are known.
-    """
+    """Frozen decisions for one pass with a certain trace."""
 
     events: tuple[Event, ...]
-    begin: tuple[int, ...]
-    actions: tuple[Actions, ...]
-    peak_nbytes: int
-    stays: frozenset[int] = frozenset()
+    begin: tuple[int, ...]  # units on their way before the first event, nearest use first
+    actions: tuple[Actions, ...]  # after each event
+    peak_nbytes: int  # of full buffers
+    stays: frozenset[int] = (
+        frozenset()
+    )  # of ``begin``, what a pass before with the same plan leaves in memory
+    #: Positions of events that could come any number of times more, one copy after the other, with the same
+    #: actions each time; None: none are known.
     repeats: range | None = None
 
     def fetched(self) -> Iterator[int]:
@@ -193,27 +171,18 @@ class Plan:
 
 
 class Run(NamedTuple):
-    """Uses of one unit with no use of another between them.
-
-    Attributes:
-        first: Position of its first use.
-        last: Position of its last use.
-        following: Index of the unit's next run. In the next pass it counts on from this one's runs;
-            infinite when the unit is updated before that and cannot stay.
-    """
+    """Uses of one unit with no use of another between them."""
 
     unit: int
-    first: int
-    last: int
+    first: int  # position of its first use
+    last: int  # position of its last use
+    #: Index of the unit's next run. In the next pass it counts on from this one's runs; infinite when the
+    #: unit is updated before that and cannot stay.
     following: float
 
 
 def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Run, ...]:
-    """The runs of a pass, in order.
-
-    Args:
-        can_stay: Units that may be updated where they are.
-    """
+    """The runs of a pass, in order; units of ``can_stay`` may be updated where they are."""
     spans: list[tuple[int, int, int]] = []
     for position, event in enumerate(events):
         if event.kind is Kind.USE:
@@ -235,21 +204,22 @@ class Memory:
     """Units that are present while a trace is walked, and where in the trace we are.
 
     Attributes:
+        fetched: Indices of runs that do not find their unit in memory.
         marks: For the beginning of each repeat the runs that had begun, the first one that nothing had looked
             at yet, and the state on which, with the runs that are looked at, all that follows depends.
     """
 
-    def __init__(self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
+    def __init__(
+        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
+    ) -> None:
         self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
+        self.fetched = fetched
         self.present: dict[int, float] = {}  # the index of each unit's next run
         self._farthest: list[tuple[float, int]] = []  # a heap of those, negative; some are out of date
         self.present_nbytes = self.peak_nbytes = 0
         self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
         self.marks: list[tuple[int, int, object]] = []
-
-    def fits(self, unit: int) -> bool:
-        return self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
 
     def load(self, unit: int, run: float) -> None:
         self._expect(unit, run)
@@ -302,20 +272,9 @@ class Memory:
             self.pins[unit] = pins - 1
         else:
             self.pins.pop(unit, None)
-            if kind is _DONE and not self._next_pass(self.present.get(unit, math.inf)):
+            in_next_pass = len(self.runs) <= self.present.get(unit, math.inf) < math.inf
+            if kind is _DONE and not in_next_pass:
                 self.drop(unit)
-
-    def _next_pass(self, run: float) -> bool:
-        return len(self.runs) <= run < math.inf
-
-    def wrap(self) -> None:
-        """The next pass begins."""
-        self.index = 0
-        self.marks.clear()
-        self.pins.clear()
-        self._farthest.clear()
-        for unit, run in list(self.present.items()):
-            self._expect(unit, run - len(self.runs))
 
     def mark(self, seen: int) -> None:
         """Note where a repeat begins; the runs before ``seen`` have been looked at."""
@@ -323,11 +282,7 @@ class Memory:
         self.marks.append((self.index, seen, state))
 
     def steady(self, fetched: set[int], period: int) -> set[int]:
-        """The repeats of which more would be walked alike; see [Note: what repeats is walked once].
-
-        Args:
-            period: Events of a repeat.
-        """
+        """The repeats, of ``period`` events, of which more would be walked alike."""
         runs, found = self.runs, set()
         for at, ((begin, seen, before), (end, seen_next, after)) in enumerate(pairwise(self.marks)):
             count = end - begin
@@ -353,37 +308,36 @@ class Memory:
 class Keeping(Memory):
     """The first walk: which runs find their unit in memory. See [Note: keep, then look ahead]."""
 
-    def __init__(
-        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int
-    ) -> None:
-        super().__init__(runs, nbytes, capacity_nbytes)
-        self.lead = lead
-        self.fetched: set[int] = set()
-        self._units = [run.unit for run in runs]
-
-    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> None:
+    def lap(self, events: Sequence[Event], repeats: Collection[int], lead: int) -> None:
         """Walk one pass from what the last one left; ``repeats`` are where each repeat begins."""
         self.fetched = set()
-        self._look_ahead(-1)
+        self._look_ahead(-1, lead)
         for position, event in enumerate(events):
             if position in repeats:
-                self.mark(self.index + self.lead)
+                self.mark(self.index + lead)
             if event[0] is _USE and event[1] not in self.present:
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
-            self._look_ahead(position)
+            self._look_ahead(position, lead)
             if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
                 self.make_room(0, self.held(position))
 
-    def _look_ahead(self, position: int) -> None:
+    def wrap(self) -> None:
+        """The next pass begins."""
+        self.index = 0
+        self.marks.clear()
+        self.pins.clear()
+        self._farthest.clear()
+        for unit, run in list(self.present.items()):
+            self._expect(unit, run - len(self.runs))
+
+    def _look_ahead(self, position: int, lead: int) -> None:
         """Have the next uses' units there, as far as they fit beside what is held."""
-        coming = self._units[self.index : self.index + self.lead]
+        coming = [run[0] for run in self.runs[self.index : self.index + lead]]
         if all(map(self.present.__contains__, coming)):
             return
         held = self.held(position)
-        room = self.capacity_nbytes
-        for unit in held:
-            room -= self.nbytes[unit]
+        room = self.capacity_nbytes - sum(self.nbytes[unit] for unit in held)
         for index, unit in enumerate(coming, self.index):
             if unit not in held:
                 room -= self.nbytes[unit]
@@ -394,43 +348,33 @@ class Keeping(Memory):
                 self._fetch(index, held)
 
     def _fetch(self, index: int, held: set[int]) -> None:
-        unit = self._units[index]
+        unit = self.runs[index].unit
         self.make_room(self.nbytes[unit], held)
         self.load(unit, index)
         self.fetched.add(index)
 
 
 class Filling(Memory):
-    """The second walk: fetch as early as there is room, in the order of use.
+    """The second walk: fetch as early as there is room, in the order of use."""
 
-    Args:
-        fetched: Indices of runs that do not find their unit in memory.
-    """
+    cursor = 0  # runs before it have their unit, or find it kept
 
-    def __init__(
-        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
-    ) -> None:
-        super().__init__(runs, nbytes, capacity_nbytes)
-        self.fetched = fetched
-        self.first = {run.unit: index for index, run in reversed([*enumerate(runs)])}  # run of each unit
-        self.cursor = 0  # runs before it have their unit, or find it kept
-
-    def begin(self) -> tuple[int, ...]:
-        """Return what is present before the first event, nearest use first."""
-        for unit, index in self.first.items():
+    def begin(self, first: Mapping[int, int]) -> tuple[int, ...]:
+        """Return what is present before the first event, nearest use first; ``first`` runs by unit."""
+        for unit, index in first.items():
             if index not in self.fetched:
                 self.load(unit, index)
         self._fill()
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
-    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> list[Actions]:
+    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> tuple[Actions, ...]:
         """The actions of a pass; ``repeats`` are where each repeat begins."""
         actions = []
         for position, event in enumerate(events):
             if position in repeats:
                 self.mark(self.cursor)
             actions.append(self.play(position, event))
-        return actions
+        return tuple(actions)
 
     def play(self, position: int, event: Event) -> Actions:
         """Play one event, and return what to do after it."""
@@ -443,9 +387,13 @@ class Filling(Memory):
             self.cursor = max(self.cursor, self.index + 1)
             fetch.append(unit)
         self.note(position, event)
-        if kind is not _USE and self._leaves(position, unit):
-            self.drop(unit)
-            release.append(unit)
+        if kind is not _USE and unit in self.present and unit not in self.held(position):
+            following = self.present[unit]
+            not_kept = math.isinf(following) or int(following) % len(self.runs) in self.fetched
+            # Where units that were pinned together are too much, one that is kept goes, too.
+            if not_kept or self.present_nbytes > self.capacity_nbytes:
+                self.drop(unit)
+                release.append(unit)
         fetch += self._fill()
         if not (release or fetch):
             return _NOTHING
@@ -454,29 +402,18 @@ class Filling(Memory):
             tuple(sorted(u for u in release if u not in again)), tuple(u for u in fetch if u not in again)
         )
 
-    def _leaves(self, position: int, unit: int) -> bool:
-        """Return whether a unit that was let go is not needed, or is fetched anew for its next use."""
-        if unit not in self.present or unit in self.held(position):
-            return False
-        if self.present_nbytes > self.capacity_nbytes:
-            return True  # units that were pinned together were too much
-        following = self.present[unit]
-        return math.isinf(following) or int(following) % len(self.runs) in self.fetched
-
     def _fill(self) -> list[int]:
         fetch: list[int] = []
         while self.cursor < len(self.runs):
             if self.cursor in self.fetched:
                 unit = self.runs[self.cursor].unit
-                if unit in self.present or not self.fits(unit):
+                fits = self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
+                if unit in self.present or not fits:
                     break
                 self.load(unit, self.cursor)
                 fetch.append(unit)
             self.cursor += 1
         return fetch
-
-
-# --- what repeats ------------------------------------------------------------------------------------
 
 
 def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
@@ -544,21 +481,22 @@ def _walk_twice(
     """The plan for a pass that begins with ``count`` repeats of ``period`` events."""
     runs = runs_of(events, can_stay)
     marks = range(0, count * period + 1, max(1, period))
-    keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
-    keeping.lap(events, marks)
+    keeping = Keeping(runs, nbytes, capacity_nbytes, set())
+    keeping.lap(events, marks, lead)
     steady = keeping.steady(set(), period)
     keeping.wrap()
-    keeping.lap(events, marks)
+    keeping.lap(events, marks, lead)
     steady &= keeping.steady(set(), period)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
-    begin = filling.begin()
+    first = {run.unit: index for index, run in reversed([*enumerate(runs)])}
+    begin = filling.begin(first)
     actions = filling.lap(events, marks)
     steady &= filling.steady(keeping.fetched, period)
     # the second walk may have dropped a unit that the first one kept to the end
-    kept = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
+    kept = frozenset(unit for unit in begin if first[unit] not in keeping.fetched)
     stays = kept.intersection(filling.present)
     lost = {event.unit for event in events if event.kind is _DONE} & (kept - stays)
     if lost:  # their updates take the weights away, so they leave room from there on
         return _walk_twice(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost, period, count)
     repeats = range(min(steady) * period, (min(steady) + 1) * period) if steady else None
-    return Plan(events, begin, tuple(actions), filling.peak_nbytes, stays, repeats)
+    return Plan(events, begin, actions, filling.peak_nbytes, stays, repeats)

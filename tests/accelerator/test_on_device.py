@@ -384,7 +384,7 @@ def take_from_device(executor: Any) -> None:
     budget, on_device, prefetcher = executor.budget, executor.tiers.on_device, executor.prefetcher
     gate, leave, forget = threading.Event(), on_device.leave, prefetcher.forget
     prefetcher.forget()
-    executor.mover._lanes.uploads.submit(gate.wait)
+    executor.mover.staging.uploads.submit(gate.wait)
     prefetcher.begin_visit()
     unit = executor.units[0].index
     prefetcher._start(unit, prefetcher.nbytes[unit])

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.intervals import Box, Span, boxes, flat_offset, overlap, pieces, shard_pieces
+from infinity.core.intervals import Box, Span, boxes, flat_offset, overlap, shard_pieces
 from tests.helpers.cases import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -126,5 +126,6 @@ def test_shards_of_any_layout_are_made_of_those_of_any_other(data):
 
 def test_gaps_and_empty_spans_give_nothing():
     have = [Span("a", 0, 4), Span("b", 4, 4), Span("c", 6, 10)]
-    assert list(pieces(2, 8, have)) == [("a", 2, 4, 0), ("c", 0, 2, 4)]
-    assert list(pieces(4, 6, have)) == []
+    old = {"a": (0, 10), "c": (1, 0)}
+    assert list(shard_pieces(2, 8, have, old, (20, 20))) == [(0, 0, 12, 14, 0), (1, 0, 0, 2, 4)]
+    assert list(shard_pieces(4, 6, have, old, (20, 20))) == []

@@ -19,7 +19,6 @@ from infinity.core.nbytes import parse_nbytes
 from infinity.device import machine
 from infinity.device.machine import (
     choose_dtype,
-    compare_dtype,
     free_host_nbytes,
     missing_huge_pages,
     usable_cores,
@@ -161,6 +160,14 @@ def test_a_machine_says_that_it_has_no_huge_pages(tmp_path: Path, monkeypatch: p
 
 
 # --- the dtype -----------------------------------------------------------------------------------
+
+MEASURE = machine.measure_dtype.__wrapped__
+
+
+def compare_dtype(name: str, device: torch.device, multiply_s: Callable[..., float]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "multiply_s", multiply_s)
+        return MEASURE(name, device)
 
 
 def clock(bf16: float, fp32: float, *, first: float = 0.0) -> tuple[Callable[..., float], list[int]]:
