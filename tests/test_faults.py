@@ -431,7 +431,7 @@ def wait_no_longer_than(seconds: float, optimizer: infinity.AdamW) -> None:
     """Lower ``partition.timeout_s`` of ranks that run; to start may take them long on a busy machine."""
     collectives = optimizer.runtime.ranks.collectives
     assert collectives is not None
-    collectives.failure.timeout_s = seconds
+    collectives.peers.timeout_s = seconds
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), collectives._control)
 
 

@@ -16,7 +16,7 @@ from infinity.planner.planning import FOLDER, save_measured
 from infinity.recipes.recipe import Recipe
 
 
-class Views:
+class Views(View):
     """All views of a run as one; without any on ranks other than 0."""
 
     def __init__(self, views: Iterable[View] = ()) -> None:
@@ -34,22 +34,17 @@ class Views:
             view.evaluated(step, loss)
 
     def log(self, line: str) -> None:
-        """Print a line if the run shows its progress."""
-        for display in self._displays():
-            display.log(line)
+        for view in self._views:
+            view.log(line)
 
     def loading(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Show how much of the checkpoint is loaded."""
-        for display in self._displays():
-            display.loading(done_nbytes, total_nbytes)
+        for view in self._views:
+            view.loading(done_nbytes, total_nbytes)
 
     def close(self) -> None:
         with ExitStack() as stack:
             for view in self._views:
                 stack.callback(view.close)
-
-    def _displays(self) -> Iterable[ProgressDisplay]:
-        return (view for view in self._views if isinstance(view, ProgressDisplay))
 
 
 def open_display(recipe: Recipe, folder: Path, world_size: int) -> Views:
@@ -81,7 +76,7 @@ def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None
         raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
 
 
-class ActivationView:
+class ActivationView(View):
     """View that saves and announces the plan for activations and collects the figures of the summary.
 
     Args:
@@ -115,12 +110,6 @@ class ActivationView:
             self._planned = True
             planning.save(self._folder)
             self._log(planning.describe())
-
-    def evaluated(self, step: int, loss: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def result(self) -> ActivationSummary | None:
         """Return the figures so far and write ``measured.json``; None: all activations were kept."""

@@ -25,23 +25,23 @@ where an element lies in the unit, and would travel in fp32 for the same exactne
 
 [Note: on an accelerator]
 The thread issues a collective on a stream of its own and goes on with the next: only headers are waited
-for. Who waits for a :class:`Pending` lets its stream wait for the collective. A rank that dies inside one
-would let the others' accelerators wait for ever, and all that waits for these. So the thread looks after what
-it has issued, and aborts it when a rank is known to be gone, or silent for too long: streams go on, with
-values that are not used, since the next wait raises.
+for. Who waits for a :class:`Pending` lets its stream wait for the collective. If a rank dies inside one, the
+others' accelerators would wait for ever. So the thread looks after what it has issued, and aborts it when a
+rank is known to be gone, or silent for too long: streams go on, with values that are not used, since the next
+wait raises.
 
 [Note: no thread stays behind]
 A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
-SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
-slices and leaves a collective that will not end. The group then still runs it, and would wait for it
-in its destructor: such a group is never destroyed. Nor is the work, whose tensors gloo's own thread would
-give back, with the interpreter's lock, at whatever moment the peers are gone. Nor is any group in a forked
+SIGABRT as soon as it wakes, when the peers' connections close. So the thread waits in slices and leaves a
+collective that will not end. Its group would wait for it in its destructor, so it is never destroyed; nor is
+the work, whose tensors gloo's own thread would give back when the peers are gone; nor any group in a forked
 child, where its destructor would wait for threads that the child does not have.
 """
 
 import ctypes
 import hashlib
 import os
+import pickle
 import queue
 import threading
 import time
@@ -49,16 +49,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.comm.peers import FAREWELL_S, GroupFailure, how_it_ended
+from infinity.comm.peers import FAREWELL_S, Peers, how_it_ended
 from infinity.core.errors import DivergenceError, InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
+T = TypeVar("T")
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 _SLICE_S = 0.25
 #: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
@@ -79,9 +80,7 @@ class Pending(StreamTransfer):
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
     failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here.
 
-    Args:
-        what: The operation, for messages.
-        failure: Returns the error that a wait for ``what`` must raise; None: it may go on.
+    ``failure`` returns the error that a wait for ``what`` must raise; None: it may go on.
     """
 
     __slots__ = ("_failure", "_what", "result")
@@ -105,22 +104,18 @@ class Pending(StreamTransfer):
 class DataGroup:
     """The process group of weights and gradients, and what an accelerator has in flight on it.
 
-    Used by the collectives' thread only; see [Note: on an accelerator].
-
-    Args:
-        group: NCCL's or the like; on the CPU that of the headers.
-        device: The device of the flat buffers.
-        failure: The failure of the group's ranks.
+    Used by the collectives' thread only; see [Note: on an accelerator]. On the CPU ``group`` is that of the
+    headers, and nothing is in flight.
     """
 
-    def __init__(self, group: Any, device: torch.device, failure: GroupFailure) -> None:
-        self.group, self.device, self._failure = group, device, failure
+    def __init__(self, group: Any, device: torch.device, peers: Peers) -> None:
+        self.group, self.device, self._peers = group, device, peers
         self._issued: deque[tuple[Any, float]] = deque()  # and until when each may take
         self._looked_s = 0.0  # when it looked for the other ranks
 
     def add(self, work: Any) -> None:
         """Look after ``work``, which an accelerator runs."""
-        self._issued.append((work, time.monotonic() + self._failure.timeout_s))
+        self._issued.append((work, time.monotonic() + self._peers.timeout_s))
 
     def in_flight(self) -> bool:
         """Return whether something that was added has not ended; forget what has."""
@@ -130,17 +125,22 @@ class DataGroup:
 
     def look_after(self) -> None:
         """Abort what is in flight if it will not end: another rank failed, died, left or stalled."""
-        what, now_s, failure = "a collective of the accelerators", time.monotonic(), self._failure
+        what, now_s, peers = "a collective of the accelerators", time.monotonic(), self._peers
         deadline = self._issued[0][1]
-        if failure.error is None and now_s > deadline:
-            failure.tell(failure.explained(what))
-        elif now_s > max(deadline - failure.timeout_s, self._looked_s) + _LOOK_S:
+        if peers.error is None and now_s > deadline:
+            peers.tell(peers.explained(what))
+        elif now_s > max(deadline - peers.timeout_s, self._looked_s) + _LOOK_S:
             self._looked_s = now_s
-            if told := failure.peers.dead():
-                failure.tell(failure.peer_error(told, what))
-        if failure.overdue(what) is not None:
-            self._issued.clear()
-            _abort(self.group, self.device)
+            if told := peers.dead():
+                peers.tell(peers.peer_error(told, what))
+        if peers.overdue(what) is None:
+            return
+        self._issued.clear()
+        group = self.group
+        with suppress(RuntimeError):  # a group that is its own back end has no other
+            group = group._get_backend(self.device)
+        if hasattr(group, "abort"):
+            group.abort()
 
 
 class Collectives:
@@ -154,7 +154,7 @@ class Collectives:
         on_failure: Called once with the error after which no collective will end well, on any thread.
 
     Attributes:
-        failure: The first error of a rank, once there is one.
+        peers: The other ranks, and the first error of one.
         step: Calls of the optimizer's step; equal on all ranks.
     """
 
@@ -170,8 +170,8 @@ class Collectives:
                 backend=dist.get_default_backend_for_device(device),
                 timeout=timedelta(seconds=timeout_s + _WATCHDOG_S),
             )
-        self.failure = GroupFailure(self.rank, self.world_size, timeout_s, on_failure)
-        self._data = DataGroup(group, device, self.failure)
+        self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
+        self._data = DataGroup(group, device, self.peers)
         self.step = self._count = 0
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -239,20 +239,18 @@ class Collectives:
         """The least of each value over ranks (below 2**53); blocks."""
         return [int(x) for x in self._exchange("least", values, where).amin(0)]
 
-    def share(self, text: str, where: str) -> str:
-        """Rank 0's ``text``, on every rank; blocks."""
-        mine = text.encode()
-        nbytes = int(self._exchange("share", [len(mine)], where)[0])
+    def share(self, value: T, where: str) -> T:
+        """Rank 0's ``value``, on every rank; blocks."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
-        def issue(_: bool) -> bytes:
-            given = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-            if self.rank == 0:
-                given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        def issue(_: bool) -> Any:
+            nbytes = int(self._of_all_ranks(torch.tensor([len(mine)], device="cpu"))[0])
+            given = mine if self.rank == 0 else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
-            return given.numpy().tobytes()
+            return pickle.loads(given.numpy().tobytes())
 
-        shared: bytes = self._submit("share", nbytes, where, issue).value()
-        return shared.decode()
+        shared: T = self._submit("share", 0, where, issue).value()
+        return shared
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""
@@ -271,8 +269,8 @@ class Collectives:
         """End the thread; collectives that wait in the queue end first."""
         self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout=self.failure.timeout_s if self.failure.error is None else FAREWELL_S)
-        self.failure.close()
+        self._thread.join(timeout=self.peers.timeout_s if self.peers.error is None else FAREWELL_S)
+        self.peers.close()
 
     # --- the thread ------------------------------------------------------------------------
 
@@ -281,62 +279,49 @@ class Collectives:
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
         digest: int = 0,
     ) -> Pending:  # fmt: skip
+        name, header = f"{kind} {where} (step {self.step + 1})", (_KINDS.index(kind), index, self.step)
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
-        where, step = f"{where} (step {self.step + 1})", self.step
-        pending = Pending(f"{kind} {where}", self.failure.overdue)
+        pending = Pending(name, self.peers.overdue)
 
         def job() -> None:
             try:
-                if self.failure.error is None:
-                    result = self._attempt(kind, index, step, where, issue, ready, digest)
+                if self.peers.error is None:
+                    pending.result = self._attempt(name, header, issue, ready, digest)
                     if then is not None:
-                        then(result)
+                        then(pending.result)
                     pending.record(self._data.device)
-                    pending.result = result
                     pending.finish()
             except BaseException as error:  # nothing may end this thread
-                self.failure.tell(error)
+                self.peers.tell(error)
             if not pending.done():
-                pending.finish(self.failure.error)
+                pending.finish(self.peers.error)
 
         self._queue.put(job)
         return pending
 
     def _attempt(
-        self, kind: str, index: int, step: int, where: str, issue: Callable[[bool], Any],
+        self, name: str, header: tuple[int, ...], issue: Callable[[bool], Any],
         ready: Callable[[], object] | None, digest: int,
     ) -> Any:  # fmt: skip
-        """The result of one collective.
-
-        Raises:
-            DivergenceError: Ranks asked for different things.
-            PeerError: Another rank failed, died, left or stalled.
-            BaseException: What ``ready`` raised; the others have learned of it.
-        """
+        """The result of one collective; raises what ``ready`` raised, of which the others have learned."""
         local: BaseException | None = None
         try:
             if ready is not None:
                 ready()
         except BaseException as error:
             local = error
-            self.failure.tell(error)
+            self.peers.tell(error)
         try:
-            what = _KINDS.index(kind), index, step, self._count
-            return issue(self._agree(what, digest, f"{kind} {where}", local))
+            return issue(self._agree((*header, self._count), digest, name, local))
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             # which has torch's first line; the others are its C++ stack
-            raise local or self.failure.error or self.failure.explained(f"{kind} {where}", error) from None
+            raise local or self.peers.error or self.peers.explained(name, error) from None
 
     def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
-        """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks.
-
-        Raises:
-            DivergenceError: They differ.
-            PeerError: A rank failed.
-        """
+        """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks."""
         mine = torch.tensor([*what, int(failure is not None), digest], device="cpu")
         # Lists: an operator of torch gives the interpreter's lock away, and the thread that computes has it.
         headers = self._of_all_ranks(mine).tolist()
@@ -345,15 +330,13 @@ class Collectives:
         if not failed and all(header[:-1] == headers[0][:-1] for header in headers):
             return all(header[-1] == digest for header in headers)
         wanted: list[Any] = [None] * self.world_size
-        dist.all_gather_object(
-            wanted, where if failure is None else how_it_ended(failure), group=self._control
-        )
+        told = where if failure is None else how_it_ended(failure)
+        dist.all_gather_object(wanted, told, group=self._control)
         if failed:
-            told = "; ".join(f"rank {r} {wanted[r]}" for r in failed)
-            raise self.failure.peer_error(told)
-        told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
+            raise self.peers.peer_error("; ".join(f"rank {r} {wanted[r]}" for r in failed))
+        wants = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
         raise DivergenceError(
-            f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
+            f"the ranks took different paths at collective {self._count}: {wants}. Every rank must run "
             "the same modules in the same order; feed every rank a batch that takes the same branches, or "
             "name the class of the module that branches (experts, say) in partition.leaf"
         )
@@ -378,7 +361,7 @@ class Collectives:
         while group is self._control and not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
-            if not work.is_completed() and self.failure.overdue("its last collectives") is not None:
+            if not work.is_completed() and self.peers.overdue("its last collectives") is not None:
                 _never_destroy(group)
                 _never_destroy(work)
                 raise RuntimeError("given up")
@@ -402,14 +385,6 @@ class Collectives:
                 return self._queue.get(timeout=_SLICE_S if self._data.in_flight() else None)
             except queue.Empty:
                 self._data.look_after()
-
-
-def _abort(group: Any, device: torch.device) -> None:
-    """End what a group has issued, where its back end can."""
-    with suppress(RuntimeError):  # a group that is its own back end has no other
-        group = group._get_backend(device)
-    if hasattr(group, "abort"):
-        group.abort()
 
 
 def _never_destroy(what: Any) -> None:

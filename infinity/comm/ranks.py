@@ -1,7 +1,6 @@
 """The processes that train together: how they meet, and what each of them knows of itself."""
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,23 +29,15 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that share a model.
-
-    Attributes:
-        rank: Number of this process, from 0.
-        world_size: Number of processes.
-        device: The device of this rank.
-        collectives: The collectives of this rank; None with one process.
-    """
+    """This process among those that share a model."""
 
     rank: int
     world_size: int
     device: torch.device
-    collectives: Collectives | None = None
+    collectives: Collectives | None = None  # None: there is one process
 
     @property
     def on_accelerator(self) -> bool:
-        """Return whether the device has memory of its own."""
         return self.device.type != "cpu"
 
     @property
@@ -62,23 +54,16 @@ class Ranks:
         return value if self.collectives is None else self.collectives.sum([value], where)[0]
 
     def decide(self, make: Callable[[], str], where: str) -> str:
-        """Return the text that ``make`` gives on rank 0, on every rank. Every rank must call.
-
-        Raises:
-            BudgetError: ``make`` raised it on rank 0; raised on every rank alike.
-        """
-        collectives = self.collectives
-        if collectives is None:
+        """Return what ``make`` gives on rank 0, or raise its BudgetError, on every rank; all must call."""
+        if self.collectives is None:
             return make()
-        return decide(make, self.rank, lambda text: collectives.share(text, where))
+        return decide(make, self.rank, partial(self.collectives.share, where=where))
 
 
 def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
     """Initialize torch.distributed from the launcher's environment; return this rank's device.
 
-    Args:
-        timeout_s: Time for which a silent rank is waited for (s).
-        device: The device, as for :func:`choose_device`.
+    A silent rank is waited for ``timeout_s``; ``device`` is as for :func:`choose_device`.
 
     Raises:
         LaunchError: There is no device for this rank, or the ranks do not know where they meet.
@@ -157,11 +142,7 @@ def _accelerator_type() -> str | None:
 
 
 def _check_own_devices(device: torch.device) -> None:
-    """Raise if two ranks have the same device. Every rank must call.
-
-    Raises:
-        LaunchError: They have.
-    """
+    """Refuse two ranks with the same device. Every rank must call."""
     uuid = hardware_id(device)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (socket.gethostname(), uuid))
@@ -203,13 +184,7 @@ def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 
 def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None]) -> Ranks:
-    """Return this process's :class:`Ranks`, with collectives where there are several.
-
-    Args:
-        device: The device that :func:`join_ranks` returned.
-        timeout_s: Time for which a silent rank is waited for (s).
-        on_failure: Called once with the error after which no collective ends well, on any thread.
-    """
+    """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, device)
     with peer_errors("meeting the other ranks"):
@@ -237,16 +212,10 @@ def gather(value: T, ranks: Ranks, what: str) -> list[T]:
     return [value] if found is None else found
 
 
-def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> str:
-    """Return the text that rank 0 makes, on every rank.
+def decide(make: Callable[[], str], rank: int, share: Callable[[tuple[str, str]], tuple[str, str]]) -> str:
+    """Return what ``make`` gives on rank 0, or raise its BudgetError, on every rank; all must call.
 
-    Args:
-        make: Called on rank 0 only.
-        rank: This rank.
-        share: Gives rank 0's text to all ranks.
-
-    Raises:
-        BudgetError: ``make`` raised it on rank 0; raised on every rank alike.
+    ``share`` gives rank 0's value to all ranks.
     """
     made, refused = "", ""
     if rank == 0:
@@ -254,19 +223,15 @@ def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> s
             made = make()
         except BudgetError as error:
             refused = str(error)
-    made, refused = json.loads(share(json.dumps((made, refused))))
+    made, refused = share((made, refused))
     if refused:
         raise BudgetError(refused)
-    return str(made)
+    return made
 
 
 @contextlib.contextmanager
 def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
-    """A block that ends well on every rank, or raises on every rank. Every rank must enter.
-
-    Raises:
-        PeerError: It failed on another rank; says how.
-    """
+    """A block that ends well on every rank, or raises on every rank (PeerError says how); all must enter."""
     failure: Exception | None = None
     try:
         yield
@@ -285,46 +250,33 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Raise errors of torch.distributed as :class:`PeerError`."""
+    """Raise errors of torch.distributed as :class:`PeerError`, without their lines of torch's C++ stack."""
     try:
         yield
     except RuntimeError as error:
         raise PeerError(
             f"{what}: another rank ended or was silent ({first_line(error)}). The first "
             "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
-        ) from None  # its other lines are torch's C++ stack
+        ) from None
 
 
-_TRIES, _TIMEOUT_S = 8, 30.0
+def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]:
+    """Let two ranks gather and exchange bytes, by gloo; return what sending to each other costs them.
 
+    Both are threads of this process, in groups that no other code sees. A unit's full values have ``nbytes``,
+    of which each rank sends a half.
 
-class Exchange(NamedTuple):
-    """The measured cost of two ranks that send to each other at one time.
-
-    Attributes:
-        bytes_per_s: Bytes per second that each rank sends.
-        core_s_per_byte: Time of all cores that each of these costs it, with one that it receives (s).
-    """
-
-    bytes_per_s: float
-    core_s_per_byte: float
-
-
-def measure_exchange(nbytes: int = 2**24) -> Exchange:
-    """Let two ranks gather and exchange bytes, by gloo.
-
-    Both are threads of this process, in groups that no other code sees.
-
-    Args:
-        nbytes: Bytes of a unit's full values, of which each rank sends a half.
+    Returns:
+        Bytes per second that each rank sends; and the time of all cores that each of these costs it, with
+        one that it receives (s).
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 
     def rank(number: int) -> list[tuple[float, float]]:
-        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_TIMEOUT_S))
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
         full, other = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         taken_s = []
-        for _ in range(_TRIES):
+        for _ in range(tries):
             began_s, core_s = time.perf_counter(), time.process_time()
             group._allgather_base(full, full[number * half : (number + 1) * half].clone()).wait()
             group.alltoall_base(other, full, [], []).wait()
@@ -334,4 +286,4 @@ def measure_exchange(nbytes: int = 2**24) -> Exchange:
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(rank, range(2))
     wall_s, core_s = (statistics.median(map(max, a, b)) for a, b in zip(zip(*first), zip(*second)))
-    return Exchange(2 * half / wall_s, core_s / 2 / (2 * half))
+    return 2 * half / wall_s, core_s / 2 / (2 * half)

@@ -23,30 +23,17 @@ from infinity.core.nbytes import parse_nbytes
 _SHOWN_CHARS = 200
 #: The longest text of a setting (bytes); of a path, the system says more.
 _TEXT_NBYTES = 4095
-_BOUNDS = {
-    "least": (">=", operator.ge),
-    "above": (">", operator.gt),
-    "most": ("<=", operator.le),
-    "below": ("<", operator.lt),
-}
 
 
 class SettingError(RecipeError):
-    """A field of a config has an invalid value.
-
-    Attributes:
-        key: Name of the field.
-        got: The value of the field.
-        wanted: Description of the valid values.
-    """
+    """The field ``key`` of a config is ``got``, which is not what is ``wanted``."""
 
     def __init__(self, key: str, got: object, wanted: str) -> None:
         self.key, self.got, self.wanted = key, got, wanted
         super().__init__(f"{key}: got {shown(got)}; wanted {wanted}")
 
 
-@dataclass(frozen=True, slots=True)
-class Valid:
+class Valid(NamedTuple):
     """Bounds of a number; without any, all numbers are valid."""
 
     least: float | None = None
@@ -56,14 +43,14 @@ class Valid:
 
     def accepts(self, value: Any) -> bool:
         """Return True if ``value`` is in the bounds; NaN is in none."""
-        bounds = ((holds, getattr(self, name)) for name, (_, holds) in _BOUNDS.items())
-        return all(holds(value, bound) for holds, bound in bounds if bound is not None)
+        holds = operator.ge, operator.le, operator.gt, operator.lt
+        return all(bound is None or holds(value, bound) for holds, bound in zip(holds, self))
 
     def __str__(self) -> str:
         if self.least is not None and self.most is not None:
             return f"{_bound(self.least)} to {_bound(self.most)}"
-        bounds = ((sign, getattr(self, name)) for name, (sign, _) in _BOUNDS.items())
-        return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in bounds if bound is not None)
+        bounds = {">=": self.least, ">": self.above, "<=": self.most, "<": self.below}
+        return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in bounds.items() if bound is not None)
 
 
 def _bound(bound: Any) -> str:
@@ -76,8 +63,11 @@ def _bound(bound: Any) -> str:
     return f"{bound:,}"
 
 
+_ANY = Valid()
+
+
 class Setting(NamedTuple):
-    """A field of a config: its name, and what :func:`setting` was given; ``hint`` is its type."""
+    """A field of a config: its name, its type, and what :func:`setting` was given."""
 
     name: str
     hint: Any
@@ -88,7 +78,6 @@ class Setting(NamedTuple):
     numeric: bool
 
     def __str__(self) -> str:
-        """Describe the values that are accepted, as in ``int or null, 1 to 1024``."""
         bounds = f"{self.valid}{' bytes' if self.nbytes else ''}"
         return f"{self._kind()}, {bounds}" if bounds else self._kind()
 
@@ -106,12 +95,10 @@ class Setting(NamedTuple):
         return "path" if self.path else {bool: "true | false", str: "text"}.get(self.hint, self.hint.__name__)
 
     def converted(self, value: Any) -> Any:
-        """Return ``value`` as the type; YAML's own types stay apart, so ``steps: 1.5`` is an error.
+        """Return ``value`` as the type, or raise a ValueError.
 
-        A size may be text, a list may be its only item, and a float or a text may be an int.
-
-        Raises:
-            ValueError: The value is not accepted.
+        YAML's own types stay apart, so ``steps: 1.5`` is an error; but a size may be text, a list may be its
+        only item, and a float or a text may be an int.
         """
         kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
         if kind in (types.UnionType, typing.Union):
@@ -139,18 +126,17 @@ class Setting(NamedTuple):
 def setting(
     default: Any,
     help: str,
-    valid: Valid = Valid(),
+    valid: Valid = _ANY,
     *,
     nbytes: bool = False,
     path: bool = False,
     numeric: bool = True,
 ) -> Any:
-    """Make a field of a config; a number has bounds on both sides.
+    """Make a field of a config.
 
     Args:
-        default: The default value; None usually means "derived" or "off".
         help: The meaning, in one line.
-        valid: Valid numbers; for a tuple, of each item.
+        valid: Bounds of a number, on both sides; for a tuple, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
         numeric: The value changes the numbers of a run, so one that is gone on with must keep it.
@@ -172,11 +158,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs, which converts and validates every :func:`setting`.
-
-    Raises:
-        SettingError: A field has an invalid value; names the first such field.
-    """
+    """Base class of configs, which converts and validates every :func:`setting`; a SettingError names it."""
 
     def __post_init__(self) -> None:
         cls: type = type(self)
@@ -203,9 +185,7 @@ class _TextError(ValueError):
 
 
 def _text(value: Any, *, path: bool) -> str:
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if type(value) is int:
+    if isinstance(value, os.PathLike) or type(value) is int:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(value)
@@ -281,20 +261,15 @@ class MemoryConfig(Config):
         try:
             # one directory may have several names, in which a run's files would have the same one
             different = len({_identity(path) for path in self.nvme}) == len(self.nvme)
-        except OSError as error:
-            raise SettingError(
-                "nvme", self.nvme, f"directories; {error.filename}: {error.strerror}"
-            ) from error
+        except OSError as error:  # such as a symbolic link to itself
+            why = f"directories; {error.filename}: {error.strerror}"
+            raise SettingError("nvme", self.nvme, why) from error
         if not all(self.nvme) or not different:
             raise SettingError("nvme", self.nvme, "different, non-empty directories")
 
 
 def _identity(path: str) -> object:
-    """Return what all names of a directory have in common; it need not exist.
-
-    Raises:
-        OSError: It cannot exist, as for a symbolic link to itself.
-    """
+    """Return what all names of a directory have in common; it need not exist."""
     real = os.path.realpath(path)
     try:
         found = Path(real).stat()

@@ -437,7 +437,7 @@ class Runtime:
         """Tell the other ranks, and everything here that waits, that this rank cannot go on; any thread."""
         self._give_up(error)
         if self.ranks.collectives is not None:
-            self.ranks.collectives.failure.tell(error)
+            self.ranks.collectives.peers.tell(error)
 
     def _give_up(self, error: BaseException) -> None:
         """Let nothing here wait for a buffer that will not come back."""
@@ -449,7 +449,7 @@ class Runtime:
         """Return why a collective of the caller's own did not end: ``error``, with the rank at fault."""
         if self.ranks.collectives is None:
             return PeerError(f"{what}: {error}")
-        return self.ranks.collectives.failure.explained(what, error)
+        return self.ranks.collectives.peers.explained(what, error)
 
     def check_open(self) -> None:
         """Raise if the runtime has ended.

@@ -4,10 +4,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infinity.core.config import Config, option
 from infinity.core.errors import InfinityError
@@ -38,8 +38,6 @@ class Stalls:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin
 
 
-#: A step or run whose longest stall is at most this share of its time is bound by compute.
-STALL_SHARE = 0.05
 #: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.
 _TAIL_NBYTES = 2**16
 
@@ -84,14 +82,13 @@ class StepReport:
 
     @property
     def bottleneck(self) -> str:
-        """The cause of the longest stall; ``compute`` if that is at most 5 % of the step."""
         return bottleneck(self.stall_s, self.step_s)
 
 
 def bottleneck(stall_s: dict[str, float], total_s: float) -> str:
     """Return the cause of the longest stall; ``compute`` if that is at most 5 % of ``total_s``."""
     cause, waited_s = max(stall_s.items(), key=lambda item: item[1], default=("compute", 0.0))
-    return cause if waited_s > STALL_SHARE * total_s else "compute"
+    return cause if waited_s > 0.05 * total_s else "compute"
 
 
 def perplexity(loss: float) -> float:
@@ -102,21 +99,26 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-class View(Protocol):
-    """A display or file of a run's figures; called on rank 0 only."""
+class View:
+    """A display or file of a run's figures; called on rank 0 only. This one shows nothing."""
 
     def step(self, report: StepReport) -> None:
         """Show the figures of a step."""
-        ...
 
     def evaluated(self, step: int, loss: float) -> None:
         """Show the held-out loss after ``step`` steps, the mean over the tokens of all ranks."""
-        ...
 
-    def close(self) -> None: ...
+    def log(self, line: str) -> None:
+        """Show a line, if this is a display."""
+
+    def loading(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Show how much of its weights this rank has loaded, if this is a display."""
+
+    def close(self) -> None:
+        """End it."""
 
 
-class MetricsFile:
+class MetricsFile(View):
     """View that appends JSON lines to ``path``, each flushed before the call returns.
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
@@ -189,10 +191,11 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
     """Return what a line says; None if it is not a whole line of a metrics file."""
     if not text.endswith(b"\n"):
         return None
+    line: StepReport | Evaluation
     try:
         given = json.loads(text)
         if given["kind"] == "step":
-            line: StepReport | Evaluation = StepReport(**{key: given[key] for key in _REPORTED})
+            line = StepReport(**{each.name: given[each.name] for each in fields(StepReport)})
         else:
             line = Evaluation(given["step"], math.nan if given["loss"] is None else given["loss"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -200,10 +203,7 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
     return line if type(line.step) is int else None
 
 
-_REPORTED = [each.name for each in fields(StepReport)]
-
-
-class TensorBoard:
+class TensorBoard(View):
     """View that writes scalars for TensorBoard into ``folder``.
 
     Args:
@@ -223,14 +223,26 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1)
 
     def step(self, report: StepReport) -> None:
-        for name, value in _scalars(report).items():
-            if value is not None:
-                self._writer.add_scalar(name, value, report.step)
-        self._writer.flush()
+        scalars = {
+            "loss/train": report.loss,
+            "optimizer/lr": report.lr,
+            "optimizer/grad_norm": report.grad_norm,
+            "speed/tokens_per_s": report.tokens_per_s,
+            "speed/step_s": report.step_s,
+            "bytes/read": report.nbytes_read,
+            "bytes/written": report.nbytes_written,
+            **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
+            **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
+        }
+        self._add(report.step, scalars)
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._writer.add_scalar("loss/held_out", loss, step)
-        self._writer.add_scalar("perplexity/held_out", perplexity(loss), step)
+        self._add(step, {"loss/held_out": loss, "perplexity/held_out": perplexity(loss)})
+
+    def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -242,17 +254,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _scalars(report: StepReport) -> dict[str, float | None]:
-    return {
-        "loss/train": report.loss,
-        "optimizer/lr": report.lr,
-        "optimizer/grad_norm": report.grad_norm,
-        "speed/tokens_per_s": report.tokens_per_s,
-        "speed/step_s": report.step_s,
-        "bytes/read": report.nbytes_read,
-        "bytes/written": report.nbytes_written,
-        **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
-        **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
-    }

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -15,61 +14,43 @@ from rich.text import Text
 from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
-from infinity.observe.metrics import Evaluation, StepReport, bottleneck, finite, perplexity
+from infinity.observe.metrics import Evaluation, StepReport, View, bottleneck, finite, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSummary:
-    """Figures of a run's activations on one rank.
-
-    Attributes:
-        nbytes_stored: Bytes stored per step, as the next two: medians over steps.
-        saved_peak_nbytes: Peak of the tensors that autograd saves.
-        plan: Description of the plan; None, as all following fields: there was none.
-        predicted: Predicted cost of one micro-batch; ``measured`` likewise.
-    """
+    """Figures of a run's activations on one rank."""
 
     policy: str
-    nbytes_stored: int
+    nbytes_stored: int  # per step, as the next two: medians over steps
     nbytes_loaded: int
     stall_s: float
-    saved_peak_nbytes: int
-    plan: str | None = None
+    saved_peak_nbytes: int  # of the tensors that autograd saves
+    plan: str | None = None  # its description; None, as all that follows: there was none
     planning_s: float | None = None
-    predicted: Outcome | None = None
+    predicted: Outcome | None = None  # cost of one micro-batch
     measured: Outcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The prediction for a step of a run on one rank.
-
-    Attributes:
-        nbytes_read: Bytes that units read; ``nbytes_written`` likewise.
-        bottleneck: The channel that is busy for the longest part of the step.
-        advice: The change with the largest predicted gain; None: there is none.
-    """
+    """The prediction for a step of a run on one rank; bytes are those of units."""
 
     step_s: float
     nbytes_read: int
     nbytes_written: int
-    bottleneck: str
-    advice: str | None = None
+    bottleneck: str  # the channel that is busy for the longest part of the step
+    advice: str | None = None  # the change with the largest predicted gain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of a run; bytes are those of one rank, medians are over the planned steps.
-
-    Attributes:
-        first_step: Figures cover ``steps`` steps from this one on; 1 unless the run went on after an
-            interruption without its metrics.
-    """
+    """Figures of a run; bytes are those of one rank, medians are over the planned steps."""
 
     folder: str
     world_size: int
     steps: int
-    first_step: int = 1
+    first_step: int = 1  # more where the run went on after an interruption without its metrics
     skipped: int
     tokens_per_s: float
     step_s: float
@@ -102,54 +83,41 @@ class Summary:
         write_file(path, json.dumps(finite(asdict(self)), indent=2) + "\n")
 
 
-class _Figures(NamedTuple):
-    """Figures of one step that the summary keeps."""
-
-    step_s: float
-    tokens_per_s: float
-    nbytes_read: int
-    nbytes_written: int
-    planned_nbytes_read: int  # 0: there was no plan
-    planned_nbytes_written: int
-    off_plan: bool  # used units that the plan did not foresee
-
-
-class SummaryBuilder:
+class SummaryBuilder(View):
     """View that accumulates the figures of a run; memory grows by a few numbers per step."""
 
     def __init__(self) -> None:
-        self._all: list[_Figures] = []
-        self._planned: list[_Figures] = []
+        self.total_s = 0.0  # of all steps
+        self._figures: list[tuple[float, ...]] = []  # of each planned step; of all until there is one
+        self._planned = False
+        self._sums: Counter[str] = Counter()  # over all steps, by name in the summary
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        self._losses: list[float] = []
-        self._held_out: list[float] = []
-        self._skipped = self._rolled_back = self._spilled_nbytes = self._tiles = self._tiles_used = 0
-        self._first_step = 1
+        self._losses: list[float] = []  # the first and the last
+        self._held_out: list[float] = []  # likewise
+        self._first: StepReport | None = None
+        self._last: StepReport | None = None
 
     def step(self, report: StepReport) -> None:
-        moved = report.nbytes_read, report.nbytes_written
-        planned = report.planned_nbytes_read or 0, report.planned_nbytes_written or 0
-        figures = _Figures(report.step_s, report.tokens_per_s, *moved, *planned, report.on_demand > 0)
-        if not self._all:
-            self._first_step = report.step
-        self._all.append(figures)
-        if report.planned_nbytes_read is not None:
-            self._planned.append(figures)
+        self._first, self._last = self._first or report, report
+        self.total_s += report.step_s
+        planned = report.planned_nbytes_read is not None
+        if planned and not self._planned:
+            self._figures, self._planned = [], True
+        if planned or not self._planned:
+            moved = report.nbytes_read, report.nbytes_written
+            plan = report.planned_nbytes_read or 0, report.planned_nbytes_written or 0
+            self._figures.append((report.step_s, report.tokens_per_s, *moved, *plan, report.on_demand > 0))
+        redone = report.rolled_back > 0 and not report.skipped
+        self._sums.update(steps=1, skipped=report.skipped, redone=redone, tiles_used=report.tiles_used)
         self._stall_s.update(report.stall_s)
-        self._skipped += report.skipped
-        self._spilled_nbytes, self._tiles = report.spilled_nbytes, report.tiles
-        self._tiles_used += report.tiles_used
-        self._rolled_back += report.rolled_back > 0 and not report.skipped
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
         if report.loss is not None:
             self._losses[1:] = [report.loss]
 
-    @property
-    def total_s(self) -> float:
-        """Time of all steps (s)."""
-        return sum(figures.step_s for figures in self._all)
+    def evaluated(self, step: int, loss: float) -> None:
+        self._held_out[1:] = [loss]
 
     def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
         """Take in the metrics of steps that were made before this process."""
@@ -158,12 +126,6 @@ class SummaryBuilder:
                 self.step(line)
             else:
                 self.evaluated(line.step, line.loss)
-
-    def evaluated(self, step: int, loss: float) -> None:
-        self._held_out[1:] = [loss]
-
-    def close(self) -> None:
-        pass
 
     def result(
         self,
@@ -177,52 +139,47 @@ class SummaryBuilder:
         notes: Sequence[str] = (),
     ) -> Summary:
         """Return the summary so far; ``budgets`` are in bytes by tier, None: no budget."""
-        steps = self._planned or self._all
-        step_s, tokens_per_s, *nbytes, _ = (
-            [median(values) for values in zip(*steps)] if steps else [0.0] * len(_Figures._fields)
-        )
+        columns = list(zip(*self._figures)) or [(0.0,)] * 7
+        step_s, tokens_per_s, *nbytes = map(median, columns[:-1])
         read, written, planned_read, planned_written = map(round, nbytes)
-        total_s = self.total_s
-        losses = _first_and_last(self._losses)
-        held_out = _first_and_last(self._held_out)
+        sums, last = self._sums, self._last
+        stall_s: dict[str, float] = dict(self._stall_s)
+        losses: Sequence[float | None] = self._losses or [None]
+        held_out: Sequence[float | None] = self._held_out or [None]
         perplexities = [None if loss is None else perplexity(loss) for loss in held_out]
         return Summary(
             folder=str(folder),
             world_size=world_size,
-            steps=len(self._all),
-            first_step=self._first_step,
-            skipped=self._skipped,
+            steps=sums["steps"],
+            first_step=self._first.step if self._first else 1,
+            skipped=sums["skipped"],
             tokens_per_s=tokens_per_s,
             step_s=step_s,
             nbytes_read=read,
             nbytes_written=written,
             planned_nbytes_read=planned_read if self._planned else None,
             planned_nbytes_written=planned_written if self._planned else None,
-            steps_off_plan=sum(figures.off_plan for figures in steps),
-            steps_rolled_back=self._rolled_back,
-            spilled_nbytes=self._spilled_nbytes,
-            tiles=self._tiles,
-            tiles_used=round(self._tiles_used / max(1, len(self._all))),
+            steps_off_plan=int(sum(columns[-1])),
+            steps_rolled_back=sums["redone"],
+            spilled_nbytes=last.spilled_nbytes if last else 0,
+            tiles=last.tiles if last else 0,
+            tiles_used=round(sums["tiles_used"] / max(1, sums["steps"])),
             peak_nbytes=dict(self._peak),
             budgets=dict(budgets),
-            stall_s=dict(self._stall_s),
-            stall_share=sum(self._stall_s.values()) / total_s if total_s else 0.0,
-            bottleneck=bottleneck(dict(self._stall_s), total_s),
+            stall_s=stall_s,
+            stall_share=sum(stall_s.values()) / self.total_s if self.total_s else 0.0,
+            bottleneck=bottleneck(stall_s, self.total_s),
             first_loss=losses[0],
-            last_loss=losses[1],
+            last_loss=losses[-1],
             first_held_out=held_out[0],
-            last_held_out=held_out[1],
+            last_held_out=held_out[-1],
             first_perplexity=perplexities[0],
-            last_perplexity=perplexities[1],
+            last_perplexity=perplexities[-1],
             activations=activations,
             predicted=predicted,
             dtype=dtype,
             notes=list(notes),
         )
-
-
-def _first_and_last(losses: Sequence[float]) -> tuple[float | None, float | None]:
-    return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -237,8 +194,8 @@ def show_summary(summary: Summary, console: Console) -> None:
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the rows of the table: names and formatted values."""
-    stored = summary.activations.nbytes_stored if summary.activations else 0
-    loaded = summary.activations.nbytes_loaded if summary.activations else 0
+    cache = summary.activations
+    loaded, stored = (cache.nbytes_loaded, cache.nbytes_stored) if cache is not None else (0, 0)
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
     if summary.first_step > 1:
@@ -264,10 +221,15 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"
         rows.append((f"peak {tier}", f"{format_nbytes(nbytes)} ({beside})"))
-    if summary.predicted is not None:
-        rows += predicted_rows(summary, summary.predicted)
-    if summary.activations is not None:
-        rows += activation_rows(summary.activations)
+    if (predicted := summary.predicted) is not None:
+        off = summary.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
+        moved = f"{predicted.nbytes_read:,} bytes read, {predicted.nbytes_written:,} written"
+        text = f"{predicted.step_s:.3g} s per step (measured {off:+.0%}), {moved}"
+        rows.append(("predicted", f"{text}, bound by {predicted.bottleneck}"))
+        if predicted.advice is not None:
+            rows.append(("", f"to be faster: {predicted.advice}"))
+    if cache is not None:
+        rows += activation_rows(cache)
     causes = ", ".join(f"{cause} {waited_s:.2f} s" for cause, waited_s in summary.stall_s.items() if waited_s)
     rows += [
         ("stall", f"{summary.stall_share:.1%} of the time{f' ({causes})' if causes else ''}"),
@@ -275,19 +237,6 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("files", summary.folder),
     ]
     rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
-    return rows
-
-
-def predicted_rows(summary: Summary, predicted: PredictedStep) -> list[tuple[str, str]]:
-    """Return the rows that compare the run with its plan."""
-    off = summary.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
-    moved = f"{predicted.nbytes_read:,} bytes read, {predicted.nbytes_written:,} written"
-    text = (
-        f"{predicted.step_s:.3g} s per step (measured {off:+.0%}), {moved}, bound by {predicted.bottleneck}"
-    )
-    rows = [("predicted", text)]
-    if predicted.advice is not None:
-        rows.append(("", f"to be faster: {predicted.advice}"))
     return rows
 
 
@@ -322,8 +271,7 @@ def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> 
 
 def _with_plan(nbytes: int, planned: int | None, activations: int) -> str:
     if planned is None:  # everything stayed in memory, or the run ended before a plan was made
-        return f"{nbytes:,} bytes per rank" + (
-            ", recorded; the plan starts with the second step" if nbytes else ""
-        )
+        recorded = ", recorded; the plan starts with the second step" if nbytes else ""
+        return f"{nbytes:,} bytes per rank{recorded}"
     beside = f", plus {activations:,} of activations" if activations else ""
     return f"{nbytes:,} bytes per rank (planned {planned:,}{beside})"

@@ -1,4 +1,4 @@
-"""Timeline of a run: spans on lanes, recorded by wrappers, exported to Perfetto or drawn.
+"""Timeline of a run: spans on lanes, recorded by wrappers, exported to Perfetto.
 
 Lanes beside each other show what a step waited for. A disabled timeline costs one comparison per span.
 """
@@ -7,8 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +15,10 @@ from infinity.core.files import write_file
 from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer, TransferEngine
 
-#: Lanes in the order in which they are drawn; others follow by name.
+#: Lanes in the order in which they are shown; others follow by name.
 LANES = ("compute", "read", "write", "update", "collective")
 #: Number of spans that are kept; older ones are dropped.
 CAPACITY = 200_000
-_COLORS = {
-    "compute": "#4c78a8",
-    "read": "#54a24b",
-    "write": "#e45756",
-    "update": "#f2a541",
-    "collective": "#9d76c1",
-}
 
 
 class Span(NamedTuple):
@@ -39,23 +31,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans, from any thread.
-
-    Args:
-        enabled: Record spans.
-        clock: Returns seconds.
-    """
+    """Collects spans, from any thread; ``clock`` returns seconds."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.enabled = enabled
         self.clock = clock
         self._spans: deque[Span] = deque(maxlen=CAPACITY)
         self._lock = threading.Lock()
-        self._nothing = nullcontext()
-
-    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """Record the body of a ``with`` statement as one span, also if it raises."""
-        return self._timed(lane, name) if self.enabled else self._nothing
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Record a span that was timed with :attr:`clock`."""
@@ -67,14 +49,6 @@ class Timeline:
         """Return the recorded spans, sorted by start."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: span.start_s))
-
-    @contextmanager
-    def _timed(self, lane: str, name: str) -> Iterator[None]:
-        start_s = self.clock()
-        try:
-            yield
-        finally:
-            self.add(lane, name, start_s, self.clock())
 
 
 class WatchedEngine:
@@ -117,8 +91,9 @@ class TimedRule:
         self._rule, self._timeline = rule, timeline
 
     def update(self, *args: Any) -> None:
-        with self._timeline.span("update", "update"):
-            self._rule.update(*args)
+        begin_s = self._timeline.clock()
+        self._rule.update(*args)
+        self._timeline.add("update", "update", begin_s, self._timeline.clock())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
@@ -131,70 +106,18 @@ def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
     of a trace cannot show two spans at the same time.
     """
     start_s = min((span.start_s for span in spans), default=0.0)
-    lanes = _lanes(spans)
+    found = {span.lane for span in spans}
+    lanes = [lane for lane in LANES if lane in found] + sorted(found.difference(LANES))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank} {lane}"}}
         for pid, lane in enumerate(lanes)
     ]
-    for span, row in zip(spans, _rows(spans)):
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "pid": lanes.index(span.lane),
-                "tid": row,
-                "ts": (span.start_s - start_s) * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
-    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def draw(spans: Sequence[Span], path: Path, *, start_s: float = 0.0, end_s: float | None = None) -> None:
-    """Draw ``spans`` between two times as PNG or SVG, one row per lane.
-
-    Needs matplotlib (extra: plots).
-
-    Args:
-        start_s: Start of the drawn part, relative to the first span.
-        end_s: The end of the picture; None: that of the last span.
-    """
-    from matplotlib.figure import Figure
-
-    zero_s = min((span.start_s for span in spans), default=0.0) + start_s
-    last_s = max((span.end_s for span in spans), default=0.0) if end_s is None else zero_s - start_s + end_s
-    shown = [span for span in spans if span.end_s > zero_s and span.start_s < last_s]
-    lanes = _lanes(shown)
-    figure = Figure(figsize=(11, 0.6 + 0.45 * len(lanes)), layout="constrained")
-    axes = figure.add_subplot()
-    for y, lane in enumerate(lanes):
-        bars = [
-            (max(span.start_s, zero_s) - zero_s, min(span.end_s, last_s) - max(span.start_s, zero_s))
-            for span in shown
-            if span.lane == lane
-        ]
-        axes.broken_barh(bars, (y - 0.36, 0.72), facecolor=_COLORS.get(lane, "#888888"), edgecolor="none")
-    axes.set_yticks(range(len(lanes)), labels=lanes)
-    axes.invert_yaxis()
-    axes.set_xlim(0, last_s - zero_s)
-    axes.set_xlabel("seconds")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.savefig(path, dpi=150)
-
-
-def _lanes(spans: Sequence[Span]) -> list[str]:
-    found = {span.lane for span in spans}
-    return [lane for lane in LANES if lane in found] + sorted(found.difference(LANES))
-
-
-def _rows(spans: Sequence[Span]) -> list[int]:
-    """Return for each span the first row of its lane that is free when it starts."""
-    free_s: dict[str, list[float]] = {}
-    rows = [0] * len(spans)
-    for index in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
-        span, ends = spans[index], free_s.setdefault(spans[index].lane, [])
+    free_s: dict[str, list[float]] = {lane: [] for lane in lanes}  # when each row of a lane is free
+    for span in sorted(spans, key=lambda span: span.start_s):
+        ends = free_s[span.lane]
         row = next((i for i, end_s in enumerate(ends) if end_s <= span.start_s), len(ends))
         ends[row : row + 1] = [span.end_s]
-        rows[index] = row
-    return rows
+        ts, dur = (span.start_s - start_s) * 1e6, (span.end_s - span.start_s) * 1e6
+        pid = lanes.index(span.lane)
+        events.append({"ph": "X", "name": span.name, "pid": pid, "tid": row, "ts": ts, "dur": dur})
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -77,11 +77,8 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None and cores > 1:
             with suppress(RuntimeError):  # no network that gloo finds: through host memory
-                exchange = measure_exchange()
-                links = LinksConfig(
-                    device_bytes_per_s=_rounded(exchange.bytes_per_s),
-                    core_s_per_byte=_rounded(exchange.core_s_per_byte),
-                )
+                bytes_per_s, core_s_per_byte = map(_rounded, measure_exchange())
+                links = LinksConfig(device_bytes_per_s=bytes_per_s, core_s_per_byte=core_s_per_byte)
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
             devices, links = _accelerators(device)

@@ -71,13 +71,9 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.name
-        if name is not None and (
-            name in ("", ".", "..")
-            or "/" in name
-            or name.startswith("-")  # which commands take for an option
-            or not name.isprintable()
-            or len(name.encode()) > _NAME_NBYTES
-        ):
+        is_no_name = name in ("", ".", "..") or (name is not None and ("/" in name or not name.isprintable()))
+        # commands take what begins with - for an option
+        if name is not None and (is_no_name or name.startswith("-") or len(name.encode()) > _NAME_NBYTES):
             wanted = f"a printable folder name without / and no - in front, of at most {_NAME_NBYTES} bytes"
             raise SettingError("name", name, wanted)
 
@@ -166,7 +162,6 @@ class Recipe:
         )
 
     def with_dtype(self, dtype: Dtype) -> "Recipe":
-        """Return the same recipe with the compute dtype that was chosen for ``auto``."""
         return replace(self, train=replace(self.train, dtype=dtype))
 
     def with_absolute_paths(self) -> "Recipe":
@@ -209,8 +204,7 @@ def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     before, now = before.with_absolute_paths(), now.with_absolute_paths()
     for section, each in keys_of(Recipe):
         was, got = (_plain(getattr(getattr(recipe, section), each.name)) for recipe in (before, now))
-        chosen = (section, each.name, got) == ("train", "dtype", "auto")
-        if each.numeric and was != got and not chosen:
+        if each.numeric and was != got and (each.name, got) != ("dtype", "auto"):
             changes.append(f"{section}.{each.name} was {shown(was)}, is {shown(got)}")
     return changes
 
@@ -253,11 +247,7 @@ def _plain(value: Any) -> Any:
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe from a YAML file and apply ``section.key=value`` overrides.
-
-    Args:
-        path: The file; None: only the defaults.
-        overrides: As on the command line; values are YAML: ``memory.nvme=[/a,/b]``.
+    """Load a recipe from a YAML file, or the defaults, and apply overrides such as ``memory.nvme=[/a,/b]``.
 
     Raises:
         RecipeError: The file does not exist or is not valid YAML, a key is unknown, or a value has the
@@ -272,28 +262,19 @@ def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequ
     given = {} if path is None else _read(user_path(path, "the recipe"), cls)
     overridden = [_put(given, override, file) for override in overrides]
     try:
-        return _build(_resolve(given), cls)
-    except _KeyError as error:
-        key = error.key
-        by_override = any(other == key or other.startswith(f"{key}.") for other in overridden)
+        return _build(given, cls)
+    except _ProblemError as error:
+        by_override = any(f"{other}.".startswith(f"{error.key}.") for other in overridden)
         where = _COMMAND_LINE if by_override else f"in {file}"
-        raise RecipeError(f"{f'{key} {where}' if key else file}: {error}") from error
+        raise RecipeError(f"{f'{error.key} {where}' if error.key else file}: {error}") from error
 
 
-class _KeyError(ValueError):
-    """What is wrong with a key, or, if that is empty, with the whole recipe."""
+class _ProblemError(ValueError):
+    """What is wrong with a key, or, if that is empty, with the whole recipe; ``line`` is as in ``:3``."""
 
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(problem)
-        self.key = key
-
-
-class _YamlError(ValueError):
-    """Text is not YAML, or more than a recipe may be; ``line`` is where, as in ``:3``, or empty."""
-
-    def __init__(self, problem: object, line: str = "") -> None:
-        super().__init__(str(problem)[:_MOST_PROBLEM_CHARS])
-        self.line = line
+    def __init__(self, problem: object, *, key: str = "", line: str = "") -> None:
+        super().__init__(str(problem))
+        self.key, self.line = key, line
 
 
 def _read(path: Path, cls: type) -> dict[str, Any]:
@@ -304,7 +285,7 @@ def _read(path: Path, cls: type) -> dict[str, Any]:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, as in configs/") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    except _YamlError as error:
+    except _ProblemError as error:
         raise RecipeError(f"{path}{error.line}: not valid YAML: {error}") from error
     if given is not None and not isinstance(given, dict):
         raise RecipeError(f"{path}: got {shown(given)}; wanted sections: {', '.join(_sections(cls))}")
@@ -315,28 +296,25 @@ def _put(given: dict[str, Any], override: str, file: str) -> str:
     """Put the value of ``section.key=value`` into its section of ``given``, and return the key."""
     key, equals, text = override.partition("=")
     section, *names = key.strip().split(".")
-    if not (equals and section and names and all(names)):
-        problem = "wanted section.key=value, as in train.steps=10"
-        raise RecipeError(f"{shown(override)} {_COMMAND_LINE}: {problem}")
+    problem = "wanted section.key=value, as in train.steps=10"
     try:
+        if not (equals and section and names and all(names)):
+            raise ValueError(problem)
+        problem = "not text in the locale's encoding; set PYTHONUTF8=1"
         override.encode()
         value = _parse(text)
-    except UnicodeEncodeError as error:
-        problem = "not text in the locale's encoding; set PYTHONUTF8=1"
+    except ValueError as error:
+        if isinstance(error, _ProblemError):
+            problem = f"the value is not valid YAML: {error}; quote text that contains brackets, stars or "
+            problem += "commas, as in data.files='[\"a[0-9].txt\"]'"
         raise RecipeError(f"{shown(override)} {_COMMAND_LINE}: {problem}") from error
-    except _YamlError as error:
-        raise RecipeError(
-            f"{shown(override)} {_COMMAND_LINE}: the value is not valid YAML: {error}; quote text that "
-            "contains brackets, stars or commas, as in data.files='[\"a[0-9].txt\"]'"
-        ) from error
     if given.get(section) is None:
         given[section] = {}
     if not isinstance(given[section], dict):
         raise RecipeError(f"{section} in {file}: {_wanted(given[section], 'keys and values')}")
-    name, *below = names
-    for each in reversed(below):  # of a key that has no keys: the error shows them
+    for each in reversed(names[1:]):  # of a key that has no keys: the error shows them
         value = {each: value}
-    given[section][name] = value
+    given[section][names[0]] = value
     return key.strip()
 
 
@@ -344,20 +322,23 @@ def _parse(text: str) -> Any:
     """Parse YAML as OmegaConf does, into plain values; ``${...}`` stays.
 
     Raises:
-        _YamlError: It is not YAML, or more than a recipe may be.
+        _ProblemError: It is not YAML, or more than a recipe may be.
     """
+    line, problem = "", _TOO_DEEP
+    cause: Exception
     try:
         _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
         parsed = OmegaConf.from_dotlist([f"value={text}"])
         return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload, index]
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        raise _YamlError(problem or error, f":{mark.line + 1}" if mark else "") from error
+        mark, cause = getattr(error, "problem_mark", None), error
+        problem, line = str(getattr(error, "problem", None) or error), f":{mark.line + 1}" if mark else ""
     except RecursionError as error:
-        raise _YamlError(_TOO_DEEP) from error
+        cause = error
     except Exception as error:  # parsers raise many types: ValueError of numbers and dates, those of ${
         key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
-        raise _YamlError(f"{key}: {first_line(error)}" if key else first_line(error)) from error
+        problem, cause = f"{key}: {first_line(error)}" if key else first_line(error), error
+    raise _ProblemError(problem[:_MOST_PROBLEM_CHARS], line=line) from cause
 
 
 def _check_nodes(root: Any) -> None:
@@ -391,39 +372,33 @@ def _tag(node: Any) -> str:
     return str(node.tag).removeprefix("tag:yaml.org,2002:")
 
 
-def _resolve(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve references such as ``${train.steps}`` and ``${oc.env:HOME}``."""
+def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
+    """Resolve references such as ``${train.steps}`` and ``${oc.env:HOME}``, and make the sections."""
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(given)), resolve=True)
+        merged: Any = OmegaConf.to_container(OmegaConf.create(dict(given)), resolve=True)
     except Exception as error:  # a reference may name a resolver, which may raise any type
         key = getattr(error, "full_key", None)
-        raise _KeyError(str(key or ""), first_line(error)[:_MOST_PROBLEM_CHARS]) from error
-    return typing.cast("dict[str, Any]", resolved)
-
-
-def _build(merged: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
-    sections, parts = _sections(cls), {}
+        raise _ProblemError(first_line(error)[:_MOST_PROBLEM_CHARS], key=str(key or "")) from error
     if cls is Recipe and (translation := translate(merged)):
-        raise _KeyError("", translation)
-    for name, given in merged.items():
+        raise _ProblemError(translation)
+    sections, parts, prefix = _sections(cls), {}, ""
+    for name, values in merged.items():
         if name not in sections:
-            inner = next(iter(given), None) if isinstance(given, Mapping) else None
+            inner = next(iter(values), None) if isinstance(values, Mapping) else None
             raise _unknown(f"{name}.{inner}" if inner else str(name), cls)
-        if given is not None and not isinstance(given, Mapping):
-            raise _KeyError(name, _wanted(given, "keys and values"))
-    prefix = ""
+        if values is not None and not isinstance(values, Mapping):
+            raise _ProblemError(_wanted(values, "keys and values"), key=name)
     try:
         for section, part in sections.items():
-            given, prefix = merged.get(section) or {}, f"{section}."
+            values, prefix = merged.get(section) or {}, f"{section}."
             known = {each.name for each in settings_of(part)}
-            for name in given:
-                if name not in known:
-                    raise _unknown(f"{section}.{name}", cls)
-            parts[section] = part(**given)
+            if unknown := [name for name in values if name not in known]:
+                raise _unknown(f"{section}.{unknown[0]}", cls)
+            parts[section] = part(**values)
         prefix = ""
         return cls(**parts)
     except SettingError as error:
-        raise _KeyError(f"{prefix}{error.key}", _wanted(error.got, error.wanted)) from error
+        raise _ProblemError(_wanted(error.got, error.wanted), key=f"{prefix}{error.key}") from error
 
 
 def _wanted(got: object, wanted: str) -> str:
@@ -431,10 +406,10 @@ def _wanted(got: object, wanted: str) -> str:
     return f"got {words}; wanted {wanted}"
 
 
-def _unknown(key: str, cls: type) -> _KeyError:
+def _unknown(key: str, cls: type) -> _ProblemError:
     """Suggest the same name in another section, a similar one in this section, or a similar one anywhere."""
     if key in _REMOVED:
-        return _KeyError(key, f"no longer a key; {_REMOVED[key]}")
+        return _ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
     known = [f"{section}.{each.name}" for section, each in keys_of(cls)]
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
@@ -444,7 +419,7 @@ def _unknown(key: str, cls: type) -> _KeyError:
         or difflib.get_close_matches(key, [] if siblings else [*known, *_sections(cls)], n=1, cutoff=0.6)
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections(cls))}"
-    return _KeyError(key, f"unknown key; {hint}")
+    return _ProblemError(f"unknown key; {hint}", key=key)
 
 
 # --- configurations of other tools ---------------------------------------------------------------

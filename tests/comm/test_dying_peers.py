@@ -54,7 +54,7 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
 
     ranks = open_ranks(CPU, HANG_S, on_failure)
     assert ranks.collectives is not None
-    ranks.collectives.failure.timeout_s = timeout_s
+    ranks.collectives.peers.timeout_s = timeout_s
     stuck, gloo = Group(), collectives._all_gather
 
     def issue(full: torch.Tensor, shard: torch.Tensor, *, group: Any, async_op: bool) -> Any:
@@ -69,7 +69,7 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
     if closes:
         while not ranks.collectives._data._issued:
             time.sleep(0.01)
-        ranks.collectives.failure.tell(ValueError("no disk"))
+        ranks.collectives.peers.tell(ValueError("no disk"))
         ranks.collectives.close()
     failed.wait(HANG_S / 2)
     aborted = stuck.aborted.wait(HANG_S / 2)
@@ -109,10 +109,11 @@ def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accele
 def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatch):
     monkeypatch.setattr(peers, "_process_state", lambda pid: "X")
     looked: list[Iterable[int] | None] = []
-    mine = peers.Entry(pid=0, host="a", machine="a")
-    entries = {1: replace(mine, end="closed its model"), 2: replace(mine, machine="b"), 3: mine}
+    mine = peers.Entry(rank=0, pid=0, host="a", machine="a")
+    died = replace(mine, rank=3)
+    entries = [replace(mine, rank=1, end="closed its model"), replace(mine, rank=2, machine="b"), died]
 
-    def others(ranks: Iterable[int] | None) -> dict[int, peers.Entry]:
+    def others(ranks: Iterable[int] | None) -> list[peers.Entry]:
         looked.append(ranks)
         return entries
 
@@ -120,6 +121,6 @@ def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatc
     here._me, here._here, here._thread = mine, None, threading.Thread()  # has not begun
     monkeypatch.setattr(here, "_others", others)
     assert here.dead().startswith("rank 3 (process 0 on a) was killed")
-    entries.pop(3)
+    entries.remove(died)
     assert here.dead() == ""
     assert looked == [None, [1, 3]]  # those of other machines are asked once

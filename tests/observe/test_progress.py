@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from infinity.observe.progress import LoadClock, ProgressDisplay
+from infinity.observe.progress import ProgressDisplay
 
 MIB = 2**20
 
@@ -19,31 +19,30 @@ class Clock:
         return self.now_s
 
 
+def logged(total: int, *done: tuple[float, int]) -> list[str]:
+    """Return the plain lines of a load of which so many bytes are there after so many seconds."""
+    clock, out = Clock(), io.StringIO()
+    display = ProgressDisplay(3, console=Console(file=out, width=200), clock=clock)
+    for second, nbytes in done:
+        clock.now_s = 50.0 + second
+        display.loading(nbytes, total)
+    return out.getvalue().splitlines()
+
+
 def test_a_line_has_bytes_speed_and_the_time_left():
-    clock = Clock()
-    load = LoadClock(clock)
-    assert load.describe(0, 100 * MIB) == "loading 0 B of 100 MiB"
-    clock.now_s += 2
-    assert load.describe(20 * MIB, 100 * MIB) == "loading 20 MiB of 100 MiB  10 MiB/s  8 s left"
-    clock.now_s += 8
-    assert load.describe(100 * MIB, 100 * MIB) == "loading 100 MiB of 100 MiB  10 MiB/s  0 s left"
+    assert logged(100 * MIB, (0, 0), (10, 20 * MIB), (50, 100 * MIB)) == [
+        "loading 20 MiB of 100 MiB  2 MiB/s  40 s left",
+        "loading 100 MiB of 100 MiB  2 MiB/s  0 s left",
+    ]
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_the_end_of_a_long_load():
-    clock = Clock()
-    load = LoadClock(clock)
-    due = []
-    for second in range(26):
-        clock.now_s = 50.0 + second
-        if load.due(second, 25):
-            due.append(second)
-    assert due == [10, 20, 25]
+    lines = logged(25 * MIB, *((second, second * MIB) for second in range(26)))
+    assert [line.split()[1] for line in lines] == ["10", "20", "25"]
 
 
 def test_a_short_load_prints_no_plain_lines():
-    clock = Clock()
-    load = LoadClock(clock)
-    assert not any(load.due(done, 4) for done in range(5))
+    assert logged(4, *((done, done) for done in range(5))) == []
 
 
 def test_the_bar_shows_a_load():

@@ -22,7 +22,9 @@ _MOST_LINE_NBYTES = 1 << 26
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
 
-_STDLIB_EXCEPT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+#: Not of ``stdlib``, which is nearly the same on every machine.
+_STDLIB_EXCEPT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+_ENDS = ("\n", "\r")  # of a line
 
 Message = dict[str, Any]
 
@@ -33,13 +35,6 @@ class DataError(InfinityError, ValueError):
 
 class MalformedError(ValueError):
     """A line cannot be used. The message gives the reason; the caller adds file and line."""
-
-
-class Piece(NamedTuple):
-    """Part of a document's text; ``last`` if the document ends with it."""
-
-    text: str
-    last: bool
 
 
 class Text(NamedTuple):
@@ -76,14 +71,8 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     for name in names:
         path = user_path(name, key)
         try:
-            matches = _stdlib() if name == "stdlib" else _matches(path)
-            files = [path.resolve() for path in matches]
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            NotImplementedError,
-        ) as error:  # patterns, links to themselves
+            files = [path.resolve() for path in _matches(name, path)]
+        except (OSError, ValueError, RuntimeError) as error:  # patterns, links to themselves
             reason = error.strerror if isinstance(error, OSError) else error
             raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
         if not files:
@@ -94,8 +83,8 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     return tuple(found)
 
 
-def read_pieces(path: Path) -> Iterator[Piece]:
-    """Read the text of ``path``, which is one document, in pieces of whole lines.
+def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the text of ``path``, one document, in pieces of whole lines, and whether each is the last.
 
     A line that is longer than a piece ends a piece before a space, or anywhere where it has none.
 
@@ -109,16 +98,16 @@ def read_pieces(path: Path) -> Iterator[Piece]:
             while line := file.readline(PIECE_CHARS):
                 if size >= PIECE_CHARS:
                     text = "".join(lines)
-                    end = len(text) if _ends_line(text) else max(text.rfind(" "), 0) or len(text)
-                    yield Piece(text[:end], last=False)
+                    end = len(text) if text.endswith(_ENDS) else max(text.rfind(" "), 0) or len(text)
+                    yield text[:end], False
                     lines, size = [text[end:]], len(text) - end
-                number += _ends_line(line)
+                number += line.endswith(_ENDS)
                 lines.append(line)
                 size += len(line)
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 text, after line {number}: {error.reason}") from error
     if lines:
-        yield Piece("".join(lines), last=True)
+        yield "".join(lines), True
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -144,51 +133,6 @@ def parse_record(line: bytes) -> Text | Completion | Chat:
     Raises:
         MalformedError: The line is not UTF-8, not JSON, or not an object with the fields of a record.
     """
-    value = _parse_json(line)
-    if not isinstance(value, dict):
-        raise MalformedError(f"wanted an object; got {_name(value)}")
-    if "messages" in value:
-        return Chat(_messages(value["messages"]), _tools(value.get("tools")))
-    if "prompt" in value and "completion" in value:
-        return Completion(_string(value, "prompt"), _string(value, "completion"))
-    if "text" in value:
-        return Text(_string(value, "text"))
-    fields = f"the fields {', '.join(value)}" if value else "none"
-    raise MalformedError(f"wanted 'text', 'prompt' and 'completion', or 'messages'; got {fields}")
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-
-
-def _ends_line(text: str) -> bool:
-    return text.endswith(("\n", "\r"))
-
-
-def _stdlib() -> list[Path]:
-    """Sources of Python's standard library without its tests: nearly the same on every machine."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        path for path in root.rglob("*.py") if not _STDLIB_EXCEPT.intersection(path.relative_to(root).parts)
-    )
-
-
-def _matches(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = (each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
-        return sorted(each for each in found if each.is_file())
-    if path.exists():
-        return [path]  # a pipe or device is refused when it is opened
-    # A directory that is there may have brackets in its name.
-    base = next((parent for parent in path.parents if parent.is_dir()), Path(path.anchor))
-    return sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())
-
-
-def _parse_json(line: bytes) -> Any:
     try:
         value = json.loads(line.decode())
         if b"\\u" in line:  # an escape may encode half a surrogate pair, which no tokenizer accepts
@@ -199,32 +143,56 @@ def _parse_json(line: bytes) -> Any:
         raise MalformedError("half of a surrogate pair is not text") from error
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"not JSON: {error}") from error
-    return value
+    if not isinstance(value, dict):
+        raise MalformedError(f"wanted an object; got {_name(value)}")
+    if "messages" in value:
+        return _chat(value["messages"], value.get("tools"))
+    names = ("prompt", "completion") if {"prompt", "completion"} <= value.keys() else ("text",)
+    for name in names:
+        if name not in value:
+            fields = f"the fields {', '.join(value)}" if value else "none"
+            raise MalformedError(f"wanted 'text', 'prompt' and 'completion', or 'messages'; got {fields}")
+        if not isinstance(value[name], str):
+            raise MalformedError(f"{name!r}: wanted a string; got {_name(value[name])}")
+    return Text(value["text"]) if names == ("text",) else Completion(value["prompt"], value["completion"])
 
 
-def _string(fields: dict[str, Any], key: str) -> str:
-    value = fields[key]
-    if not isinstance(value, str):
-        raise MalformedError(f"{key!r}: wanted a string; got {_name(value)}")
-    return value
-
-
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise MalformedError(f"'messages': wanted a non-empty list; got {_name(value)}")
-    for number, message in enumerate(value, start=1):
+def _chat(messages: Any, tools: Any) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise MalformedError(f"'messages': wanted a non-empty list; got {_name(messages)}")
+    for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedError(f"message {number}: wanted an object whose 'role' is a string")
-    if not any(message["role"] == ASSISTANT for message in value):
+    if not any(message["role"] == ASSISTANT for message in messages):
         raise MalformedError(f"'messages': none has the role {ASSISTANT}, so no token counts in the loss")
-    return [{key: each for key, each in message.items() if each is not None} for message in value]
-
-
-def _tools(value: Any) -> list[Any] | None:
-    if value is None or isinstance(value, list):
-        return value or None
-    raise MalformedError(f"'tools': wanted a list; got {_name(value)}")
+    if tools is not None and not isinstance(tools, list):
+        raise MalformedError(f"'tools': wanted a list; got {_name(tools)}")
+    given = [{key: each for key, each in message.items() if each is not None} for message in messages]
+    return Chat(given, tools or None)
 
 
 def _name(value: Any) -> str:
     return "null" if value is None else "an empty list" if value == [] else type(value).__name__
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _matches(name: str, path: Path) -> list[Path]:
+    if name == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = (each for each in root.rglob("*.py") if not _STDLIB_EXCEPT & {*each.relative_to(root).parts})
+        return sorted(found)
+    if path.is_dir():
+        found = (each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
+        return sorted(each for each in found if each.is_file())
+    if path.exists():
+        return [path]  # a pipe or device is refused when it is opened
+    # A directory that is there may have brackets in its name.
+    base = next((parent for parent in path.parents if parent.is_dir()), Path(path.anchor))
+    return sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())

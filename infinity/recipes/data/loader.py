@@ -15,8 +15,8 @@ import numpy as np
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.recipes.data.documents import DataError, find_files
-from infinity.recipes.data.sequences import Batch, DocumentRows, Ints, Sequences, TokenStream
-from infinity.recipes.data.tokenizer import Tokenizer, open_tokenizer
+from infinity.recipes.data.sequences import Batch, Ints, Sequences, document_rows, token_stream
+from infinity.recipes.data.tokenizer import open_tokenizer
 from infinity.recipes.data.tokens import Tokens, open_tokens
 
 
@@ -81,7 +81,6 @@ class TokenLoader:
     """Endless iterator over one rank's training batches.
 
     Args:
-        sequences: The training data.
         identity: Identifies the tokens; a position saved with other tokens is rejected.
 
     Raises:
@@ -97,45 +96,33 @@ class TokenLoader:
         shuffle: bool = True,
         identity: str = "",
     ) -> None:
-        self._sequences, self._shape, self._shuffle = sequences, shape, shuffle
-        self._identity: dict[str, Any] = {
-            "tokens": identity,
-            "seq_len": shape.seq_len,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
-        self._count = len(sequences)
-        if self._count < shape.global_batch_size:
+        self._sequences, self._shape = sequences, shape
+        seq_len, count, size = shape.seq_len, len(sequences), shape.global_batch_size
+        self._identity: dict[str, Any] = {"tokens": identity, "seq_len": seq_len}
+        self._identity |= {"seed": seed, "shuffle": shuffle}
+        self.micro_batches_per_epoch = count // size
+        if count < size:
             raise DataError(
-                f"the training data has {self._count} sequences of {shape.seq_len} tokens; a micro-batch "
-                f"needs {shape.global_batch_size} ({shape.world_size} ranks with "
-                f"train.batch_size={shape.batch_size}): give more data, or lower train.batch_size or "
-                "model.seq_len"
+                f"the training data has {count} sequences of {seq_len} tokens; a micro-batch needs {size} "
+                f"({shape.world_size} ranks with train.batch_size={shape.batch_size}): give more data, or "
+                "lower train.batch_size or model.seq_len"
             )
         self._seek(0, 0)
-
-    @property
-    def micro_batches_per_epoch(self) -> int:
-        return self._count // self._shape.global_batch_size
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         size = self._shape.global_batch_size
-        if self._position + size > self._count:
-            self._seek(self._epoch + 1, 0)
+        if self._position + size > len(self._order):
+            self._seek(self.epoch + 1, 0)
         together = self._order[self._position : self._position + size]
         self._position += size
         return self._sequences.batch(self._shape.share(together), together)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position before the next batch; the same on every rank."""
-        return {**self._identity, "epoch": self._epoch, "position": self._position}
+        return {**self._identity, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, also with another number of ranks or batch size.
@@ -151,11 +138,12 @@ class TokenLoader:
         self._seek(int(state["epoch"]), int(state["position"]))
 
     def _seek(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        if self._shuffle:
-            self._order = np.random.default_rng((self._identity["seed"], epoch)).permutation(self._count)
-        else:
-            self._order = np.arange(self._count)
+        self.epoch, self._position = epoch, position
+        self._order = np.arange(len(self._sequences))
+        if self._identity["shuffle"]:
+            self._order = np.random.default_rng((self._identity["seed"], epoch)).permutation(
+                len(self._sequences)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,130 +199,90 @@ def open_data(
     Raises:
         DataError: No file matches, a file is malformed, or there are too few tokens or too large ones.
     """
+    tokens, held_out = _open_tokens(config, vocab_size, model_path, log)
+    found = [("data.files", config.files, tokens)]
+    found += [("data.eval_files", config.eval_files, held_out)] if held_out is not None else []
+    packing, notes = config.packing, []
+    if packing is None and any(each.loss_mask is not None for _, _, each in found):
+        packing = True
+    for key, _, each in found:
+        if each.malformed[0]:
+            number, first = each.malformed
+            notes.append(f"{key}: skipped {number} malformed lines; the first: {first}")
+    if held_out is None and config.eval_fraction:
+        tokens, held_out, note = _hold_out(config, shape.seq_len, packing, tokens)
+        notes.append(note)
+    elif packing is None:
+        for key, names, each in found:
+            if len(each.values) <= shape.seq_len:
+                raise DataError(
+                    f"{key} ({', '.join(names)}): {len(each.values)} tokens, fewer than one sequence of "
+                    f"{shape.seq_len} and its target; give more data or lower model.seq_len"
+                )
+
+    def laid_out(tokens: Tokens) -> Sequences:
+        if packing is None:
+            return token_stream(tokens.values, shape.seq_len)
+        return document_rows(tokens, shape.seq_len, packing=packing)
+
+    train, held = laid_out(tokens), None if held_out is None else laid_out(held_out)
+    if held is not None and not len(held):
+        raise DataError(
+            "the held-out data has no target that counts in the loss, in sequences of "
+            f"{shape.seq_len} tokens; give more of it or raise model.seq_len"
+        )
+    if packing is not None:
+        notes.append(f"training data: {train}")
+        notes += [f"held-out data: {held}"] if held is not None else []
+    identity = f"{tokens.digest}:{train.identity}"
+    loader = TokenLoader(train, shape, seed=config.seed, shuffle=config.shuffle, identity=identity)
+    return Data(loader, None if held is None else HeldOut(held, shape), packing is True, tuple(notes))
+
+
+def _open_tokens(
+    config: DataConfig, vocab_size: int, model_path: str | None, log: Callable[[str], object]
+) -> tuple[Tokens, Tokens | None]:
+    """Return the tokens of ``files`` and of ``eval_files``."""
     tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
     if model_path is None and tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"data.tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is {vocab_size}; "
             f"set model.vocab_size={tokenizer.vocab_size}"
         )
-    eval_files = find_files(config.eval_files, key="data.eval_files") if config.eval_files else ()
-    files = tuple(path for path in find_files(config.files) if path not in eval_files)
+    eval_files = find_files(config.eval_files, key="data.eval_files")
+    files = [path for path in find_files(config.files) if path not in eval_files]
     if not files:
         raise DataError(
             f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
             "is left to train on; name others, or hold a part of them out with data.eval_fraction"
         )
-    tokens = _open(files, tokenizer, config, log)
-    held_out = _open(eval_files, tokenizer, config, log) if eval_files else None
+    options: Any = {"cache": Path(config.cache), "skip_malformed": config.skip_malformed, "log": log}
+    tokens = open_tokens(files, tokenizer, **options)
+    held_out = open_tokens(eval_files, tokenizer, **options) if eval_files else None
     largest = max(tokens.largest, -1 if held_out is None else held_out.largest)
     if largest >= vocab_size:
         raise DataError(
             f"the data contains the token {largest}; the model in {model_path} has {vocab_size} tokens; "
             "data.tokenizer=null selects the model's own tokenizer"
         )
-    split = _Split(config, shape.seq_len, tokens, held_out)
-    train, held_out_sequences = split.sequences()
-    identity = f"{tokens.digest}:{train.identity}"
-    loader = TokenLoader(train, shape, seed=config.seed, shuffle=config.shuffle, identity=identity)
-    held = None if held_out_sequences is None else HeldOut(held_out_sequences, shape)
-    notes = split.notes(train, held_out_sequences)
-    return Data(loader, held, packed=split.packing is True, notes=notes)
+    return tokens, held_out
 
 
-def _open(
-    files: tuple[Path, ...], tokenizer: Tokenizer, config: DataConfig, log: Callable[[str], object]
-) -> Tokens:
-    cache = Path(config.cache)
-    return open_tokens(files, tokenizer, cache, skip_malformed=config.skip_malformed, log=log)
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Divides tokens into training and held-out sequences."""
-
-    config: DataConfig
-    seq_len: int
-    tokens: Tokens
-    held_out: Tokens | None  # from data.eval_files
-
-    @property
-    def packing(self) -> bool | None:
-        """True: documents share a sequence; False: one document each; None: one stream of tokens."""
-        if self.config.packing is not None:
-            return self.config.packing
-        parts = (self.tokens, self.held_out)
-        return True if any(part is not None and part.loss_mask is not None for part in parts) else None
-
-    @property
-    def _is_fraction(self) -> bool:
-        """A fraction of the training files is held out."""
-        return self.held_out is None and bool(self.config.eval_fraction)
-
-    @property
-    def _count(self) -> int:
-        """Number of tokens (stream) or documents (rows)."""
-        return len(self.tokens.values if self.packing is None else self.tokens.documents)
-
-    @property
-    def _held_out_count(self) -> int:
-        least = self.seq_len + 1 if self.packing is None else 1
-        return max(round(self._count * self.config.eval_fraction), least)
-
-    def sequences(self) -> tuple[Sequences, Sequences | None]:
-        """Return training and held-out sequences, which share no token."""
-        tokens, held_out = self._divide()
-        train = self._sequences("data.files", self.config.files, tokens)
-        if held_out is None:
-            return train, None
-        evaluated = self._sequences("data.eval_files", self.config.eval_files, held_out)
-        if not len(evaluated):
-            raise DataError(
-                "the held-out data has no target that counts in the loss, in sequences of "
-                f"{self.seq_len} tokens; give more of it or raise model.seq_len"
-            )
-        return train, evaluated
-
-    def notes(self, *all_sequences: Sequences | None) -> tuple[str, ...]:
-        notes = []
-        for key, tokens in (("data.files", self.tokens), ("data.eval_files", self.held_out)):
-            if tokens is not None and tokens.malformed[0]:
-                number, first = tokens.malformed
-                notes.append(f"{key}: skipped {number} malformed lines; the first: {first}")
-        if self._is_fraction:
-            kind = "tokens" if self.packing is None else "documents"
-            notes.append(
-                f"held out: the last {self._held_out_count:,} of {self._count:,} {kind} "
-                f"(data.eval_fraction={self.config.eval_fraction:g})"
-            )
-        for name, sequences in zip(("training", "held-out"), all_sequences):
-            if isinstance(sequences, DocumentRows):
-                notes.append(f"{name} data: {sequences.describe()}")
-        return tuple(notes)
-
-    def _divide(self) -> tuple[Tokens, Tokens | None]:
-        """Return the tokens to train on and those that are held out."""
-        tokens = self.tokens
-        if not self._is_fraction:
-            return tokens, self.held_out
-        total, count = self._count, self._held_out_count
-        if self.packing is not None and total > count:
-            return tokens.part(0, total - count), tokens.part(total - count, total)
-        if self.packing is None and total - count > self.seq_len:
-            values = tokens.values
-            return replace(tokens, values=values[:-count]), replace(tokens, values=values[-count:])
-        kind = "documents" if self.packing is not None else "tokens"
+def _hold_out(
+    config: DataConfig, seq_len: int, packing: bool | None, tokens: Tokens
+) -> tuple[Tokens, Tokens, str]:
+    """Divide tokens, or whole documents, into those to train on and the last ones; and say so in a line."""
+    kind, field, least = ("tokens", "values", seq_len + 1)
+    if packing is not None:
+        kind, field, least = ("documents", "documents", 1)
+    whole = getattr(tokens, field)
+    count = max(round(len(whole) * config.eval_fraction), least)
+    if len(whole) - count < least:
         raise DataError(
-            f"data.files ({', '.join(self.config.files)}): {total} {kind} are too few to hold {count} out "
-            f"and train on a sequence of {self.seq_len}; give more data, lower data.eval_fraction (0: hold "
+            f"data.files ({', '.join(config.files)}): {len(whole)} {kind} are too few to hold {count} out "
+            f"and train on a sequence of {seq_len}; give more data, lower data.eval_fraction (0: hold "
             "nothing out), or lower model.seq_len"
         )
-
-    def _sequences(self, key: str, names: tuple[str, ...], tokens: Tokens) -> Sequences:
-        if self.packing is not None:
-            return DocumentRows(tokens, self.seq_len, packing=self.packing)
-        if len(tokens.values) <= self.seq_len:
-            raise DataError(
-                f"{key} ({', '.join(names)}): {len(tokens.values)} tokens, fewer than one sequence of "
-                f"{self.seq_len} and its target; give more data or lower model.seq_len"
-            )
-        return TokenStream(tokens.values, self.seq_len)
+    train, held_out = (replace(tokens, **{field: part}) for part in (whole[:-count], whole[-count:]))
+    fraction = f"(data.eval_fraction={config.eval_fraction:g})"
+    return train, held_out, f"held out: the last {count:,} of {len(whole):,} {kind} {fraction}"

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ class Batch(NamedTuple):
     """Sequences of one rank, each tensor ``(batch_size, seq_len)``, int64, on the CPU.
 
     Attributes:
-        tokens: Inputs.
         targets: The next tokens; -100 where they do not count in the loss.
         positions: Position of each token in its document, where a sequence holds several that must not
             attend to each other; None: every sequence holds one document.
@@ -43,88 +42,60 @@ class Batch(NamedTuple):
     target_count: int = 0
 
 
-class Sequences(Protocol):
-    """The source of a loader's batches: a :class:`TokenStream` or :class:`DocumentRows`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Rows of pieces: row ``i`` holds the pieces ``firsts[i]`` to ``firsts[i + 1]`` (exclusive).
 
-    @property
-    def seq_len(self) -> int: ...
+    A piece is predicted from its own beginning: a document, a part of one, or a sequence of a stream. A
+    target is the token after its input, so one more token than its inputs belongs to a piece.
 
-    @property
-    def identity(self) -> str:
-        """Identifies how the sequences were made from their tokens."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def batch(self, which: Ints, together: Ints) -> Batch:
-        """Return the sequences ``which`` of this rank; ``together`` are those of all ranks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStream:
-    """Documents one after the other; each sequence begins where the previous one ends.
-
-    ``values`` are ``(tokens,)``. The last sequence is followed by a token, its last target.
+    Attributes:
+        values, loss_mask: Those of the tokens; None: all of them count.
+        starts, sizes: First token and number of inputs of each piece, ``(pieces,)``.
+        token_counts, target_counts: Inputs, and targets that count in the loss, of each row.
+        packing: Rows hold several pieces; else their padding is masked.
+        identity: Identifies how the sequences were made from their tokens.
+        documents: Number of documents that were laid out.
+        truncated: Documents that were longer than a row.
+        empty: Pieces without a target that counts in the loss.
     """
 
     values: NDArray[Any]
+    loss_mask: NDArray[np.bool_] | None
     seq_len: int
-
-    @property
-    def identity(self) -> str:
-        return str(len(self.values))
-
-    def __len__(self) -> int:
-        return max(0, (len(self.values) - 1) // self.seq_len)
-
-    def batch(self, which: Ints, together: Ints) -> Batch:
-        size = self.seq_len
-        rows = np.stack([self.values[i * size : (i + 1) * size + 1] for i in which]).astype(np.int64)
-        both = torch.from_numpy(rows)
-        count = len(together) * size
-        return Batch(
-            both[:, :-1].contiguous(), both[:, 1:].contiguous(), token_count=count, target_count=count
-        )
-
-
-class DocumentRows:
-    """Sequences of whole documents, one or (with ``packing``) several per row, padded at the end.
-
-    Args:
-        tokens: The documents.
-        seq_len: Inputs in a row.
-        packing: Put several documents into a row.
-    """
-
-    def __init__(self, tokens: Tokens, seq_len: int, *, packing: bool) -> None:
-        self.seq_len, self.packing, self.document_count = seq_len, packing, len(tokens.documents)
-        self.identity = f"{'packed' if packing else 'single'}:{self.document_count}"
-        self._values, self._loss_mask = tokens.values, tokens.loss_mask
-        self.layout = lay_out(tokens.documents, tokens.loss_mask, seq_len=seq_len, packing=packing)
-        self.token_counts = self.layout.sums(self.layout.pieces.sizes)
-        self.target_counts = self.layout.sums(self.layout.pieces.targets)
+    starts: Ints
+    sizes: Ints
+    firsts: Ints
+    token_counts: Ints
+    target_counts: Ints
+    packing: bool
+    identity: str
+    documents: int = 1
+    truncated: int = 0
+    empty: int = 0
 
     def __len__(self) -> int:
-        return len(self.layout)
+        return len(self.token_counts)
 
     def batch(self, which: Ints, together: Ints) -> Batch:
+        """Return the sequences ``which`` of this rank; ``together`` are those of all ranks."""
         shape = (len(which), self.seq_len)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
-        firsts, pieces = self.layout.firsts, self.layout.pieces
         for row, index in enumerate(which):
             filled = 0
-            for piece in range(firsts[index], firsts[index + 1]):
-                start, size = pieces.starts[piece], pieces.sizes[piece]
-                place = slice(filled, filled + size)
-                tokens[row, place] = self._values[start : start + size]
-                targets[row, place] = self._targets(start + 1, start + 1 + size)
+            for piece in range(self.firsts[index], self.firsts[index + 1]):
+                start, size = self.starts[piece], self.sizes[piece]
+                place, following = slice(filled, filled + size), slice(start + 1, start + 1 + size)
+                tokens[row, place] = self.values[start : start + size]
+                targets[row, place] = self.values[following]
+                if self.loss_mask is not None:
+                    targets[row, place][~self.loss_mask[following]] = IGNORED
                 positions[row, place] = np.arange(size)
                 filled += size
             positions[row, filled:] = np.arange(self.seq_len - filled)  # padding attends only to itself
         used = self.token_counts[which]
-        several = bool((np.diff(firsts)[which] > 1).any())
+        several = bool((np.diff(self.firsts)[which] > 1).any())
         padded = not self.packing and bool((used < self.seq_len).any())
         return Batch(
             torch.from_numpy(tokens),
@@ -135,115 +106,73 @@ class DocumentRows:
             target_count=int(self.target_counts[together].sum()),
         )
 
-    def describe(self) -> str:
-        """Describe the layout in one line, for the start of a run."""
-        layout, slots = self.layout, max(1, len(self) * self.seq_len)
-        used, pieces = int(self.token_counts.sum()), len(self.layout.pieces.starts)
-        is_cut = pieces > self.document_count
-        what = f"{self.document_count:,} documents, {pieces:,} pieces," if is_cut else f"{pieces:,} documents"
+    def __str__(self) -> str:
+        """Describe the rows in one line, for the start of a run."""
+        slots, pieces = max(1, len(self) * self.seq_len), len(self.starts)
+        used, targets = int(self.token_counts.sum()), int(self.target_counts.sum())
+        cut = f"{self.documents:,} documents, {pieces:,} pieces,"
         text = (
-            f"{what} in {len(self):,} sequences of {self.seq_len:,} ({used / slots:.0%} full, "
-            f"{int(self.target_counts.sum()) / max(1, used):.0%} of tokens in the loss)"
+            f"{cut if pieces > self.documents else f'{pieces:,} documents'} in {len(self):,} sequences of "
+            f"{self.seq_len:,} ({used / slots:.0%} full, {targets / max(1, used):.0%} of tokens in the loss)"
         )
-        if layout.truncated:
-            text += f"; {layout.truncated:,} longer ones truncated"
-        if layout.empty:
-            text += f"; {layout.empty:,} skipped, since none of their tokens counts in the loss"
+        if self.truncated:
+            text += f"; {self.truncated:,} longer ones truncated"
+        if self.empty:
+            text += f"; {self.empty:,} skipped, since none of their tokens counts in the loss"
         return text
 
-    def _targets(self, start: int, stop: int) -> Ints:
-        targets = self._values[start:stop].astype(np.int64)
-        if self._loss_mask is not None:
-            targets[~self._loss_mask[start:stop]] = IGNORED
-        return targets
+
+def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
+    """Return documents one after the other as sequences, each of which begins where the last one ends."""
+    count = max(0, (len(values) - 1) // seq_len)
+    sizes, numbers = np.full(count, seq_len), np.arange(count + 1)
+    return Sequences(
+        values=values, loss_mask=None, seq_len=seq_len, starts=numbers[:-1] * seq_len, sizes=sizes,
+        firsts=numbers, token_counts=sizes, target_counts=sizes, packing=False, identity=str(len(values)),
+    )  # fmt: skip
 
 
-def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate micro-batches along the batch dimension."""
-    tokens = torch.cat([batch.tokens for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches])
-    positions, mask = None, None
-    if any(batch.positions is not None for batch in batches):
-        places = torch.arange(tokens.shape[1], device="cpu").expand_as(batches[0].tokens)
-        positions = torch.cat([places if each.positions is None else each.positions for each in batches])
-    if any(batch.mask is not None for batch in batches):
-        whole = torch.ones_like(batches[0].tokens)
-        mask = torch.cat([whole if each.mask is None else each.mask for each in batches])
-    token_count = sum(batch.token_count for batch in batches)
-    return Batch(tokens, targets, positions, mask, token_count, sum(batch.target_count for batch in batches))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Documents, or parts of documents, each predicted from its own beginning.
-
-    ``(pieces,)`` each: the first token, the number of inputs (a target is the token after its input, so
-    one more token belongs to the piece), and the number of targets that count in the loss.
-    """
-
-    starts: Ints
-    sizes: Ints
-    targets: Ints
-
-    def take(self, which: NDArray[Any]) -> "Pieces":
-        return Pieces(starts=self.starts[which], sizes=self.sizes[which], targets=self.targets[which])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLayout:
-    """Rows of pieces: row ``i`` holds the pieces ``firsts[i]`` to ``firsts[i + 1]`` (exclusive).
-
-    Attributes:
-        truncated: Documents that were longer than a row.
-        empty: Documents without a target that counts in the loss.
-    """
-
-    pieces: Pieces
-    firsts: Ints
-    truncated: int
-    empty: int
-
-    def __len__(self) -> int:
-        return len(self.firsts) - 1
-
-    def sums(self, values: Ints) -> Ints:
-        """Return the sum of ``values``, one per piece, for each row."""
-        totals = np.concatenate([[0], np.cumsum(values)])
-        return np.diff(totals[self.firsts])
-
-
-def lay_out(
-    documents: Ints, loss_mask: NDArray[np.bool_] | None, *, seq_len: int, packing: bool
-) -> RowLayout:
-    """Assign ``documents`` to rows of ``seq_len`` inputs.
+def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
+    """Assign documents to rows of ``seq_len`` inputs, which are padded at the end.
 
     With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that
     each of its tokens is predicted once. Without it a row holds one document. Documents with tokens that
     do not count in the loss (prompts, chats) are truncated instead of cut, because an answer separated
     from its question would train the model to guess.
-
-    Args:
-        documents: ``(documents, 3)``, as in :class:`~infinity.recipes.data.tokens.Tokens`.
-        loss_mask: Likewise.
     """
-    starts, stops, counted = documents[documents[:, 1] - documents[:, 0] > 1].T
-    first = 1 if loss_mask is None else loss_mask[starts]  # the first token is never a target
-    pieces = Pieces(starts=starts, sizes=stops - starts - 1, targets=counted - first)
-    if packing:
-        pieces = _cut(pieces, counted == stops - starts, seq_len)
-    cut = len(pieces.starts) - len(starts)
-    long = np.flatnonzero(pieces.sizes > seq_len)
-    pieces.sizes[long] = seq_len
-    for at in long:
-        first = pieces.starts[at] + 1
-        pieces.targets[at] = seq_len if loss_mask is None else loss_mask[first : first + seq_len].sum()
-    left = np.flatnonzero(pieces.targets > 0)
-    empty = len(documents) + cut - len(left)
-    pieces = pieces.take(left)
-    rows = best_fit(pieces.sizes, seq_len) if packing else np.arange(len(left))
-    order = np.argsort(rows, kind="stable")
+    documents, mask = tokens.documents, tokens.loss_mask
+    begins, ends, counted = documents[documents[:, 1] - documents[:, 0] > 1].T
+    inputs, cut = ends - begins - 1, packing & (counted == ends - begins)
+    targets = counted - (1 if mask is None else mask[begins])  # the first token is never a target
+    parts = np.where(cut, -(-inputs // seq_len), 1)
+    source = np.repeat(np.arange(len(parts)), parts)
+    offsets = (np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
+    starts, left, cut = begins[source] + offsets, inputs[source] - offsets, cut[source]
+    sizes = np.minimum(left, seq_len)
+    targets = np.where(cut, sizes, targets[source])
+    truncated = np.flatnonzero((left > seq_len) & ~cut)
+    for at in truncated:
+        first = starts[at] + 1
+        targets[at] = seq_len if mask is None else mask[first : first + seq_len].sum()
+    used = np.flatnonzero(targets > 0)
+    rows = best_fit(sizes[used], seq_len) if packing else np.arange(len(used))
+    order = used[np.argsort(rows, kind="stable")]
     firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
-    return RowLayout(pieces=pieces.take(order), firsts=firsts, truncated=len(long), empty=empty)
+    return Sequences(
+        values=tokens.values,
+        loss_mask=mask,
+        seq_len=seq_len,
+        starts=starts[order],
+        sizes=sizes[order],
+        firsts=firsts,
+        token_counts=np.add.reduceat(sizes[order], firsts[:-1]),
+        target_counts=np.add.reduceat(targets[order], firsts[:-1]),
+        packing=packing,
+        identity=f"{'packed' if packing else 'single'}:{len(documents)}",
+        documents=len(documents),
+        truncated=len(truncated),
+        empty=len(documents) - len(begins) + len(starts) - len(used),
+    )
 
 
 def best_fit(sizes: Ints, capacity: int) -> Ints:
@@ -278,15 +207,21 @@ def best_fit(sizes: Ints, capacity: int) -> Ints:
     return rows
 
 
-def _cut(pieces: Pieces, is_text: NDArray[np.bool_], seq_len: int) -> Pieces:
-    """Cut those of ``pieces`` that are text and longer than ``seq_len`` into several."""
-    parts = np.where(is_text, -(-pieces.sizes // seq_len), 1)
-    source = np.repeat(np.arange(len(parts)), parts)
-    number = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
-    rest = pieces.sizes[source] - number * seq_len
-    sizes = np.where(is_text[source], np.minimum(rest, seq_len), rest)
-    return Pieces(
-        starts=pieces.starts[source] + number * seq_len,
-        sizes=sizes,
-        targets=np.where(is_text[source], sizes, pieces.targets[source]),
+def join(batches: Sequence[Batch]) -> Batch:
+    """Concatenate micro-batches along the batch dimension."""
+
+    def together(parts: Sequence[Tensor | None], default: Tensor) -> Tensor | None:
+        if all(part is None for part in parts):
+            return None
+        return torch.cat([default if part is None else part for part in parts])
+
+    tokens, targets, positions, masks, token_counts, target_counts = zip(*batches)
+    places = torch.arange(tokens[0].shape[1], device="cpu").expand_as(tokens[0])
+    return Batch(
+        torch.cat(tokens),
+        torch.cat(targets),
+        together(positions, places),
+        together(masks, torch.ones_like(places)),
+        sum(token_counts),
+        sum(target_counts),
     )

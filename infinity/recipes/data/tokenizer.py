@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +48,11 @@ Render = Callable[[Sequence[Message], bool], str]
 
 
 class Encoded(NamedTuple):
-    """A document: ``tokens`` and ``loss_mask`` (True: the token counts in the loss), each ``(n,)``."""
+    """A document, or a part: ``tokens`` and ``loss_mask`` (True: the token counts), each ``(n,)``."""
 
     tokens: NDArray[Any]
     loss_mask: NDArray[np.bool_]
+    last: bool = True  # the document ends with this part
 
 
 class Rendered(NamedTuple):
@@ -61,30 +62,23 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class Tokenizer(Protocol):
-    """Encodes text as token ids below ``vocab_size``."""
+class Tokenizer:
+    """Encodes text as token ids below ``vocab_size``.
 
-    @property
-    def vocab_size(self) -> int: ...
+    Attributes:
+        opening: Token at the beginning of every document; None: there is none.
+        separator: Token at the end of every document; None: there is none.
+        fingerprint: Equal ones give equal tokens.
+    """
 
-    @property
-    def opening(self) -> int | None:
-        """Token at the beginning of every document; None: there is none."""
-        ...
-
-    @property
-    def separator(self) -> int | None:
-        """Token at the end of every document; None: there is none."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the tokenizer: equal fingerprints give equal tokens."""
-        ...
+    vocab_size: int
+    opening: int | None = None
+    separator: int | None
+    fingerprint: str
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
-        ...
+        raise NotImplementedError
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         """Encode a chat with the tokenizer's template, as one document or one per answer.
@@ -93,20 +87,17 @@ class Tokenizer(Protocol):
             MalformedError: The template does not accept these messages.
             DataError: There is no template.
         """
-        ...
+        raise NotImplementedError
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     r"""Tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
 
     Its chat template writes a line ``role: content`` per message; a message of the assistant ends with
     byte 0 instead of a newline.
     """
 
-    vocab_size = 256
-    opening: int | None = None
-    separator: int | None = 0
-    fingerprint = "bytes"
+    vocab_size, separator, fingerprint = 256, 0, "bytes"
 
     def encode(self, text: str) -> NDArray[Any]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -126,14 +117,12 @@ class BytesTokenizer:
         return [Encoded(np.concatenate(tokens), np.concatenate(masks))]
 
 
-class JsonTokenizer:
-    """Tokenizer of a ``tokenizer.json`` (tokenizers library); nothing is downloaded.
+class FileTokenizer(Tokenizer):
+    """Tokenizer of a ``tokenizer.json``, without a chat template; nothing is downloaded.
 
     Raises:
         DataError: The file does not exist, is not a tokenizer, or the library is not installed.
     """
-
-    opening: int | None = None
 
     def __init__(self, path: Path) -> None:
         try:
@@ -142,20 +131,26 @@ class JsonTokenizer:
             raise DataError(
                 f"{path}: reading it needs the tokenizers library: pip install tokenizers"
             ) from error
-        content = _read_checked(path)
+        self._path, content = path, _read_checked(path)
         with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
-            self._library = Library.from_str(content.decode())
-            self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+            self._library: Any = Library.from_str(content.decode())
+            self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
             found = (self._library.token_to_id(token) for token in _SEPARATORS)
-            self.separator: int | None = next((each for each in found if each is not None), None)
-            _array([] if self.separator is None else [self.separator], self.vocab_size)
-        self._path = path
+            self.separator = next((each for each in found if each is not None), None)
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
         with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
-            return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
+            return self._array(self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _array(self, ids: list[int]) -> NDArray[Any]:
+        """Return ``ids`` in the smallest type that holds all of them; raise if one exceeds it."""
+        return np.array(ids, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         raise DataError(
@@ -164,7 +159,7 @@ class JsonTokenizer:
         )
 
 
-class DirectoryTokenizer:
+class DirectoryTokenizer(FileTokenizer):
     """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run.
 
     Raises:
@@ -174,17 +169,18 @@ class DirectoryTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, __version__
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
         for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
             _read_checked(file)
         if (path / "config.json").exists():  # which is read, too
             check_counts(read_json_object(path / "config.json"), path / "config.json")
+        self._path = path
         what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
         with library_errors(DataError, what), offline():
             try:
-                self._library: Any = AutoTokenizer.from_pretrained(
+                self._library = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
                 )
             except ValueError as error:
@@ -194,20 +190,19 @@ class DirectoryTokenizer:
                     f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity "
                     "does not run; save it as a tokenizer.json"
                 ) from error
-            self.fingerprint = _digest(path)
-            self.vocab_size = len(self._library)
-            self.separator: int | None = self._library.eos_token_id
+            self.vocab_size, self.separator = len(self._library), self._library.eos_token_id
             bos = self._library.bos_token_id
-            own = self._library("").input_ids
-            self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
-            _array([each for each in (self.opening, self.separator) if each is not None], self.vocab_size)
-        self._path = path
+            self.opening = bos if bos is not None and self._library("").input_ids[:1] == [bos] else None
+            self._array([each for each in (self.opening, self.separator) if each is not None])
+        digest = hashlib.sha256(str(__version__).encode())  # the library decides, too
+        for file in sorted(path.iterdir()):
+            if file.suffix in _TOKENIZER_FILES and file.is_file():
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        self.fingerprint = digest.hexdigest()
 
-    def encode(self, text: str) -> NDArray[Any]:
-        _check_words(text)
-        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
-            ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
-            return _array(ids, self.vocab_size)
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._library(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
@@ -222,10 +217,16 @@ class DirectoryTokenizer:
             raise
         except Exception as error:  # a template is a program and may raise any type
             raise MalformedError(f"the chat template rejects it: {error}") from error
-        for each in rendered:
-            _check_words(each.text)
-        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
-            return [self._encode_rendered(each) for each in rendered]
+        documents = []
+        for text, spans in rendered:
+            _check_words(text)
+            with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
+                found = self._library(
+                    text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+                )
+                offsets = np.array(found.offset_mapping, dtype=np.int64).reshape(-1, 2)
+                documents.append(Encoded(self._array(found.input_ids), mask_of_spans(offsets, spans)))
+        return documents
 
     def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
         """Render a chat; ``restart`` gives the next rendering the full time."""
@@ -252,20 +253,13 @@ class DirectoryTokenizer:
 
         return render_turns(chat.messages, render)
 
-    def _encode_rendered(self, rendered: Rendered) -> Encoded:
-        found = self._library(
-            rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        offsets = np.array(found.offset_mapping, dtype=np.int64).reshape(-1, 2)
-        return Encoded(_array(found.input_ids, self.vocab_size), mask_of_spans(offsets, rendered.spans))
-
 
 def open_tokenizer(name: str) -> Tokenizer:
     """Open ``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
     if name == "bytes":
         return BytesTokenizer()
     path = user_path(name, "data.tokenizer")
-    return DirectoryTokenizer(path) if path.is_dir() else JsonTokenizer(path)
+    return DirectoryTokenizer(path) if path.is_dir() else FileTokenizer(path)
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
@@ -290,43 +284,32 @@ def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
     Raises:
         MalformedError: The template changes the preceding messages when an answer follows.
     """
-    turns = [
-        _render_turn(messages[:number], message, render)
-        for number, message in enumerate(messages)
-        if message["role"] == ASSISTANT
-    ]
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before, text, begin = messages[:number], render(messages[: number + 1], False), 0
+        if before:
+            prompt = render(before, True)
+            differ = (at for at, (a, b) in enumerate(zip(prompt, text)) if a != b)
+            begin = next(differ, min(len(prompt), len(text)))
+            if begin < len(prompt) and begin < len(render(before, False)):
+                raise MalformedError(
+                    f"message {number + 1}: the chat template renders the preceding messages differently "
+                    "once it follows, so the assistant's text cannot be located; mark it with "
+                    "{% generation %}"
+                )
+        turns.append(Rendered(text, [(begin, len(text))]))
     whole = render(messages, False)
     if all(whole.startswith(turn.text) for turn in turns):
         return [Rendered(whole, [span for turn in turns for span in turn.spans])]
     return turns
 
 
-def _render_turn(before: Sequence[Message], message: Message, render: Render) -> Rendered:
-    text = render([*before, message], False)
-    if not before:
-        return Rendered(text, [(0, len(text))])
-    prompt = render(before, True)
-    begin = _common_prefix(prompt, text)
-    if begin < len(prompt) and begin < len(render(before, False)):
-        raise MalformedError(
-            f"message {len(before) + 1}: the chat template renders the preceding messages differently once "
-            "it follows, so the assistant's text cannot be located; mark it with {% generation %}"
-        )
-    return Rendered(text, [(begin, len(text))])
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(one, other))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """Return a mask of the tokens that have a character inside ``spans``.
 
-    Args:
-        offsets: ``(tokens, 2)``, the character range ``(begin, end)`` of each token.
-        spans: Character ranges.
+    ``offsets``, ``(tokens, 2)``, are the character range ``(begin, end)`` of each token.
     """
     mask = np.zeros(len(offsets), dtype=np.bool_)
     starts, stops = offsets[:, 0], offsets[:, 1]
@@ -336,22 +319,14 @@ def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) 
 
 
 def _check_words(text: str) -> None:
-    """Raise where tokenizing ``text`` would take gigabytes.
-
-    Raises:
-        MalformedError: It has a word, text without white space, of too many characters.
-    """
+    """Refuse a word, text without white space, of which tokenizing would take gigabytes."""
     longest = max(map(len, text.split()), default=0) if len(text) > _MOST_WORD_CHARS else 0
     if longest > _MOST_WORD_CHARS:
         raise MalformedError(f"a word has {longest} characters; wanted a space in {_MOST_WORD_CHARS}")
 
 
 def _read_checked(path: Path) -> bytes:
-    """Read a file of a tokenizer; see [Note: untrusted files].
-
-    Raises:
-        DataError: It is no file, cannot be read, is too large, or has a word that is too long.
-    """
+    """Read a file of a tokenizer; see [Note: untrusted files]."""
     try:
         content = read_file(path, _MOST_FILE_NBYTES)
     except OSError as error:
@@ -374,9 +349,7 @@ def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
     """Let the body, which renders a template, take a limited time of the processor and limited memory.
 
     The limit of time needs the main thread, where Python handles signals; what this yields restarts it.
-
-    Raises:
-        DataError: It reached one of them.
+    A DataError says which limit was reached.
     """
 
     def fail(limit: str) -> DataError:
@@ -410,19 +383,3 @@ def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
         except MemoryError as error:
             # without its frames, which hold what was built
             raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)
-
-
-def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:
-    """Return ``ids`` in the smallest type that holds all of a tokenizer's; raise if one exceeds it."""
-    return np.array(ids, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def _digest(path: Path) -> str:
-    """Hash every file on which the tokens may depend, and the version of the library that reads them."""
-    from transformers import __version__
-
-    digest = hashlib.sha256(str(__version__).encode())
-    for file in sorted(path.iterdir()):
-        if file.suffix in _TOKENIZER_FILES and file.is_file():
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()

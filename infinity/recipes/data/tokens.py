@@ -13,9 +13,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from infinity.recipes.data.documents import (
     Completion,
     DataError,
     MalformedError,
+    Text,
     parse_record,
     read_lines,
     read_pieces,
@@ -61,10 +62,6 @@ class Tokens:
     digest: str
     malformed: tuple[int, str] = (0, "")
 
-    def part(self, first: int, stop: int) -> "Tokens":
-        """Return the same tokens with only the documents ``first`` to ``stop`` (exclusive)."""
-        return replace(self, documents=self.documents[first:stop])
-
 
 def open_tokens(
     files: Sequence[Path],
@@ -85,7 +82,14 @@ def open_tokens(
     Raises:
         DataError: A file is missing or malformed, or the cache cannot be written.
     """
-    path = cache / _key(files, tokenizer, skip_malformed)
+    seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
+    for file in files:
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
+        seen.append((str(file), stat.st_size, stat.st_mtime_ns))
+    path = cache / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -99,19 +103,23 @@ def open_tokens(
 
 
 def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """Map the cache entry ``path``, whose tokens are ``dtype``.
+    """Map the cache entry ``path``, whose tokens are ``dtype``."""
 
-    Raises:
-        DataError: A file of it is not as it was written, as far as its length says.
-        OSError: It cannot be read.
-    """
+    def mapped(name: str, dtype: np.dtype[Any], *shape: int) -> NDArray[Any]:
+        nbytes, wanted = (path / name).stat().st_size, math.prod(shape) * dtype.itemsize
+        if nbytes != wanted:
+            raise ValueError(f"{name} has {nbytes} bytes, wanted {wanted}")
+        return (
+            np.memmap(path / name, dtype=dtype, mode="r", shape=shape) if nbytes else np.empty(shape, dtype)
+        )
+
     try:
         about = json.loads((path / _ABOUT).read_text("utf-8"))
-        count, masked = about["tokens"], about["counted"]
+        count = about["tokens"]
         return Tokens(
-            values=_map(path / _TOKENS, dtype, (count,)),
-            loss_mask=_map(path / _LOSS_MASK, np.dtype(np.bool_), (count,)) if masked else None,
-            documents=_map(path / _DOCUMENTS, np.dtype(np.int64), (about["documents"], 3)),
+            values=mapped(_TOKENS, dtype, count),
+            loss_mask=mapped(_LOSS_MASK, np.dtype(np.bool_), count) if about["counted"] else None,
+            documents=mapped(_DOCUMENTS, np.dtype(np.int64), about["documents"], 3),
             largest=about["largest"],
             digest=about["digest"],
             malformed=(about["malformed"], about["first_malformed"]),
@@ -120,93 +128,6 @@ def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
         raise DataError(
             f"data.cache: {path} is damaged: {error}; remove it, and the next run writes it again"
         ) from error
-
-
-class Chunk(NamedTuple):
-    """Consecutive tokens of a document, ``(n,)``."""
-
-    tokens: NDArray[Any]
-    loss_mask: NDArray[np.bool_] | None  # None: every token counts in the loss
-    last: bool  # the document ends with this chunk
-
-
-def encode_documents(
-    path: Path, tokenizer: Tokenizer, on_malformed: Callable[[DataError], None]
-) -> Iterator[Chunk]:
-    """Encode the documents of ``path``: one per line of a ``.jsonl`` file, else the whole text.
-
-    The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat
-    is what its template renders.
-
-    Args:
-        on_malformed: Called with the error of each malformed line; may raise it.
-
-    Raises:
-        DataError: The file cannot be read, or the tokenizer has no chat template for its chats.
-    """
-    if path.suffix != ".jsonl":
-        yield from _encode_text(path, tokenizer)
-        return
-    for number, line in read_lines(path):
-        try:
-            chunks = _encode_record(line, tokenizer)
-        except MalformedError as error:
-            on_malformed(DataError(f"{path}:{number}: {error}"))
-            continue
-        except DataError as error:
-            raise DataError(f"{path}:{number}: {error}") from error
-        yield from chunks
-
-
-def _encode_text(path: Path, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    opening = tokenizer.opening
-    for piece in read_pieces(path):
-        tokens = tokenizer.encode(piece.text)
-        yield Chunk(_enclose(opening, tokens, tokenizer.separator if piece.last else None), None, piece.last)
-        opening = None
-
-
-def _encode_record(line: bytes, tokenizer: Tokenizer) -> list[Chunk]:
-    record = parse_record(line)
-    if isinstance(record, Chat):
-        return [Chunk(*_require_target(encoded), last=True) for encoded in tokenizer.encode_chat(record)]
-    opening, separator = tokenizer.opening, tokenizer.separator
-    if isinstance(record, Completion):
-        tokens, mask = encode_completion(record.prompt, record.completion, tokenizer)
-        before, after = [False] * (opening is not None), [True] * (separator is not None)
-        mask = np.concatenate([before, mask, after]).astype(np.bool_)
-        return [Chunk(*_require_target(Encoded(_enclose(opening, tokens, separator), mask)), last=True)]
-    return [Chunk(_enclose(opening, tokenizer.encode(record.text), separator), None, last=True)]
-
-
-def _require_target(encoded: Encoded) -> Encoded:
-    """Raise unless a token after the first counts in the loss; the first has nothing to be predicted from."""
-    if not encoded.loss_mask[1:].any():
-        raise MalformedError("none of its tokens counts in the loss")
-    return encoded
-
-
-def _enclose(opening: int | None, tokens: NDArray[Any], separator: int | None) -> NDArray[Any]:
-    before, after = (np.array([] if each is None else [each], tokens.dtype) for each in (opening, separator))
-    return np.concatenate([before, tokens, after])
-
-
-def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    nbytes, wanted = path.stat().st_size, math.prod(shape) * dtype.itemsize
-    if nbytes != wanted:
-        raise ValueError(f"{path.name} has {nbytes} bytes, wanted {wanted}")
-    return np.memmap(path, dtype=dtype, mode="r", shape=shape) if nbytes else np.empty(shape, dtype)
-
-
-def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> str:
-    seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
-    for file in files:
-        try:
-            stat = file.stat()
-        except OSError as error:
-            raise DataError(f"{file}: {error.strerror}") from error
-        seen.append((str(file), stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
 
 def _write_once(path: Path, write: Callable[[Path], None]) -> None:
@@ -236,79 +157,95 @@ def _write(
     skip_malformed: bool,
     log: Callable[[str], object],
 ) -> None:
-    errors, logged_s = _MalformedLines(skip_malformed), time.monotonic()
-    with _Writer(folder) as writer:
+    """Write a cache entry, file by file and chunk by chunk."""
+    digest, logged_s = hashlib.sha256(), time.monotonic()
+    about: dict[str, Any] = {"tokens": 0, "documents": 0, "largest": -1, "counted": False}
+    about |= {"malformed": 0, "first_malformed": ""}
+    begin = targets = 0  # of the open document: its first token, and those that count in the loss
+    with ExitStack() as stack:
+        opened = {
+            name: stack.enter_context(open(create_file(folder / name), "wb"))
+            for name in (_TOKENS, _LOSS_MASK, _DOCUMENTS)
+        }
+
+        def append(name: str, values: NDArray[Any]) -> None:
+            content = values.tobytes()
+            digest.update(content)
+            opened[name].write(content)
+
         for number, file in enumerate(files, start=1):
-            for chunk in encode_documents(file, tokenizer, errors):
-                writer.add(chunk)
+            for chunk in encode_documents(file, tokenizer):
+                if isinstance(chunk, DataError):
+                    if not skip_malformed:
+                        raise DataError(f"{chunk}; data.skip_malformed=true skips such lines") from chunk
+                    about["first_malformed"] = about["first_malformed"] or str(chunk)
+                    about["malformed"] += 1
+                    continue
+                append(_TOKENS, chunk.tokens)
+                append(_LOSS_MASK, chunk.loss_mask)
+                about["counted"] |= not chunk.loss_mask.all()  # some token does not count
+                about["largest"] = max(about["largest"], int(chunk.tokens.max(initial=0)))
+                about["tokens"] += len(chunk.tokens)
+                targets += int(chunk.loss_mask.sum())
+                if chunk.last:
+                    append(_DOCUMENTS, np.array([begin, about["tokens"], targets], np.int64))
+                    begin, targets = about["tokens"], 0
+                    about["documents"] += 1
                 if time.monotonic() - logged_s >= LINES_EVERY_S:
                     logged_s = time.monotonic()
-                    log(f"tokenizing {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
-    if not writer.masked:
+                    log(f"tokenizing {file}, {number} of {len(files)}: {about['tokens']:,} tokens so far")
+    if not about["counted"]:
         (folder / _LOSS_MASK).unlink()  # every token counts
-    about = {
-        "tokens": writer.count,
-        "documents": writer.documents,
-        "largest": writer.largest,
-        "digest": writer.digest.hexdigest(),
-        "counted": writer.masked,
-        "malformed": errors.number,
-        "first_malformed": errors.first,
-    }
-    write_file(folder / _ABOUT, json.dumps(about))
+    write_file(folder / _ABOUT, json.dumps({**about, "digest": digest.hexdigest()}))
 
 
-@dataclass(slots=True)
-class _MalformedLines:
-    """Raises the error of a malformed line, or counts it."""
+def encode_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Encoded | DataError]:
+    """Encode the documents of ``path``: one per line of a ``.jsonl`` file, else the whole text.
 
-    skip: bool
-    number: int = 0
-    first: str = ""
+    The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat
+    is what its template renders. A malformed line gives its error.
 
-    def __call__(self, error: DataError) -> None:
-        if not self.skip:
-            raise DataError(f"{error}; data.skip_malformed=true skips such lines") from error
-        self.first = self.first or str(error)
-        self.number += 1
+    Raises:
+        DataError: The file cannot be read, or the tokenizer has no chat template for its chats.
+    """
+    before, after = ([] if each is None else [each] for each in (tokenizer.opening, tokenizer.separator))
+    if path.suffix != ".jsonl":
+        for text, last in read_pieces(path):
+            yield _enclosed(before, tokenizer.encode(text), after if last else [], last=last)
+            before = []
+        return
+    for number, line in read_lines(path):
+        try:
+            record = parse_record(line)
+            if isinstance(record, Chat):
+                found = tokenizer.encode_chat(record)
+            elif isinstance(record, Completion):
+                tokens, mask, _ = encode_completion(record.prompt, record.completion, tokenizer)
+                found = [_enclosed(before, tokens, after, mask)]
+            else:
+                found = [_enclosed(before, tokenizer.encode(record.text), after)]
+            # the first token has nothing to be predicted from
+            if not isinstance(record, Text) and not all(each.loss_mask[1:].any() for each in found):
+                raise MalformedError("none of its tokens counts in the loss")
+        except MalformedError as error:
+            yield DataError(f"{path}:{number}: {error}")
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
+        else:
+            yield from found
 
 
-@dataclass(slots=True)
-class _Writer:
-    """Appends chunks to the files of a cache entry."""
-
-    folder: Path
-    digest: Any = field(default_factory=hashlib.sha256)
-    masked: bool = False  # some token does not count in the loss
-    largest: int = -1
-    count: int = 0  # tokens so far
-    documents: int = 0  # that have ended
-    _files: dict[str, Any] = field(default_factory=dict)
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _begin: int = 0  # of the open document
-    _targets: int = 0  # its tokens that count in the loss
-
-    def __enter__(self) -> "_Writer":
-        for name in (_TOKENS, _LOSS_MASK, _DOCUMENTS):
-            self._files[name] = self._stack.enter_context(open(create_file(self.folder / name), "wb"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def add(self, chunk: Chunk) -> None:
-        mask = np.ones(len(chunk.tokens), np.bool_) if chunk.loss_mask is None else chunk.loss_mask
-        self._append(_TOKENS, chunk.tokens)
-        self._append(_LOSS_MASK, mask)
-        self.masked |= not mask.all()
-        self.largest = max(self.largest, int(chunk.tokens.max(initial=0)))
-        self._targets += int(mask.sum())
-        self.count += len(mask)
-        if chunk.last:
-            self._append(_DOCUMENTS, np.array([self._begin, self.count, self._targets], np.int64))
-            self._begin, self._targets, self.documents = self.count, 0, self.documents + 1
-
-    def _append(self, name: str, values: NDArray[Any]) -> None:
-        content = values.tobytes()
-        self.digest.update(content)
-        self._files[name].write(content)
+def _enclosed(
+    before: list[int],
+    tokens: NDArray[Any],
+    after: list[int],
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    last: bool = True,
+) -> Encoded:
+    """Put tokens around those of a document; with a ``mask`` those before do not count in the loss."""
+    values = np.concatenate([np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)])
+    if mask is None:
+        return Encoded(values, np.ones(len(values), np.bool_), last)
+    mask = np.concatenate([np.zeros(len(before), np.bool_), mask, np.ones(len(after), np.bool_)])
+    return Encoded(values, mask, last)

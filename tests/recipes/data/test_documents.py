@@ -78,7 +78,7 @@ def test_a_long_line_of_text_is_cut_before_a_space(tmp_path: Path, monkeypatch: 
     words, word = "some words " * 30, "x" * 95
     for text in (words, f"one\n{words}\nlast", word, word + " y\n" * 9):
         path.write_text(text)
-        pieces = [piece.text for piece in read_pieces(path)]
+        pieces = [text for text, _ in read_pieces(path)]
         assert "".join(pieces) == text
         assert max(map(len, pieces)) < 40
         for before, after in itertools.pairwise(pieces):
@@ -104,8 +104,8 @@ def test_text_comes_whole_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(documents_module, "PIECE_CHARS", 10)
     pieces = list(read_pieces(path))
     assert len(pieces) > 10
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_lines_are_numbered_as_editors_do_and_blank_ones_left_out(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from infinity.recipes.data.documents import DataError
 from infinity.recipes.data.loader import BatchShape, Data, DataConfig, HeldOut, TokenLoader, open_data
-from infinity.recipes.data.sequences import Batch, TokenStream
+from infinity.recipes.data.sequences import Batch, token_stream
 from tests.helpers.cases import examples
 
 # ten sequences of four, each known by its first token
-TOKENS = TokenStream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
+TOKENS = token_stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
 
 
 def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[TokenLoader]:
@@ -103,7 +103,7 @@ def test_ranks_get_equally_many_held_out_batches_and_none_in_common() -> None:
     assert [len(rank) for rank in seen] == [4, 4]
     assert len(set(seen[0] + seen[1])) == 8
     assert seen[0] == firsts(list(ranks[0].batches(2)))
-    few = HeldOut(TokenStream(TOKENS.values[:9], 4), BatchShape(seq_len=4, batch_size=3))
+    few = HeldOut(token_stream(TOKENS.values[:9], 4), BatchShape(seq_len=4, batch_size=3))
     assert firsts(list(few.batches(8))) == [0, 0, 4]  # two sequences fill a batch of three
 
 

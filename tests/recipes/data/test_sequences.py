@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from infinity.recipes.data.documents import DataError
 from infinity.recipes.data.loader import BatchShape, Data, DataConfig, TokenLoader, open_data
-from infinity.recipes.data.sequences import (
-    Batch,
-    DocumentRows,
-    RowLayout,
-    TokenStream,
-    best_fit,
-    join,
-    lay_out,
-)
+from infinity.recipes.data.sequences import Batch, Sequences, best_fit, document_rows, join, token_stream
 from infinity.recipes.data.tokens import Tokens
 from tests.helpers.cases import examples
 
@@ -49,57 +41,62 @@ def test_many_documents_fill_rows_to_99_percent() -> None:
     assert rows.max() + 1 <= 1.01 * -(-sizes.sum() // 2048)
 
 
-def documents(*lengths: int) -> np.ndarray:
+def masked(documents: np.ndarray, counts: np.ndarray | None) -> Tokens:
+    values = np.zeros(documents[-1, 1], np.uint16)
+    return Tokens(values=values, loss_mask=counts, documents=documents, largest=0, digest="d")
+
+
+def texts(*lengths: int) -> Tokens:
     """Texts of these many tokens, end to end."""
     stops = np.cumsum(lengths)
-    return np.stack([stops - lengths, stops, np.array(lengths)], axis=1)
+    return masked(np.stack([stops - lengths, stops, np.array(lengths)], axis=1), None)
 
 
-def spans(layout: RowLayout) -> list[list[tuple[int, int]]]:
+def spans(rows: Sequences) -> list[list[tuple[int, int]]]:
     """For each row the inputs of its pieces, from and up to."""
-    both = [(int(a), int(a + n)) for a, n in zip(layout.pieces.starts, layout.pieces.sizes)]
-    return [both[a:b] for a, b in zip(layout.firsts, layout.firsts[1:])]
+    both = [(int(a), int(a + n)) for a, n in zip(rows.starts, rows.sizes)]
+    return [both[a:b] for a, b in zip(rows.firsts, rows.firsts[1:])]
 
 
 def test_text_is_cut_so_that_each_token_is_predicted_once() -> None:
-    layout = lay_out(documents(11, 4), None, seq_len=4, packing=True)
-    assert sorted(span for row in spans(layout) for span in row) == [(0, 4), (4, 8), (8, 10), (11, 14)]
-    assert layout.sums(layout.pieces.targets).sum() == 10 + 3
-    assert (layout.truncated, layout.empty) == (0, 0)
+    rows = document_rows(texts(11, 4), 4, packing=True)
+    assert sorted(span for row in spans(rows) for span in row) == [(0, 4), (4, 8), (8, 10), (11, 14)]
+    assert rows.target_counts.sum() == 10 + 3
+    assert (rows.truncated, rows.empty) == (0, 0)
 
 
 def test_without_packing_a_document_is_a_row_and_loses_its_end() -> None:
-    layout = lay_out(documents(11, 4), None, seq_len=4, packing=False)
-    assert spans(layout) == [[(0, 4)], [(11, 14)]]
-    assert layout.pieces.targets.tolist() == [4, 3]
-    assert layout.truncated == 1
+    rows = document_rows(texts(11, 4), 4, packing=False)
+    assert spans(rows) == [[(0, 4)], [(11, 14)]]
+    assert rows.target_counts.tolist() == [4, 3]
+    assert rows.truncated == 1
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_answer_is_never_separated_from_its_question(packing: bool) -> None:
     counts = np.array([*(0, 0, 0, 1, 1, 1, 1), *(0, 0, 0, 0, 0, 0, 1), *(0, 1)], np.bool_)
     found = np.array([[0, 7, 4], [7, 14, 1], [14, 16, 1]])
-    layout = lay_out(found, counts, seq_len=5, packing=packing)
-    assert sorted(span for row in spans(layout) for span in row) == [(0, 5), (14, 15)]
-    assert sorted(layout.pieces.targets) == [1, 3]  # of the first document's answer one token is lost
-    assert (layout.truncated, layout.empty) == (2, 1)  # of the second all of it
+    rows = document_rows(masked(found, counts), 5, packing=packing)
+    assert sorted(span for row in spans(rows) for span in row) == [(0, 5), (14, 15)]
+    assert sorted(rows.target_counts) == [1, 3]  # of the first document's answer one token is lost
+    assert (rows.truncated, rows.empty) == (2, 1)  # of the second all of it
 
 
 def test_documents_without_targets_are_counted_as_empty() -> None:
-    layout = lay_out(documents(1, 3, 1), None, seq_len=4, packing=True)
-    assert spans(layout) == [[(1, 3)]]
-    assert layout.empty == 2
-    assert len(lay_out(documents(1), None, seq_len=4, packing=True)) == 0
+    rows = document_rows(texts(1, 3, 1), 4, packing=True)
+    assert spans(rows) == [[(1, 3)]]
+    assert rows.empty == 2
+    assert len(document_rows(texts(1), 4, packing=True)) == 0
 
 
 @examples(100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 12))
 def test_packed_text_is_all_there(lengths: list[int], seq_len: int) -> None:
-    layout = lay_out(documents(*lengths), None, seq_len=seq_len, packing=True)
-    inputs = sorted(at for row in spans(layout) for a, b in row for at in range(a, b))
+    rows = document_rows(texts(*lengths), seq_len, packing=True)
+    inputs = sorted(at for row in spans(rows) for a, b in row for at in range(a, b))
     stops = set(np.cumsum(lengths) - 1)
     assert inputs == [at for at in range(sum(lengths)) if at not in stops]
-    assert all(sum(b - a for a, b in row) <= seq_len for row in spans(layout))
+    assert all(sum(b - a for a, b in row) <= seq_len for row in spans(rows))
 
 
 #: Of 3, 4 and 6 tokens; of the last only the final two count in the loss.
@@ -112,13 +109,13 @@ TOKENS = Tokens(
 )
 
 
-def batch(rows: DocumentRows) -> Batch:
+def batch(rows: Sequences) -> Batch:
     which = np.arange(len(rows))
     return rows.batch(which, which)
 
 
 def test_packed_rows_separate_documents_by_positions() -> None:
-    found = batch(DocumentRows(TOKENS, 6, packing=True))
+    found = batch(document_rows(TOKENS, 6, packing=True))
     assert found.tokens.tolist() == [[8, 9, 10, 11, 12, 0], [1, 2, 4, 5, 6, 0]]
     assert found.targets.tolist() == [[-100, -100, -100, 12, 13, -100], [2, 3, 5, 6, 7, -100]]
     assert found.positions is not None
@@ -128,7 +125,7 @@ def test_packed_rows_separate_documents_by_positions() -> None:
 
 
 def test_rows_of_one_document_mask_their_padding() -> None:
-    found = batch(DocumentRows(TOKENS, 3, packing=False))
+    found = batch(document_rows(TOKENS, 3, packing=False))
     assert found.tokens.tolist() == [[1, 2, 0], [4, 5, 6]]  # the third's answer did not fit
     assert found.targets.tolist() == [[2, 3, -100], [5, 6, 7]]
     assert found.mask is not None
@@ -138,14 +135,14 @@ def test_rows_of_one_document_mask_their_padding() -> None:
 
 
 def test_rows_that_hold_one_document_need_no_positions() -> None:
-    rows = DocumentRows(TOKENS, 6, packing=True)
+    rows = document_rows(TOKENS, 6, packing=True)
     first = np.array([0])
     assert rows.batch(first, first).positions is None
 
 
 def test_joined_micro_batches_equal_the_whole_batch() -> None:
     for packing in (True, False):
-        rows = DocumentRows(TOKENS, 6, packing=packing)
+        rows = document_rows(TOKENS, 6, packing=packing)
         parts = [rows.batch(np.array([i]), np.array([i])) for i in range(len(rows))]
         joined, whole = join(parts), batch(rows)
         for one, other in zip(joined[:2], whole[:2]):
@@ -156,7 +153,7 @@ def test_joined_micro_batches_equal_the_whole_batch() -> None:
             assert torch.equal(joined.positions[whole.targets >= 0], whole.positions[whole.targets >= 0])
         else:
             assert torch.equal(joined.mask, whole.mask)
-    assert join([TokenStream(np.arange(9), 4).batch(np.array([0]), np.array([0]))]).positions is None
+    assert join([token_stream(np.arange(9), 4).batch(np.array([0]), np.array([0]))]).positions is None
 
 
 def open_lines(tmp_path: Path, *, seq_len: int = 16, **config: object) -> Data:
