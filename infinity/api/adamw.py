@@ -3,7 +3,7 @@
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError, library_errors
 from infinity.core.process import uninterrupted
-from infinity.core.transfer import TransferEngine
 from infinity.device.accelerator import generator_states, set_generator_states
-from infinity.engine.runtime import Runtime, runtime_of
-from infinity.observe.metrics import Stalls, StepReport
+from infinity.engine.runtime import runtime_of
+from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.norm import LossScaler
 
@@ -25,77 +24,75 @@ from infinity.optim.norm import LossScaler
 _SMALL_NBYTES = 2**20
 
 
-class Followed:
-    """Random generators, buffers, and what an optimizer was asked to follow.
+class StepState:
+    """What belongs to a step beside weights and moments: random generators, buffers, what is followed.
 
     Learning-rate schedulers are stepped after the optimizer, so their state is taken late: when the next
     forward pass begins.
 
     Args:
-        model: Buffers of the model that are written while it trains (running means) belong to the state.
+        model: Its buffers that are written while it trains (running means) belong to the state.
         device: The device on which the model computes.
         follow: By name.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:
         self._model, self._device = model, device
-        self._now: dict[str, Stateful] = {}
-        self._late: dict[str, Stateful] = {}
-        self._unwritten = {name: _Buffer(each) for name, each in self._buffers().items()}
+        self._followed: dict[str, Stateful] = {}
+        #: Buffers as they were first. Batch norm writes its running means without torch counting it, so
+        #: small ones are compared, too.
+        self._unwritten = {
+            name: (id(each), each._version, each.detach().clone() if each.nbytes <= _SMALL_NBYTES else None)
+            for name, each in model.named_buffers()
+        }
         self.add(follow)
 
     def add(self, follow: Mapping[str, Stateful]) -> None:
-        """Follow more objects.
-
-        Raises:
-            StateError: A name is taken.
-            TypeError: An object has no state.
-        """
+        """Follow more objects, under other names."""
         for name, each in follow.items():
             if not isinstance(each, Stateful):
                 raise TypeError(
                     f"follow[{name!r}]: wanted an object with state_dict() and load_state_dict(); got "
                     f"{type(each).__name__}"
                 )
-            if name in self._now or name in self._late:
+            if name in self._followed:
                 raise StateError(f"follow[{name!r}] is followed already: give this object another name")
-            (self._late if _is_scheduler(each) else self._now)[name] = each
+            self._followed[name] = each
 
     @property
     def is_late(self) -> bool:
         """Return whether something is stepped after the optimizer."""
-        return bool(self._late)
+        return any(map(_is_scheduler, self._followed.values()))
 
-    def state(self) -> dict[str, Any]:
+    def now(self) -> dict[str, Any]:
         """Return what belongs to the step, without the schedulers."""
         written = {}
-        for name, each in self._buffers().items():
-            if name not in self._unwritten or self._unwritten[name].written(each):
+        for name, each in self._model.named_buffers():
+            address, version, copy = self._unwritten.get(name, (0, 0, None))
+            same = (address, version) == (id(each), each._version)
+            if not same or (copy is not None and not torch.equal(each, copy)):
                 self._unwritten.pop(name, None)
                 written[name] = each.detach().to("cpu", copy=True)
-        follow = {name: each.state_dict() for name, each in self._now.items()}
+        follow = {name: each.state_dict() for name, each in self._followed.items() if not _is_scheduler(each)}
         return {"generators": generator_states(self._device), "buffers": written, "follow": follow}
 
-    def late_state(self) -> dict[str, Any]:
+    def late(self) -> dict[str, Any]:
         """Return the states of the schedulers."""
-        return {"late": {name: each.state_dict() for name, each in self._late.items()}}
+        return {name: each.state_dict() for name, each in self._followed.items() if _is_scheduler(each)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state` and :meth:`late_state` returned.
-
-        Raises:
-            StateError: Something else was followed, or a buffer has another shape.
-        """
-        saved, followed = {**state["follow"], **state.get("late", {})}, {**self._now, **self._late}
-        if saved.keys() != followed.keys():
+        """Put back what :meth:`now` returned, with :meth:`late` as ``late``."""
+        saved = {**state["follow"], **state.get("late", {})}
+        if saved.keys() != self._followed.keys():
+            names = [", ".join(sorted(each)) or "nothing" for each in (saved, self._followed)]
             raise StateError(
-                f"the interrupted run committed the states of {_names(saved)}; this one follows "
-                f"{_names(followed)}: give AdamW the same names in follow={{...}}"
+                f"the interrupted run committed the states of {names[0]}; this one follows {names[1]}: give "
+                "AdamW the same names in follow={...}"
             )
-        for name, each in followed.items():
+        for name, each in self._followed.items():
             with library_errors(StateError, f"the committed state of follow[{name!r}] cannot be loaded"):
                 each.load_state_dict(saved[name])
-        buffers = self._buffers()
+        buffers = dict(self._model.named_buffers())
         for name, values in state["buffers"].items():
             if name not in buffers or buffers[name].shape != values.shape:
                 raise StateError(
@@ -105,34 +102,11 @@ class Followed:
             buffers[name].copy_(values)
         set_generator_states(state["generators"], self._device)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self._model.named_buffers())
-
-
-class _Buffer:
-    """A buffer as it was first.
-
-    Batch norm writes its running means without torch counting it, so small buffers are compared, too.
-    """
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._mark = id(buffer), buffer._version
-        self._copy = buffer.detach().clone() if buffer.nbytes <= _SMALL_NBYTES else None
-
-    def written(self, buffer: Tensor) -> bool:
-        if self._mark != (id(buffer), buffer._version):
-            return True
-        return self._copy is not None and not torch.equal(buffer, self._copy)
-
 
 def _is_scheduler(each: Stateful) -> bool:
     """Return whether it is a scheduler of learning rates, or Accelerate's wrapper of one."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler)
-
-
-def _names(names: Mapping[str, object]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
 
 
 class AdamW(torch.optim.Optimizer):
@@ -144,10 +118,7 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         model: Built under ``infinity.Init``, whole or wrapped.
-        lr: Learning rate.
-        betas: Decay of the first and second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay.
+        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
             that gradients need not wait until ``step()``, in memory or on NVMe.
         params: Parameter groups as torch takes them, in place of the default two.
@@ -167,12 +138,10 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8, weight_decay: float = 0.01, *, max_grad_norm: float | None = None,
         params: Iterable[dict[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
     ) -> None:  # fmt: skip
-        self.runtime: Runtime = runtime_of(model)
+        self.runtime = runtime_of(model)
         if max_grad_norm not in (None, math.inf) and not _is_number(max_grad_norm, Valid(above=0)):
             raise SettingError("max_grad_norm", max_grad_norm, "a number > 0, or None: never clip")
-        self.max_grad_norm = max_grad_norm
-        self.model = model
-        self._made_groups = False
+        self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -182,15 +151,16 @@ class AdamW(torch.optim.Optimizer):
             if self.runtime.started:
                 self.runtime.values.clear_optimizer_fields()
             self._connect()
-        self._followed = Followed(model, self.runtime.ranks.device, follow or {})
-        self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
+        self._state = StepState(model, self.runtime.ranks.device, follow or {})
+        fp16 = self.runtime.dtype is torch.float16
+        self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
         self._scaled = False
         #: Global norm of the last step's gradients before clipping; None before the first step.
         self.grad_norm: float | None = None
         #: Whether the last step was skipped, because a gradient was not finite.
         self.skipped = False
         self.steps = 0
-        self._report_mark = self._mark()
+        self._reported = self._totals()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as in torch, after its numbers and parameters were checked."""
@@ -210,9 +180,7 @@ class AdamW(torch.optim.Optimizer):
     def _connect(self) -> None:
         executor = self.runtime.executor(clips=self.max_grad_norm is not None)
         executor.updates.hypers.groups = self.param_groups
-        executor.place_gradients()
-
-    # --- the loop ----------------------------------------------------------------------------
+        executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the loss scale in fp16 training, and ``loss`` itself in other dtypes."""
@@ -242,25 +210,23 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with uninterrupted:
-            norm = self._reduce()
-            if norm is not None:
-                self._commit(norm)
+            self._end_step()
         return loss
 
-    def _reduce(self) -> float | None:
-        synced = self.runtime.executor().gradients.completions.synced
+    def _end_step(self) -> None:
+        executor = self.runtime.executor()
+        synced = executor.gradients.completions.synced
         if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:
             self._check_parameters()
             self.runtime.tiers.settle(self.runtime.units)
         self.runtime.values.end_load()
-        return self.runtime.executor().reduce()
-
-    def _commit(self, norm: float) -> None:
-        self.runtime.executor().commit(norm, self.max_grad_norm)
-        self.grad_norm = norm
-        self.skipped = norm in (float("inf"), float("-inf")) or norm != norm
+        norm = executor.reduce()
+        if norm is None:
+            return
+        executor.commit(norm, self.max_grad_norm)
+        self.grad_norm, self.skipped = norm, not math.isfinite(norm)
         self.steps += not self.skipped
         if self.scaler is not None:
             self.scaler.update(self.skipped)
@@ -269,45 +235,30 @@ class AdamW(torch.optim.Optimizer):
             self.runtime.records.record(*self._small_state())
 
     def follow(self, **more: Stateful) -> None:
-        """Follow more objects, such as schedulers, which need the optimizer first; before the first step.
-
-        Raises:
-            StateError: A name is taken, or a step was made.
-        """
+        """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
         if self.steps:
             raise StateError("AdamW.follow after the first step: what it committed lacks the new objects")
-        self._followed.add(more)
+        self._state.add(more)
 
     def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
         """The small state, and what gives its rest when schedulers have set the next learning rates."""
-        state = {**self._followed.state(), "steps": self.steps}
+        state = {**self._state.now(), "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
-        late = self._late_state if self._followed.is_late else None
-        return {**state, **self._groups()} if late is None else state, late
+        return (state, self._late_state) if self._state.is_late else ({**state, **self._late_state()}, None)
 
     def _late_state(self) -> dict[str, Any]:
-        return {**self._followed.late_state(), **self._groups()}
-
-    def _groups(self) -> dict[str, Any]:
-        return {
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-            ]
-        }
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {"late": self._state.late(), "param_groups": groups}
 
     def load_committed(self, state: dict[str, Any]) -> None:
-        """Put back the small state of a commit, for :func:`infinity.resume`.
-
-        Raises:
-            StateError: This optimizer has other parameter groups, or follows something else.
-        """
+        """Put back the small state of a commit, for :func:`infinity.resume`."""
         if len(state["param_groups"]) != len(self.param_groups):
             raise StateError(
                 f"the interrupted run has {len(state['param_groups'])} parameter groups, this optimizer "
                 f"{len(self.param_groups)}: make it as before"
             )
-        self._followed.load(state)
+        self._state.load(state)
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         self.steps = state["steps"]
@@ -321,27 +272,28 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 param.grad = None
 
-    def _mark(self) -> "_Mark":
-        return _Mark(self.runtime.stalls, self.runtime.storage.engine)
+    def _totals(self) -> tuple[float, dict[str, float], int, int]:
+        """Return the present time, stalls by cause, bytes read and bytes written."""
+        engine = self.runtime.storage.engine
+        read, written = (engine.nbytes_read, engine.nbytes_written) if engine else (0, 0)
+        return time.perf_counter(), dict(self.runtime.stalls.seconds), read, written
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
         """Return the figures of everything since the last report; call it once after every step."""
-        before, now = self._report_mark, self._mark()
-        self._report_mark = now
-        runtime, executor = self.runtime, self.runtime.executor()
+        began_s, stalled, read_before, written_before = self._reported
+        self._reported = now_s, stalls, read, written = self._totals()
+        executor = self.runtime.executor()
         figures, speculation = executor.figures, executor.updates.speculation
-        planned = figures.planned
+        planned_read, planned_written = figures.planned or (None, None)
         return StepReport(
             step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
-            skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
-            stall_s={cause: s - before.stalls.get(cause, 0.0) for cause, s in now.stalls.items()},
-            nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
-            planned_nbytes_read=planned[0] if planned else None,
-            planned_nbytes_written=planned[1] if planned else None,
-            on_demand=figures.on_demand, speculated=speculation.started,
-            rolled_back=speculation.rolled_back,
+            skipped=self.skipped, step_s=now_s - began_s, tokens=tokens,
+            stall_s={cause: s - stalled.get(cause, 0.0) for cause, s in stalls.items()},
+            nbytes_read=read - read_before, nbytes_written=written - written_before,
+            planned_nbytes_read=planned_read, planned_nbytes_written=planned_written,
+            on_demand=figures.on_demand, speculated=speculation.started, rolled_back=speculation.rolled_back,
             spilled_nbytes=executor.updates.stored_gradients.nbytes, tiles=len(executor.prefetcher.routed),
-            tiles_used=figures.tiles_used, peak_nbytes=runtime.peak_nbytes(),
+            tiles_used=figures.tiles_used, peak_nbytes=self.runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property
@@ -362,8 +314,6 @@ class AdamW(torch.optim.Optimizer):
         """Wait for updates in flight, then give back files, memory and threads."""
         self.runtime.close()
 
-    # --- state -------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return moments, exact weights and step counts of every parameter, gathered on the CPU of rank 0.
 
@@ -371,9 +321,8 @@ class AdamW(torch.optim.Optimizer):
         must call; ranks other than 0 get empty ``state``.
         """
         packed = super().state_dict()
-        order = [id(p) for group in self.param_groups for p in group["params"]]
         fields = self.runtime.values.optimizer_fields()
-        packed["state"] = {i: fields[key] for i, key in enumerate(order) if key in fields}
+        packed["state"] = {i: fields[id(p)] for i, p in enumerate(self._params()) if id(p) in fields}
         if self.scaler is not None:
             packed["loss_scaler"] = self.scaler.state_dict()
         return packed
@@ -385,8 +334,7 @@ class AdamW(torch.optim.Optimizer):
         weights, so these stay as they are.
         """
         self.runtime.values.check_step_over()
-        params = [p for group in self.param_groups for p in group["params"]]
-        state = dict(state_dict["state"])
+        params, state = self._params(), dict(state_dict["state"])
         _check_groups(state_dict["param_groups"], self.param_groups)
         _, *moments = self.runtime.tiers.layout.full_names
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
@@ -399,13 +347,13 @@ class AdamW(torch.optim.Optimizer):
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
                 f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
             )
+        fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         for i, param in enumerate(params):
             if i in state:
                 _check_state(i, param, state[i], moments)
         with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
-            fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
             self.runtime.values.load_optimizer_fields(fields)
             if self.scaler is not None and "loss_scaler" in state_dict:
                 self.scaler.load_state_dict(state_dict["loss_scaler"])
@@ -420,21 +368,19 @@ class AdamW(torch.optim.Optimizer):
         self._go_on_from(steps)
 
     def _go_on_from(self, steps: int) -> None:
-        records = self.runtime.records
-        self.steps = records.steps = steps
-        records.reload(*self._small_state())
+        self.steps = self.runtime.records.steps = steps
+        self.runtime.records.reload(*self._small_state())
 
-    # --- checks ------------------------------------------------------------------------------
-
-    @property
-    def _fp16(self) -> bool:
-        return self.runtime.dtype is torch.float16
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _check_parameters(self) -> None:
-        """Every trainable parameter is in a unit and, where the groups are the default ones, in a group."""
-        groups = self.param_groups if self._made_groups else []
-        grouped = {id(p) for group in groups for p in group["params"]}
-        for param in _parameters_of(self.model):
+        """Raise if a trainable parameter is in no unit, or in none of the default groups."""
+        grouped = {id(param) for param in self._params()} if self._made_groups else set()
+        # model.parameters() would look at each parameter, and at all of them by name
+        for param in (each for m in self.model.modules() for each in dict.values(m._parameters)):
+            if param is None:
+                continue
             places = self.runtime.units.places(param)
             for unit, segment in places:
                 unit.check_data(segment)
@@ -455,32 +401,6 @@ class AdamW(torch.optim.Optimizer):
                 )
 
 
-def _parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield those of all modules as they are, without names and without a check of each."""
-    modules, seen = [model], {model}
-    while modules:
-        module = modules.pop()
-        yield from (param for param in dict.values(module._parameters) if param is not None)
-        found = [each for each in module._modules.values() if each is not None and each not in seen]
-        modules += found
-        seen.update(found)
-
-
-class _Mark:
-    """Running totals at one moment."""
-
-    def __init__(self, stalls: Stalls, engine: TransferEngine | None) -> None:
-        self.time_s = time.perf_counter()
-        self.stalls = dict(stalls.seconds)
-        self.read = engine.nbytes_read if engine else 0
-        self.written = engine.nbytes_written if engine else 0
-
-
-#: Valid numbers of a parameter group, as torch has them.
-_NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay"), Valid(least=0, below=math.inf))
-_BETA = Valid(least=0, below=1)
-
-
 def _is_number(value: Any, valid: Valid) -> bool:
     """Return whether ``value`` is a number in a range (no bool, no text), or a tensor of one such element."""
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -490,7 +410,7 @@ def _is_number(value: Any, valid: Valid) -> bool:
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Raise unless the parameter groups of a saved dictionary are AdamW's, and like an optimizer's own."""
-    theirs, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
     if theirs != ours:
         raise StateError(
             f"the state has parameter groups of {theirs} parameters, this optimizer of {ours} (matrices, "
@@ -507,12 +427,12 @@ def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> 
 
 def _check_numbers(group: dict[str, Any]) -> None:
     """Raise if a parameter group has impossible hyperparameters, or those of another rule."""
-    for name, valid in _NUMBERS.items():
-        if not _is_number(group[name], valid):
-            raise SettingError(name, group[name], f"a number {valid}")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or [_is_number(b, _BETA) for b in betas] != [True, True]:
-        raise SettingError("betas", betas, f"two numbers {_BETA}")
+    positive, beta, betas = Valid(least=0, below=math.inf), Valid(least=0, below=1), group["betas"]
+    for name in ("lr", "eps", "weight_decay"):
+        if not _is_number(group[name], positive):
+            raise SettingError(name, group[name], f"a number {positive}")
+    if not isinstance(betas, tuple | list) or [_is_number(b, beta) for b in betas] != [True, True]:
+        raise SettingError("betas", betas, f"two numbers {beta}")
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise SettingError(name, group[name], "False: infinity.AdamW is plain AdamW")

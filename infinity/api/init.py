@@ -18,8 +18,7 @@ from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
-from infinity.engine.schedule import Blocks, LayerSchedule, Loss
-from infinity.partition.unit import UnitIndex
+from infinity.engine.schedule import LayerSchedule, Loss
 from infinity.shards.journal import unpack
 
 
@@ -42,11 +41,8 @@ def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> No
 
 def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
-    if (
-        type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine")
-        and module is not None
-        and is_served(module)
-    ):
+    kinds = ("DistributedDataParallel", "DeepSpeedEngine")
+    if type(wrapper).__name__ in kinds and module is not None and is_served(module):
         raise StateError(
             f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards "
             "weights and reduces gradients itself: use the model as it is (with Accelerate, the Trainer or "
@@ -90,7 +86,8 @@ class Init:
     """Context manager in which parameters are sharded and stored as they are created.
 
     With more than one process, torch.distributed is initialized from the variables of torchrun, srun or
-    mpirun unless it is already. Every rank must build the same model with the same seed.
+    mpirun unless it is already. Every rank must build the same model with the same seed. An error in the
+    block closes the model.
 
     Args:
         recipe: Budgets, dtype and directories: a recipe (see ``infinity recipe``), or the
@@ -99,8 +96,6 @@ class Init:
             it, or embeddings that are resized, in the block join it.
         device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says, by
             default the accelerator with the rank's number on its machine.
-
-    An error in the block closes the model.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
@@ -131,15 +126,15 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        done = False
         try:
             self.runtime.construction.__exit__(kind, error, trace)
             if error is None:
                 self.runtime.meet()
-        except BaseException:
-            self.runtime.close()
-            raise
-        if error is not None:
-            self.runtime.close()
+                done = True
+        finally:
+            if not done:
+                self.runtime.close()
 
 
 @contextlib.contextmanager
@@ -149,16 +144,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
-    runtime = runtime_of(model)
-    executor = runtime.executor()
+    executor = runtime_of(model).executor()
     with uninterrupted:
-        executor.accumulate()
-    before = executor.gradients.completions.syncing
+        executor.divide_again(accumulates=True)
+    completions = executor.gradients.completions
+    before, completions.syncing = completions.syncing, False
     try:
-        executor.gradients.completions.syncing = False
         yield
     finally:
-        executor.gradients.completions.syncing = before
+        completions.syncing = before
 
 
 @contextlib.contextmanager
@@ -174,10 +168,8 @@ def gathered(
     Raises:
         StateError: ``modify`` while gradients of a step wait for ``step()``; or inside the model's ``Init``.
     """
-    if isinstance(params, nn.Module):
-        listed = list(params.parameters())
-    else:
-        listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    several = params.parameters() if isinstance(params, nn.Module) else params
+    listed = [several] if isinstance(several, nn.Parameter) else list(several)
     if any(runtime.construction.is_building(listed) for runtime in runtimes()):
         raise StateError(
             "infinity.gathered inside the infinity.Init block of its model, where parameters are whole when "
@@ -194,9 +186,8 @@ def gathered(
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """Return ``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
     values = runtime_of(model).values
-    before = values.every_rank
+    before, values.every_rank = values.every_rank, every_rank
     try:
-        values.every_rank = every_rank
         return model.state_dict()
     finally:
         values.every_rank = before
@@ -246,15 +237,5 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
     if runtime.activations.policy == "offload":
         wanted = "null with a layer schedule, which recomputes by itself and holds what blocks return"
         raise SettingError("memory.activations", "offload", wanted)
-    runtime.executor().hold_blocks(*units_of(schedule.blocks, runtime.units), str(schedule.blocks))
+    runtime.executor().hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
     return schedule
-
-
-def units_of(blocks: Blocks, units: UnitIndex) -> tuple[list[set[int]], list[set[int]]]:
-    """Return the indices of each block's units, and of its tiles."""
-    whole, tiles = [], []
-    for block in blocks.modules:
-        places = [(units.places(param), units.find(param)) for param in block.parameters()]
-        whole.append({place[0].index for _, place in places if place is not None})
-        tiles.append({unit.index for parts, place in places if place is None for unit, _ in parts})
-    return whole, tiles

@@ -1,11 +1,10 @@
 """LoRA through ``peft``: the base stays frozen where it lives, small adapters are trained.
 
 [Note: a frozen base]
-A frozen unit has no gradient, no optimizer state and no second version: it is read once for the forward
-pass and once for the backward pass, and never written. Adapters are in units of their own, because a
-unit that mixed both would carry the state of both. They are added to a finished model, so peft asks the
-base for shapes and dtypes only, and no weight of it is fetched. A base that ``from_pretrained`` loaded with
-``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.base`.
+A frozen unit has no gradient, no optimizer state and no second version: it is read once for the forward pass
+and once for the backward pass, and never written. Adapters are in units of their own, because a unit that
+mixed both would carry the state of both. They are added to a finished model, so peft asks the base for shapes
+and dtypes only, and no weight of it is fetched.
 
 Source: LoRA (arXiv:2106.09685).
 """
@@ -31,7 +30,6 @@ from infinity.partition.unit import UnitIndex
 
 __all__ = ["add_lora", "save_lora"]
 
-_EVERY_LINEAR = "all-linear"
 #: Adapters of two blocks share a unit while it is smaller than this part of a full one.
 _SHARE = 16
 
@@ -58,7 +56,6 @@ def add_lora(
         StateError: The model is not finished, or runs already.
         RecipeError: peft is not installed, finds no such layers, or would adapt experts in one parameter.
     """
-    _peft()  # without it nothing else matters
     runtime = runtime_of(model)
     if runtime.construction.active or runtime.started:
         raise StateError(
@@ -76,15 +73,14 @@ def make_adapters(
     model: nn.Module, construction: Construction, *, rank: int, alpha: float, target_modules: Sequence[str],
     dropout: float,
 ) -> Any:  # fmt: skip
-    """Give a finished model adapters in units of ``construction``; see :func:`add_lora`.
-
-    Raises:
-        RecipeError: peft is not installed, finds no such layers, or would adapt experts in one parameter.
-    """
-    peft = _peft()
+    """Give a finished model adapters in units of ``construction``; see :func:`add_lora`."""
+    try:
+        import peft
+    except ImportError as error:
+        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout,
-        target_modules=list(target_modules) or _EVERY_LINEAR,
+        target_modules=list(target_modules) or "all-linear",
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
     )  # fmt: skip
     with _shapes_only(model), warnings.catch_warnings():
@@ -100,11 +96,7 @@ def make_adapters(
 
 
 def _refuse_packed(adapted: nn.Module, kind: str) -> None:
-    """Raise where peft would write sums into a frozen parameter: experts in one parameter, a router.
-
-    Raises:
-        RecipeError: Names such a parameter, and the layers that can have adapters.
-    """
+    """Raise where peft would write sums into a frozen parameter: experts in one parameter, a router."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -113,23 +105,16 @@ def _refuse_packed(adapted: nn.Module, kind: str) -> None:
     if not packed:
         return
     blocks = tuple(f"{name.rpartition('.')[0]}." for name in packed)
-    inside = {name.rpartition(".")[2] for name in layers if name.startswith(blocks)}
-    free = {name.rpartition(".")[2] for name in layers.keys() - packed.keys()} - inside
+    others = {name: name.rpartition(".")[2] for name in layers}
+    inside = {other for name, other in others.items() if name.startswith(blocks)}
+    free = sorted({other for name, other in others.items() if name not in packed} - inside)
     name, first = next(iter(packed.items()))
     name = f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.{first.parameter_name}"
-    choose = f": lora.target_modules=[{','.join(sorted(free))}]" if free else " in lora.target_modules"
+    choose = f": lora.target_modules=[{','.join(free)}]" if free else " in lora.target_modules"
     raise RecipeError(
         f"adapters for {kind}: peft writes those of {name}, which is a parameter, no layer (packed experts "
         f"or a router), into the frozen weight itself. Name other layers{choose}"
     )
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
-    return peft
 
 
 @contextlib.contextmanager
@@ -152,12 +137,14 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
     with construction:
         construction.late = None  # adapters have their values
         construction.add_root(adapted)
-        nbytes, block = 0, ""
+        nbytes, block = 0, [""]
         for name, module in adapted.named_modules():
             fresh = [p for p in module.parameters(recurse=False) if p.requires_grad]
             if not fresh:
                 continue
-            inside = _block_of(name)
+            parts = name.split(".")  # the block of model.layers.3.mlp.up is model.layers.3
+            number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+            inside = parts[: number + 1]
             if nbytes >= (full if inside == block else full / _SHARE):
                 construction.builder.close()
                 nbytes = 0
@@ -165,13 +152,6 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
             nbytes += sum(param.numel() for param in fresh) * construction.builder.dtype.itemsize
             block = inside
         construction.builder.close()
-
-
-def _block_of(name: str) -> str:
-    """The block of a model that a module is in: ``model.layers.3`` for ``model.layers.3.mlp.up``."""
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-    return ".".join(parts[: number + 1])
 
 
 def save_lora(model: Any, directory: str | Path) -> None:
@@ -189,22 +169,34 @@ def save_lora(model: Any, directory: str | Path) -> None:
         CheckpointError: ``directory`` is not free.
         OSError: It cannot be written, or the base cannot be read.
     """
+    from huggingface_hub import ModelCard
+
     runtime = runtime_of(model)
     values = _adapters(model, runtime.units)
     if runtime.ranks.rank:
         return
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
+        card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
         base = model.peft_config["default"].base_model_name_or_path
         base = base or "the model that they were trained on"
-        _write_card(publication.path / "README.md", base, runtime.dtype)
+        if Path(base).is_dir():
+            sums = card.data["base_model_sha256"] = {}
+            for path in sorted(Path(base).iterdir()):
+                if path.suffix in (".safetensors", ".bin"):
+                    with open(open_regular(path), "rb") as file:
+                        sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        card.text = _CARD.format(base=base, dtype=runtime.dtype)
+        card.save(publication.path / "README.md")
         publication.publish()
 
 
 def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
-    """The full values of what peft saves, on the CPU, by the names that parameters have in the model."""
+    """Return the full values of what peft saves, on the CPU, by their names in the model."""
+    from peft import get_peft_model_state_dict
+
     named = dict(model.named_parameters())
-    kept = _peft().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
     wanted = {id(param) for param in kept.values()}
     values: dict[str, torch.Tensor] = {}
     for unit in units:
@@ -213,18 +205,6 @@ def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
             with gathered([s.whole for s in unit.segments]):
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     return values
-
-
-def _write_card(card_path: Path, base: str, dtype: torch.dtype) -> None:
-    """Write a model card that names the base and says how to load the adapters, in place of peft's form."""
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(card_path)
-    if Path(base).is_dir():
-        files = sorted(path for path in Path(base).iterdir() if path.suffix in (".safetensors", ".bin"))
-        card.data["base_model_sha256"] = {path.name: _sha256(path) for path in files}
-    card.text = _CARD.format(base=base, dtype=dtype)
-    card.save(card_path)
 
 
 _CARD = """
@@ -236,8 +216,3 @@ under base_model_sha256 in the head of this file. With transformers and peft:
     base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
     model = PeftModel.from_pretrained(base, "the directory of this file")
 """
-
-
-def _sha256(path: Path) -> str:
-    with open(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -96,21 +96,7 @@ def _serve(
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
-    if rank == 0 and policy != "keep" and device.type == "cpu" and (line := heap_line()):
-        log.info("%s", line)
-    volume = _open_volume(stack, directories, rank)
-    activations = Activations(
-        _open_cache(stack, device, volume, host_nbytes, rank), policy,
-        lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity_nbytes),
-        partial(decide, rank=rank, share=share),
-    )  # fmt: skip
-    stack.callback(activations.close)
-    stack.enter_context(_served(model, activations, volume))
-    return activations
-
-
-def _open_volume(stack: contextlib.ExitStack, directories: Sequence[Path], rank: int) -> Volume:
-    """Open a volume with files of its own, which ``stack`` removes."""
+    notes = [heap_line()] if policy != "keep" and device.type == "cpu" else []
     run_id, paths = new_run_id(), []
     for root in directories:
         directory = RunDirectory(root, run_id, rank)
@@ -118,21 +104,22 @@ def _open_volume(stack: contextlib.ExitStack, directories: Sequence[Path], rank:
         paths.append(directory.file(f"rank{rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))
     stack.callback(volume.close)
-    return volume
-
-
-def _open_cache(
-    stack: contextlib.ExitStack, device: torch.device, volume: Volume, host_nbytes: int, rank: int
-) -> TensorCache:
-    """Open a cache that stores in ``volume``; ``stack`` closes what it opens."""
-    notes: list[str] = [*volume.notes]
+    notes += volume.notes
     engine = make_engine("auto", volume, notes.append)
-    for line in notes if rank == 0 else ():
-        log.info("%s", line)
     stack.callback(engine.close)
+    for line in notes:
+        if line and rank == 0:
+            log.info("%s", line)
     pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
     stores = open_stores(device, pool, piece_nbytes(host_nbytes), volume, engine)
-    return TensorCache(device, stores, lambda wait: wait())
+    activations = Activations(
+        TensorCache(device, stores, lambda wait: wait()), policy,
+        lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity_nbytes),
+        partial(decide, rank=rank, share=share),
+    )  # fmt: skip
+    stack.callback(activations.close)
+    stack.enter_context(_served(model, activations, volume))
+    return activations
 
 
 @contextlib.contextmanager

@@ -49,11 +49,7 @@ class HasEngineConfig(Protocol):
 
 
 def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
-    """Return the engine's part of ``config``; None stands for the defaults.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return the engine's part of ``config``; None stands for the defaults."""
     if config is None:
         return EngineConfig()
     if isinstance(config, EngineConfig):

@@ -1,33 +1,31 @@
 """Division of one model's budgets, and when they are divided again.
 
 [Note: more gradients than before]
-A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a
-gradient. Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a unit that is
-thawed has a gradient that was not counted. Both are known before the forward: the first ``no_sync``, and
-the first forward with thawed weights, divide the budget anew, or say there what is required.
+A step is foreseen as one backward, in which what was trainable when the optimizer was made gets a gradient.
+Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a unit that is thawed has a
+gradient that was not counted. Both are known before the forward: the first ``no_sync``, and the first forward
+with thawed weights, divide the budget anew, or say there what is required.
 
 [Note: units in use at one time]
-A module's units are in use while those that it contains run, and a block that is recomputed in backward
-uses its units from there on until their gradients are complete, or backward has passed them. So the window
-holds at least what the call of a module inside others uses, and, where blocks are recomputed, the largest
-block. That is known beforehand for ``memory.activations`` (a plan may recompute any block) and for
-transformers' ``gradient_checkpointing``, which the next forward sees. What other code recomputes is not
-counted. A recomputed unit that is frozen in part has its weights and its gradient until backward ends.
+A module's units are in use while those that it contains run, and a block that is recomputed in backward uses
+its units from there on until their gradients are complete, or backward has passed them. So the window holds
+at least what the call of a module inside others uses, and, where blocks are recomputed, the largest block.
+That is known beforehand for ``memory.activations`` (a plan may recompute any block) and for transformers'
+``gradient_checkpointing``, which the next forward sees; what other code recomputes is not counted. A
+recomputed unit that is frozen in part has its weights and its gradient until backward ends.
 
 [Note: units beside activations]
 Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
-most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too
-little, for what the least that units need leaves. What the plan does not use, units get: their states come to
-the accelerator then, not before.
-
-[Note: states beside activations that nothing plans]
-With a ``memory.device`` of the recipe, what units leave of it is for states. Where it was derived, what
-activations take shows after the first step: then states get at most what it left of the device's memory.
+most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too little,
+for what the least that units need leaves. What the plan does not use, units get, and their states come to the
+accelerator only then. Where nothing is planned, states get what units leave of the recipe's
+``memory.device``; of one that was derived, what the first step has left of the device's memory.
 """
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -46,94 +44,32 @@ from infinity.shards.homes import HostHome
 from infinity.shards.tiers import Tiers, stored_form
 
 
-class UnitsInUse:
-    """Tells which units of a model are in use at one time: see [Note: units in use at one time].
-
-    Args:
-        models: Modules that are not inside others.
-        units: All units of the model.
-        recomputes: Blocks may be recomputed in backward, whatever the model says.
-    """
-
-    def __init__(self, models: Iterable[nn.Module], units: UnitIndex, *, recomputes: bool) -> None:
-        self._recomputes = recomputes
-        self._nested: set[frozenset[int]] = set()
-        self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
-        for model in models:
-            self._find_nested(model, frozenset(), units)
-            for block in recomputable_blocks(model):
-                self._blocks[block.module] = _used_together(block.module.parameters(), units)
-
-    def _find_nested(self, module: nn.Module, outer: frozenset[int], units: UnitIndex) -> None:
-        own = (param for param in module._parameters.values() if param is not None)
-        inner = outer | _used_together(own, units)
-        if len(inner) > 2:  # any two have room
-            self._nested.add(inner)
-        for child in module.children():
-            self._find_nested(child, inner, units)
-
-    def recomputes(self) -> bool:
-        """Return whether blocks are recomputed, as far as is known now."""
-        return self._recomputes or any(
-            module.training and getattr(module, "gradient_checkpointing", False) for module in self._blocks
-        )
-
-    @property
-    def recomputed(self) -> frozenset[int]:
-        """Indices of units in blocks."""
-        return frozenset().union(*self._blocks.values())
-
-    def sets(self, *, recomputed: bool) -> set[frozenset[int]]:
-        """Return indices of units in use at one time, where blocks are ``recomputed`` and where not."""
-        return self._nested.union(self._blocks.values() if recomputed else ())
-
-
-def _used_together(params: Iterable[nn.Parameter], units: UnitIndex) -> frozenset[int]:
-    """Indices of units that hold ``params``: of the tiles of one, which are used one by one, the first."""
-    return frozenset(unit.index for unit in units.holding(params) if not any(s.first for s in unit.segments))
-
-
-@dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """The gradients and blocks that a division counts on; see [Note: more gradients than before].
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a division counts on.
 
     Attributes:
+        total: ``memory.device`` of the recipe (bytes); None: derived.
+        ceiling: The most that a derived budget may be, or that planned activations leave (bytes).
+        shared: Planned activations take a part of ``total``; ``planned``: it is known which.
+        states: Whether states may be in an accelerator's memory.
+        after_step: The most that the total may become, as the first step shows (bytes); None: unknown.
         trained: Indices of units that get a gradient.
         accumulates: Gradients wait for later micro-batches.
         recomputes: Blocks are recomputed in backward.
-        block_nbytes: The least window, for a layer schedule.
-    """
-
-    trained: frozenset[int]
-    accumulates: bool
-    recomputes: bool
-    block_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The most of ``memory.device`` that units may be given (bytes).
-
-    Attributes:
-        total: The recipe's; None: derived.
-        ceiling: The most that a derived budget may be, or that planned activations leave.
-        shared: Planned activations take a part of ``total``.
-        planned: The part of planned activations is known.
-        after_step: The most that the total may become, as the first step shows; None: unknown.
-        states: Whether states may be in an accelerator's memory.
+        block: The least window, for a layer schedule (bytes).
     """
 
     total: int | None
     ceiling: int
     shared: bool
+    states: bool
+    trained: frozenset[int]
+    recomputes: bool
     planned: bool = False
     after_step: int | None = None
-    states: bool = False
-
-    @property
-    def spill_above(self) -> int | None:
-        """Gradients spill if they would make a derived budget larger than this; None: the ceiling."""
-        return self.total if self.shared and not self.planned else None
+    accumulates: bool = False
+    block: int = 0
 
     @property
     def most(self) -> int | None:
@@ -149,18 +85,15 @@ class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
     Args:
-        units: All units of the model.
         leaves: Units that are gathered as one, by module.
-        in_use: Tells which units are in use at one time.
-        ranks: The ranks that share the model.
-        tiers: Know what each unit takes, and ``memory.host``.
+        models: Modules that are not inside others.
         device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
         ceiling_nbytes: The most that a derived budget may be.
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
         updates_nbytes: Memory of an accelerator that updates take beside pools.
-        states: Whether states may be in an accelerator's memory: see [Note: states on an accelerator] of
-            :mod:`infinity.core.budget`.
+        states: Whether states may be in an accelerator's memory.
+        recomputes: Blocks may be recomputed in backward, whatever the model says.
 
     Attributes:
         division: The present division of the device budget.
@@ -171,26 +104,44 @@ class UnitBudget:
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
         ranks: Ranks, tiers: Tiers, device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool,
-        early: bool, updates_nbytes: int, states: bool,
+        early: bool, updates_nbytes: int, states: bool, recomputes: bool,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._in_use, self._early, self._updates_nbytes = in_use, early, updates_nbytes
-        self.host: budget.HostBudget | None = None
-        if shared and device_nbytes is not None:
-            ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
-        self._limits = _Limits(
-            device_nbytes, ceiling_nbytes, shared and device_nbytes is not None,
-            states=states and ranks.on_accelerator,
+        self._early, self._updates_nbytes = early, updates_nbytes
+        self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+        for model in models:
+            self._find_nested(model, frozenset())
+            for block in recomputable_blocks(model):
+                self._blocks[block.module] = self._used_together(block.module.parameters())
+        shared = shared and device_nbytes is not None
+        self.device_nbytes = device_nbytes
+        self._given = _Given(
+            total=device_nbytes, shared=shared, states=states and ranks.on_accelerator,
+            ceiling=min(ceiling_nbytes, (device_nbytes or 0) // 2) if shared else ceiling_nbytes,
+            trained=self._trained_now(), recomputes=recomputes or self._recomputes_now(),
         )  # fmt: skip
-        self._foreseen = _Foreseen(self._trained_now(), False, in_use.recomputes())
-        self.division = self._divide(self._foreseen)
+        self.host: budget.HostBudget | None = None
+        self._divide()
 
-    @property
-    def device_nbytes(self) -> int | None:
-        """``memory.device`` of the recipe; None: it is derived."""
-        return self._limits.total
+    def _find_nested(self, module: nn.Module, outer: frozenset[int]) -> None:
+        own = (param for param in module._parameters.values() if param is not None)
+        inner = outer | self._used_together(own)
+        if len(inner) > 2:  # any two have room
+            self._nested.add(inner)
+        for child in module.children():
+            self._find_nested(child, inner)
+
+    def _used_together(self, params: Iterable[nn.Parameter]) -> frozenset[int]:
+        """Return units that hold ``params``: of the tiles of one, which are used one by one, the first."""
+        holding = self._units.holding(params)
+        return frozenset(unit.index for unit in holding if not any(s.first for s in unit.segments))
+
+    def _recomputes_now(self) -> bool:
+        """Return whether the model says that it recomputes blocks."""
+        return any(m.training and getattr(m, "gradient_checkpointing", False) for m in self._blocks)
 
     @property
     def pool_nbytes(self) -> int:
@@ -223,43 +174,32 @@ class UnitBudget:
         return self.division.hold_weights if self.host is None else self.host.weights > 0
 
     def divide_again(self, *, accumulates: bool) -> bool:
-        """Divide anew where more gradients wait than were counted: see [Note: more gradients than before].
-
-        Returns:
-            Whether ``division`` changed.
-
-        Raises:
-            BudgetError: ``memory.device`` is too small for it; the old division stays.
-        """
-        before = self._foreseen
-        foreseen = replace(
-            before, trained=before.trained | self._trained_now(),
-            accumulates=before.accumulates or accumulates,
-            recomputes=before.recomputes or self._in_use.recomputes(),
-        )  # fmt: skip
-        if foreseen == before:
+        """Divide anew if more gradients wait than were counted, and return whether ``division`` changed."""
+        before = self._given
+        now: dict[str, Any] = {
+            "trained": before.trained | self._trained_now(),
+            "accumulates": before.accumulates or accumulates,
+            "recomputes": before.recomputes or self._recomputes_now(),
+        }
+        if replace(before, **now) == before:
             return False
-        self.division = self._divide(foreseen)
-        self._foreseen = foreseen
+        self._divide(**now)
         return True
 
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
-        ceiling_nbytes = self.device_nbytes - activations_nbytes
-        self._limits = replace(self._limits, ceiling=ceiling_nbytes, planned=True)
-        self.division = self._divide(self._foreseen)
+        self._divide(ceiling=self.device_nbytes - activations_nbytes, planned=True)
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
         """Return whether :meth:`divide_after_step` would tell what is not known."""
-        limits = self._limits
-        return limits.states and limits.total is None and limits.after_step is None
+        given = self._given
+        return given.states and given.total is None and given.after_step is None
 
     def divide_after_step(self, left_nbytes: int) -> None:
         """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
-        self._limits = replace(self._limits, after_step=self.division.total + left_nbytes)
-        self.division = self._divide(self._foreseen)
+        self._divide(after_step=self.division.total + left_nbytes)
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
@@ -269,9 +209,6 @@ class UnitBudget:
         Args:
             blocks: Indices of each block's units.
             described: The name of the blocks in messages.
-
-        Raises:
-            BudgetError: The device budget cannot hold it; the message has the arithmetic.
         """
         division, weights, largest = self.division, 0, 0
         for block in blocks:
@@ -284,8 +221,7 @@ class UnitBudget:
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
         if weights + gradients > free and division.on_device:  # states give way
-            self._limits = replace(self._limits, states=False)
-            self.division = self._divide(self._foreseen)
+            self._divide(states=False)
             return self.window_for(blocks, described)
         if weights + gradients > free:
             missing = weights + gradients - free
@@ -295,47 +231,49 @@ class UnitBudget:
                 f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
                 f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
                 + _BESIDE_A_PLAN
-                * self._limits.shared
+                * self._given.shared
             )
         if division.spilled and weights + gradients > division.window:
-            self._foreseen = replace(self._foreseen, block_nbytes=weights + gradients)
-            division = self.division = self._divide(self._foreseen)
-            free = division.window
+            self._divide(block=weights + gradients)
+            division, free = self.division, self.division.window
         return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
         """Indices of units with a trainable parameter."""
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
-    def _divide(self, foreseen: _Foreseen) -> budget.DeviceBudget:
-        trained, limits = foreseen.trained, self._limits
-        sizes = [self._sizes(unit, unit.index in trained, foreseen.accumulates) for unit in self._units]
-        in_use = self._in_use.sets(recomputed=foreseen.recomputes)
-        if foreseen.recomputes:
-            again = self._in_use.recomputed
-            sizes = [
-                replace(each, lingers=i in again and _in_part(self._units[i])) for i, each in enumerate(sizes)
-            ]
+    def _divide(self, **changes: Any) -> None:
+        """Divide by what is known now, with ``changes``; the old division stays where there is no room."""
+        given = replace(self._given, **changes)
+        sizes = [self._sizes(unit, given) for unit in self._units]
+        in_use = set(self._nested)
+        if given.recomputes:
+            in_use.update(self._blocks.values())
+            for index in frozenset().union(*self._blocks.values()):
+                unit = self._units[index]
+                in_part = 0 < len(unit.trainable) < len(unit.segments)
+                sizes[index] = replace(sizes[index], lingers=in_part)
             lingering = {i for i, each in enumerate(sizes) if each.lingers}
             in_use = {each | lingering for each in in_use}
-        host = self._divide_host(sizes, trained) if self._ranks.on_accelerator else None
+        on_accelerator = self._ranks.on_accelerator
+        host = self._divide_host(sizes, given.trained) if on_accelerator else None
         made = budget.divide_device(
-            None if limits.shared else limits.total, limits.ceiling, sizes,
+            None if given.shared else given.total, given.ceiling, sizes,
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
-            in_use=in_use, in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
-            decoding=self._decoding_nbytes, spill_above=limits.spill_above, block=foreseen.block_nbytes,
+            in_use=in_use, in_host=on_accelerator, updates=self._updates_nbytes,
+            decoding=self._decoding_nbytes, block=given.block,
+            spill_above=given.total if given.shared and not given.planned else None,
         )  # fmt: skip
-        if limits.total is not None and made.total > limits.total:
+        if given.total is not None and made.total > given.total:
             raise BudgetError(
-                f"memory.device is {format_nbytes(limits.total)}; units alone require "
+                f"memory.device is {format_nbytes(given.total)}; units alone require "
                 f"{format_nbytes(made.least)} ({made.least} bytes), and what a step makes beside them comes "
                 "on top. Raise memory.device"
             )
-        self.host = host
-        if not limits.states or limits.most is None:
-            return made
-        return budget.place_states(made, limits.most, sizes, self._scratch_nbytes)
+        if given.states and given.most is not None:
+            made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
+        self._given, self.host, self.division = given, host, made
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
@@ -350,12 +288,13 @@ class UnitBudget:
             storage.host_nbytes, residents, chunks, sizes, resident=storage.memory.resident
         )
 
-    def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
+    def _sizes(self, unit: Unit, given: _Given) -> budget.UnitSizes:
+        trainable = unit.index in given.trained
         # A thawed unit leaves its stored form, also where that is in host memory, for a home on NVMe.
         stored, thawed = unit.stored, trainable and unit.stored is not None
         on_nvme = unit.home.tier is Tier.NVME or thawed
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
-        largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
+        numel, largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
@@ -364,19 +303,14 @@ class UnitBudget:
             streams=self._tiers.streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,
-            waits=trainable and (accumulates or (until_step and not in_host)),
+            waits=trainable and (given.accumulates or (until_step and not in_host)),
             waits_in_host=trainable and until_step and in_host,
-            spills=trainable and until_step and on_nvme and (in_host or not accumulates),
-            parameter=largest[1],
-            parameter_nbytes=largest[0] * unit.dtype.itemsize,
+            spills=trainable and until_step and on_nvme and (in_host or not given.accumulates),
+            parameter=largest,
+            parameter_nbytes=numel * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,
             states=self._tiers.on_device_nbytes_of(unit) if trainable and not on_nvme else 0,
         )
-
-
-def _in_part(unit: Unit) -> bool:
-    """Return whether a unit is frozen in part."""
-    return 0 < len(unit.trainable) < len(unit.segments)
 
 
 _BESIDE_A_PLAN = (
@@ -386,11 +320,7 @@ _BESIDE_A_PLAN = (
 
 
 def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
-    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up.
-
-    Raises:
-        BudgetError: A budget exceeds the machine's memory.
-    """
+    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up."""
     host = total_host_nbytes() // local_ranks()
     device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
     for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitBudget, UnitsInUse
+from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.metrics import Stalls
-from infinity.observe.timeline import TimedRule, Timeline
+from infinity.observe.timeline import TimedRule
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
 from infinity.partition.mover import Staging, UnitMover
@@ -69,14 +68,7 @@ class StepExecutor:
     """Runs the training steps of one model, under one division of its device budget.
 
     Args:
-        units: All units of the model.
         leaves: Units that are gathered as one, by module.
-        in_use: Tells which units are in use at one time.
-        ranks: The ranks that share the model.
-        tiers: The homes of its shards.
-        activations: The way of its saved tensors.
-        config: Budgets and dtypes.
-        stalls: Counts the training thread's waits; has the timeline.
         clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
@@ -90,10 +82,9 @@ class StepExecutor:
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
-        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls,
-        timeline: Timeline, *, clips: bool, before: "StepExecutor | None",
-        on_failure: Callable[[BaseException], None],
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
+        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls, *,
+        clips: bool, before: "StepExecutor | None", on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.stalls, self.clips = stalls, clips
@@ -101,73 +92,87 @@ class StepExecutor:
         self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
             None if before is None else before._blocks
         )
-        storage = tiers.storage
+        storage, device = tiers.storage, ranks.device
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
-                units, leaves, in_use, ranks, tiers, config.memory.device,
+                units, leaves, models, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
                 updates_nbytes=device_nbytes(rules.values(), ranks), states=config.memory.updates != "host",
+                recomputes=activations.policy in ("recompute", "plan"),
             )  # fmt: skip
-            tiers.on_device = None
+            tiers.on_device = self.host = None
             if ranks.on_accelerator:
-                tiers.on_device = DeviceShards(storage.rule, storage.layout, ranks.device)
+                tiers.on_device = DeviceShards(storage.rule, storage.layout, device)
                 stack.callback(tiers.on_device.close)
-            self.host = HostPools.make(ranks.device) if self.budget.host is not None else None
-            for each in self.host or ():
-                stack.callback(each.close)
-            self._resize_host_pools()
-            self.updates = _make_updates(
-                tiers, rules, units, timeline, clips, config.durability.every, on_failure, stack
+                self.host = HostPools(*(HostPool(0, device=device) for _ in HostPools._fields))
+                for each in self.host:
+                    stack.callback(each.close)
+                self._resize_host_pools()
+            self.updates = self._make_updates(rules, config, on_failure, stack)
+            self.device_pool: Pool = (
+                DevicePool(self.budget.pool_nbytes, device)
+                if ranks.on_accelerator
+                else HostPool(self.budget.pool_nbytes, key="memory.device")
             )
-            self.updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
-            hooks = None if before is None else before.hooks
-            self.hooks: Hooks = hooks or Hooks(units, leaves, activations)
-            streaming = [unit for unit in units if tiers.streams(unit)]
-            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
-            pool = CountingPool(self.device_pool, stalls)
-            self.mover = UnitMover(
-                units, pool, self._staging(), ranks.collectives, stalls, self.updates.wait_until_unused
-            )
-            stack.callback(self.mover.close)
-            self.prefetcher = Prefetcher(
-                self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
-                self.budget.division.window, self._can_stay(), self.updates.order,
-                routed=[unit.index for unit in streaming if unit.routed],
-            )  # fmt: skip
-            path = GradientPath(
-                self.mover, self.updates, pool, self.host, ranks.collectives,
-                reduction_dtype(config, storage.layout.dtype),
-            )  # fmt: skip
-            stack.callback(path.close)
-            self.gradients = self._connect(leaves, path)
-            self._attach_residents(units, streaming)
+            self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
+            self._serve(leaves, reduction_dtype(config, storage.layout.dtype), stack)
             activations.budget = self
-            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
-            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
+            self.hooks.logits.decide(config.memory.logits, self._pass_nbytes)
             self.stack = stack.pop_all()
 
-    def _staging(self) -> Staging | None:
-        """Return what brings weights to an accelerator piece by piece; None without one."""
-        if self.host is None or self.budget.host is None:
-            return None
-        return Staging(self.host.staging, self.budget.host.piece, self.ranks.device)
+    def _make_updates(
+        self, rules: Mapping[Tier, Rule], config: EngineConfig, on_failure: Callable[[BaseException], None],
+        stack: contextlib.ExitStack,
+    ) -> Updates:  # fmt: skip
+        """Make the updates: in host memory by the training thread or beside it, on NVMe by a pipeline."""
+        storage, timeline, pipeline, beside = self.tiers.storage, self.stalls.timeline, None, None
+        if self.ranks.on_accelerator:
+            beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
+            stack.callback(beside.shutdown)
+        if storage.units_engine is not None:
+            background = rules[Tier.NVME]
+            timed: Any = TimedRule(background, timeline) if timeline.enabled else background
+            pipeline = UpdatePipeline(
+                storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+            )
+            stack.callback(pipeline.close)
+        speculation = Speculation(two_versions=storage.memory.versions == 2, clips=self.clips)
+        updates = Updates(
+            self.tiers, rules[Tier.HOST], beside, pipeline, self.units, StepOrder(), speculation,
+            commits=storage.commits, on_failure=on_failure, every=config.durability.every,
+        )  # fmt: skip
+        updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
+        return updates
 
-    def _connect(self, leaves: Mapping[nn.Module, tuple[Unit, ...]], path: GradientPath) -> Gradients:
-        """Make what takes in gradients, and give hooks the parts that they call."""
+    def _serve(
+        self, leaves: Mapping[nn.Module, tuple[Unit, ...]], reduce_dtype: torch.dtype,
+        stack: contextlib.ExitStack,
+    ) -> None:  # fmt: skip
+        """Make what brings weights to modules and takes their gradients, and give it to the hooks."""
+        ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.stalls), None
+        if self.host is not None and self.budget.host is not None:
+            staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+        self.mover = UnitMover(
+            self.units, pool, staging, ranks.collectives, self.stalls, self.updates.wait_until_unused
+        )
+        stack.callback(self.mover.close)
+        streaming = [unit for unit in self.units if self.tiers.streams(unit)]
+        self.prefetcher = Prefetcher(
+            self.mover, {unit.index: unit.gathered_nbytes for unit in streaming}, self.budget.division.window,
+            self._can_stay(), self.updates.order, routed=[unit.index for unit in streaming if unit.routed],
+        )  # fmt: skip
+        path = GradientPath(self.mover, self.updates, pool, self.host, ranks.collectives, reduce_dtype)
+        stack.callback(path.close)
         pins = BackwardPins(self.prefetcher)
         of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
-        gradients = Gradients(
+        self.gradients = Gradients(
             self.units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
         )
-        self.hooks.connect(self.prefetcher, pins, gradients, self.mover.attached, self._begin_forward)
-        return gradients
-
-    def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
-        """Let the parameters of units that do not stream view their shards, which are whole."""
-        for unit in set(units).difference(streaming):
+        self.hooks.connect(self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward)
+        for unit in set(self.units).difference(streaming):  # its parameters view its shard, which is whole
             if not unit.gathered:
                 unit.lifecycle.move(UnitState.GATHERED)
                 assert isinstance(unit.home, HostHome)
@@ -175,27 +180,37 @@ class StepExecutor:
             assert unit.flat is not None
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
-    # --- the device budget -------------------------------------------------------------------
+    def divide_again(self, *, accumulates: bool) -> None:
+        """Make room, between two steps, for gradients that did not wait until now, and for states.
 
-    def accumulate(self) -> None:
-        """Make room for gradients that wait for later micro-batches.
-
-        Raises:
-            BudgetError: ``memory.device`` cannot hold all of them; the message has the arithmetic.
+        Args:
+            accumulates: Gradients wait for later micro-batches.
         """
-        self._divide_again(accumulates=True)
-        self._place_states()
+        if self.budget.divide_again(accumulates=accumulates):
+            self.prefetcher.forget()  # units that travel in a stored form will not do so any more
+            self.tiers.settle(self.units)  # units that were thawed get their moments
+            self._apply_division()
+        chosen, on_device = frozenset(self.budget.division.on_device), self.tiers.on_device
+        if on_device is not None and not self.gradients.received:
+            self._bring_home(on_device.elsewhere(chosen))
+            if chosen != on_device.chosen:
+                on_device.chosen = chosen
+                on_device.pool.resize(self.budget.states_nbytes)
+
+    def _bring_home(self, indices: Iterable[int]) -> None:
+        """Let the states of these units leave the accelerator."""
+        self.prefetcher.forget(indices)  # copies of them may still be asked of the device
+        for index in indices:
+            home = self.tiers.bring_home(self.units[index])
+            if home is not None:
+                home.wait()
+            assert self.tiers.on_device is not None
+            self.tiers.on_device.leave(index)
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
         """Keep any of ``blocks`` gathered while all micro-batches go through it.
 
-        Args:
-            blocks: Indices of each block's units.
-            tiles: The tiles of the block, which are used one by one, and kept if there is room.
-            described: The name of the blocks in messages.
-
-        Raises:
-            BudgetError: ``memory.device`` cannot hold one; the message has the arithmetic.
+        Its ``tiles`` are used one by one, and kept if there is room; ``described`` is for messages.
         """
         before = self.budget.division
         window_nbytes = self.budget.window_for(blocks, described)
@@ -207,16 +222,8 @@ class StepExecutor:
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
-        self._divide_again(accumulates=False)
-        self._place_states()
+        self.divide_again(accumulates=False)
         self.updates.expect()
-
-    def _divide_again(self, *, accumulates: bool) -> None:
-        """Make room for gradients that did not wait until now."""
-        if self.budget.divide_again(accumulates=accumulates):
-            self.prefetcher.forget()  # units that travel in a stored form will not do so any more
-            self.tiers.settle(self.units)  # units that were thawed get their moments
-            self._apply_division()
 
     def _apply_division(self) -> None:
         division = self.budget.division
@@ -227,30 +234,9 @@ class StepExecutor:
         self.gradients.hold_weights = self.budget.hold_weights
         self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
-        self.place_gradients()
+        self.updates.stored_gradients.place(self.budget.spilled, self.updates.ready)
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
-
-    def place_gradients(self) -> None:
-        """Make room on NVMe for the gradients that wait there.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        self.updates.stored_gradients.place(self.budget.spilled, self.updates.ready)
-
-    def _place_states(self) -> None:
-        """Let units have their states on the accelerator as the budget says, but not inside a step."""
-        on_device, chosen = self.tiers.on_device, frozenset(self.budget.division.on_device)
-        if on_device is None or self.gradients.received:
-            return
-        elsewhere = on_device.elsewhere(chosen)
-        self.prefetcher.forget(elsewhere)  # copies of them may still be asked of the device
-        for index in elsewhere:
-            self._leave_device(index)
-        if chosen != on_device.chosen:
-            on_device.chosen = chosen
-            on_device.pool.resize(self.budget.states_nbytes)
 
     def _divide_after_step(self) -> None:
         """Let states have what the first step has left of the device's memory, if its budget was derived."""
@@ -262,20 +248,11 @@ class StepExecutor:
             self.budget.divide_after_step(self.ranks.least(left, "memory.device"))
             self._apply_division()
 
-    def _leave_device(self, index: int) -> None:
-        home = self.tiers.bring_home(self.units[index])
-        if home is not None:
-            home.wait()
-        assert self.tiers.on_device is not None
-        self.tiers.on_device.leave(index)
-
     @property
     def device_pools(self) -> list[Pool]:
         """Return the pools of device memory."""
         on_device = self.tiers.on_device
         return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
-
-    # --- the host budget beside an accelerator ---------------------------------------------------
 
     def _resize_host_pools(self) -> None:
         """Give each part of the host budget its bytes; the rest is for residents, chunks and activations."""
@@ -298,8 +275,6 @@ class StepExecutor:
                 fitting.add(unit.index)
         return fitting
 
-    # --- the budget of activations (infinity.activations.controller: ActivationBudget) ---------------------
-
     def capacities(self) -> Sequence[int | None]:
         """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""
         if self.budget.device_nbytes is None:
@@ -308,13 +283,16 @@ class StepExecutor:
         totals = dict.fromkeys((division.total, division.least))
         return [self.budget.device_nbytes - total for total in totals]
 
-    def _pass_nbytes(self, total_nbytes: int) -> int:
-        """Return what a forward and backward pass may take beside units, out of all memory of the device."""
+    def _pass_nbytes(self) -> int:
+        """Return what a forward and backward pass may take beside units (bytes)."""
         planned = self.capacities()[-1] if self.activations.policy == "plan" else None
-        return total_nbytes - self.budget.division.states if planned is None else planned
+        if planned is not None:
+            return planned
+        ranks = self.ranks
+        total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
+        return total - self.budget.division.states
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
-        """Give units what a plan for activations leaves, on all ranks alike."""
         if capacity_nbytes is not None:
             self.budget.divide_beside(-self.ranks.least(-kept_nbytes, "memory.device"))
             self._apply_division()
@@ -325,18 +303,12 @@ class StepExecutor:
         least, logits = self.budget.division.least, self.hooks.logits.chosen
         return device_error(profile, hardware, self.budget.device_nbytes, least, logits)
 
-    # --- the step ----------------------------------------------------------------------------
-
     def reduce(self) -> float | None:
-        """Return the global norm of this step's gradients, which have come; None when there were none.
-
-        Raises:
-            ChangedFileError: Another program cut, replaced or removed a file of this run.
-        """
+        """Return the global norm of this step's gradients, which have come; None when there were none."""
         if self.tiers.storage.volume is not None:
-            self.tiers.storage.volume.check()
+            self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
-        self.stalls("collective", self.gradients.path.finish)
+        self.stalls("collective", self.updates.wait_for_gradients)
         if not self.gradients.completions.synced:
             self._count_step()
             return None
@@ -373,22 +345,19 @@ class StepExecutor:
         if interval.every == 1:  # the first step
             stores = -self.ranks.least(-records.stores_residents(updated), "durability.every")
             wanted = interval.wanted or (2 if stores else 1)
+            if wanted > 1:  # units on NVMe have a third place then
+                room = True
+                try:
+                    self.tiers.add_versions(self.units)
+                except DiskError:  # the file system is too full
+                    room = False
+                wanted = wanted if self.ranks.least(room, "durability.every") else 1
+            interval.every = wanted
             interval.chosen = interval.wanted is not None or wanted == 1
-            interval.every = wanted if wanted == 1 or self._has_third_places() else 1
-            interval.chosen |= interval.every == 1
         elif (measured := interval.measured) is not None:
             records.commits.wait()  # on all ranks: this step may be recorded next
             interval.every = -self.ranks.least(-measured, "durability.every")
             interval.chosen = True
-
-    def _has_third_places(self) -> bool:
-        """Give units on NVMe a third place; False if some rank's file system is too full."""
-        room = True
-        try:
-            self.tiers.add_versions(self.units)
-        except DiskError:
-            room = False
-        return bool(self.ranks.least(room, "durability.every"))
 
     def _count_step(self) -> None:
         """Let collectives belong to the next step from now on: a rank that is a step behind is found."""
@@ -407,62 +376,24 @@ class StepExecutor:
             self.figures.planned = weights + moved[0] - before[0], moved[1] - before[1]
         self.prefetcher.end_training_pass()
 
-    # --- the end -----------------------------------------------------------------------------
-
     def retire(self) -> None:
         """Give back what is held: another executor takes this one's place."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
         self.updates.stored_gradients.place(frozenset(), ())
         if self.tiers.on_device is not None:
-            for index in self.tiers.on_device.elsewhere(frozenset()):
-                self._leave_device(index)
-        self.close()
-
-    def close(self) -> None:
-        """End the threads and give back the device memory. May be called twice."""
+            self._bring_home(self.tiers.on_device.elsewhere(frozenset()))
         self.stack.close()
 
 
 def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the gradient reduction of weights in ``dtype``."""
+    """Return the dtype in which gradients of weights in ``dtype`` are reduced."""
     return torch.float32 if config.partition.reduce_dtype == "fp32" else dtype
 
 
 def _ceiling_nbytes(ranks: Ranks) -> int:
     """The most that a device budget may be if the recipe has none (bytes)."""
-    if ranks.on_accelerator:
-        return memory_nbytes(ranks.device)[0] // 2
-    return free_host_nbytes() // 2
-
-
-def _make_pool(capacity_nbytes: int, ranks: Ranks) -> Pool:
-    if ranks.on_accelerator:
-        return DevicePool(capacity_nbytes, ranks.device)
-    return HostPool(capacity_nbytes, key="memory.device")
-
-
-def _make_updates(
-    tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, timeline: Timeline, clips: bool,
-    every: int | None, on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
-) -> Updates:  # fmt: skip
-    """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
-    storage, pipeline, beside = tiers.storage, None, None
-    if storage.on_accelerator:
-        beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
-        stack.callback(beside.shutdown)
-    if storage.units_engine is not None:
-        background = rules[Tier.NVME]
-        timed: Any = TimedRule(background, timeline) if timeline.enabled else background
-        pipeline = UpdatePipeline(
-            storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
-        )
-        stack.callback(pipeline.close)
-    speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
-    return Updates(
-        tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), speculation,
-        commits=storage.commits, on_failure=on_failure, every=every,
-    )  # fmt: skip
+    return (memory_nbytes(ranks.device)[0] if ranks.on_accelerator else free_host_nbytes()) // 2
 
 
 #: Measuring, and memory for pieces, are worth it where the device budget is so much larger.
@@ -476,12 +407,7 @@ _CALLERS = 4
 
 
 def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
-    """Return where ``rule`` updates units of each home.
-
-    Raises:
-        SettingError: ``memory.updates=device`` without an accelerator.
-        DiskError: A drive cannot be measured.
-    """
+    """Return where ``rule`` updates units of each home; drives are measured."""
     # Units on NVMe are updated beside training.
     threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
     if ranks.on_accelerator:  # all are, on all cores but those that feed the accelerator
@@ -506,7 +432,7 @@ def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torc
 
 
 def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
-    """Return what rules take of an accelerator's memory, the most of any rank. Every rank must call."""
+    """Return what rules take of an accelerator's memory, the most of any rank."""
     if not ranks.on_accelerator:
         return 0
     nbytes = sum(rule.nbytes for rule in rules if isinstance(rule, DeviceRule))

@@ -27,12 +27,7 @@ from infinity.shards.tiers import Tiers
 class FullValues:
     """Reads and writes the full values of one model's parameters.
 
-    Args:
-        units: All units of the model.
-        ranks: The ranks that share them.
-        tiers: The homes of their shards.
-        construction: The block in which the model is built.
-        executor: Returns the executor that runs the model, made if there was none.
+    ``executor`` returns what runs the model, made if there was none.
 
     Attributes:
         every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
@@ -49,17 +44,20 @@ class FullValues:
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
 
-    # --- gathered ----------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         units = self.units.holding(params)
         if modify:
-            self._executor().gradients.path.finish()  # those that are on the way from other ranks
+            updates = self._executor().updates
+            updates.wait_for_gradients()  # those that are on the way from other ranks
             for unit in units:
-                self._check_writable(unit)
-            self._executor().updates.drain()  # an update in flight would write over them
-            self._executor().updates.records.land_residents()  # whose memory the block writes
+                if unit.index in updates.ready:
+                    raise StateError(
+                        f"{unit.name} has gradients of a step that is not over; write weights after step(), "
+                        "or drop the gradients with optimizer.zero_grad() first"
+                    )
+            updates.drain()  # an update in flight would write over them
+            updates.records.land_residents()  # whose memory the block writes
         tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
         with UninterruptedExit() as stack:
             with uninterrupted:
@@ -91,7 +89,7 @@ class FullValues:
                 compute_in_tiles(param)
 
     def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
-        """The full values of a parameter in tiles, which are gathered one after the other, on ``device``."""
+        """Return the full values of a parameter in tiles, which are gathered one after the other."""
         places = self.units.places(param)
         values = torch.empty(places[0][1].whole_shape, dtype=places[0][0].dtype, device=device)
         for unit, segment in places:
@@ -101,10 +99,13 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
+        """Let a unit have its full values; what the block wrote until it raised is dropped."""
         executor, before, stored = self._executor(), None, False
-        if executor.prefetcher.streams(unit.index):
-            with executor.prefetcher.visiting():
-                executor.prefetcher.use(unit.index, ())
+        prefetcher = executor.prefetcher
+        streams = prefetcher.streams(unit.index)
+        if streams:
+            with prefetcher.visiting():
+                prefetcher.use(unit.index, ())
         try:
             assert unit.flat is not None
             unit.check_all()
@@ -117,29 +118,21 @@ class FullValues:
             unit.check_all()
             stored = True
         finally:
-            self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)
-
-    def _end_visit(
-        self, unit: Unit, executor: StepExecutor, modify: bool, before: Tensor | None, *, undone: bool
-    ) -> None:
-        """Unpin a unit; drop what the block wrote until it raised, if it is ``undone``."""
-        prefetcher = executor.prefetcher
-        streams = prefetcher.streams(unit.index)
-        undone = undone and unit.flat is not None
-        if undone and before is not None:
-            assert unit.flat is not None
-            unit.allow_writes()
-            if not streams:
-                unit.shard_of(unit.flat).copy_(before)
-        if streams and unit.lease is not None:  # else the model was closed meanwhile
-            if undone and modify:  # it is fetched again
-                executor.hooks.release_unscoped_units()
-            with prefetcher.visiting():
-                prefetcher.unpin(unit.index)
-            if modify:
-                prefetcher.forget_stored(unit.index)
-            if undone and modify:
-                prefetcher.forget([unit.index])
+            undone = modify and not stored and unit.flat is not None
+            if undone and before is not None:
+                assert unit.flat is not None
+                unit.allow_writes()
+                if not streams:
+                    unit.shard_of(unit.flat).copy_(before)
+            if streams and unit.lease is not None:  # else the model was closed meanwhile
+                if undone:  # it is fetched again
+                    executor.hooks.release_unscoped_units()
+                with prefetcher.visiting():
+                    prefetcher.unpin(unit.index)
+                if modify:
+                    prefetcher.forget_stored(unit.index)
+                if undone:
+                    prefetcher.forget([unit.index])
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.world_size > 1:
@@ -149,19 +142,8 @@ class FullValues:
         unit.updates += 1
         unit.allow_writes()
 
-    def _check_writable(self, unit: Unit) -> None:
-        if unit.index in self._executor().updates.ready:
-            raise StateError(
-                f"{unit.name} has gradients of a step that is not over; write weights after step(), or "
-                "drop the gradients with optimizer.zero_grad() first"
-            )
-
     def check_step_over(self) -> None:
-        """Raise if an update may have started, or will start, from the state of the optimizer until now.
-
-        Raises:
-            StateError: There are gradients of a step that is not over.
-        """
+        """Raise if an update may have started, or will start, from the state of the optimizer until now."""
         if self._executor().gradients.received:
             raise StateError(
                 "the model has gradients of a step that is not over: save a checkpoint, load the state of an "
@@ -169,44 +151,58 @@ class FullValues:
                 "the gradients"
             )
 
-    # --- state_dict of modules ---------------------------------------------------------------
+    def register_hooks(self, module: nn.Module) -> list[RemovableHandle]:
+        """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
 
-    def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._export(module, state_dict, prefix)
+
+        def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            self._begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
+
+        def after(module: nn.Module, incompatible: Any) -> None:
+            self.end_load()
+
+        return [
+            module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
+        ]
+
+    def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
+        if self._destination is None or self._destination() is not state_dict:
+            self._exported = {}
+            self._destination = weakref.ref(state_dict, self._forget_exported)
         for name, param in module._parameters.items():
             key = prefix + name
             if param is None or key not in state_dict or not self.units.places(param):
                 continue
-            keeps_vars = isinstance(state_dict[key], nn.Parameter)
-            value = self._value(param, state_dict)
+            if id(param) not in self._exported:  # a tied weight is one tensor under two names
+                self._exported[id(param)] = self._full_value(param)
+            value = self._exported[id(param)]
             if value is None:
                 del state_dict[key]
             else:
+                keeps_vars = isinstance(state_dict[key], nn.Parameter)
                 state_dict[key] = nn.Parameter(value, param.requires_grad) if keeps_vars else value
-
-    def _value(self, param: nn.Parameter, destination: dict[str, Any]) -> Tensor | None:
-        if self._destination is None or self._destination() is not destination:
-            self._exported = {}
-            self._destination = weakref.ref(destination, self._forget_exported)
-        if id(param) not in self._exported:  # a tied weight is one tensor under two names
-            self._exported[id(param)] = self._full_value(param)
-        return self._exported[id(param)]
 
     def _forget_exported(self, destination: Any) -> None:
         if destination is self._destination:
             self._destination, self._exported = None, {}
 
     def _full_value(self, param: nn.Parameter) -> Tensor | None:
+        wanted = self.every_rank or self.ranks.rank == 0
         if self.construction.active:
             self.construction.touch(param)
             return param.detach().clone()
         if isinstance(param, TiledParameter):  # one that `gathered` holds whole is none
             values = self._joined(param, torch.device("cpu"))
-            return values if self.every_rank or self.ranks.rank == 0 else None
+            return values if wanted else None
         with self.gathered([param], modify=False):
-            return _copy_to_cpu(param) if self.every_rank or self.ranks.rank == 0 else None
+            return param.detach().to("cpu", copy=True) if wanted else None
 
-    def begin_load(self, module: nn.Module, assign: bool) -> None:
+    def _begin_load(self, module: nn.Module, assign: bool) -> None:
         """``load_state_dict`` is about to copy into this module's own parameters."""
         self.end_load()  # of the parent: its own parameters come before its children's
         if assign:
@@ -227,12 +223,10 @@ class FullValues:
                 stack, self._loading = self._loading, None
                 stack.close()
 
-    # --- optimizer state ---------------------------------------------------------------------
-
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
-        """Step counts, exact weights and moments by ``id`` of the parameter, on rank 0; every rank must call.
+        """Return the state of parameters that are trained now, or were, by their ``id``; on rank 0.
 
-        Of parameters that are trained now, or were.
+        Step counts, exact weights and moments. Every rank must call.
         """
         self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
@@ -251,11 +245,7 @@ class FullValues:
         return out
 
     def clear_optimizer_fields(self) -> None:
-        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay.
-
-        Raises:
-            StateError: See :meth:`check_step_over`; of an earlier optimizer's step.
-        """
+        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay."""
         if self._executor().updates.hypers.groups:
             self.check_step_over()
         trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
@@ -290,26 +280,3 @@ class FullValues:
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
             self.tiers.set_shard_fields(unit, shards)
             unit.updates += 1
-
-
-def _copy_to_cpu(param: nn.Parameter) -> Tensor:
-    return param.detach().to("cpu", copy=True)
-
-
-def register_state_dict_hooks(module: nn.Module, values: FullValues) -> list[RemovableHandle]:
-    """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
-
-    def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        values.export(module, state_dict, prefix)
-
-    def before(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        values.begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
-
-    def after(module: nn.Module, incompatible: Any) -> None:
-        values.end_load()
-
-    return [
-        module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
-    ]

@@ -1,37 +1,37 @@
 """Gradients of one model's step: collected by unit, reduced, and given to the updates when they are complete.
 
-When a unit's gradient is complete is decided by :class:`infinity.planner.updates.Completions`; its way
-from there is :class:`GradientPath`.
-
 [Note: micro-batches]
-With one rank a micro-batch adds to the flat gradient, in the compute dtype, as ``p.grad`` would.
-With several ranks each micro-batch is reduced at once and its shard is added up: full gradients of
-a model larger than memory could not be kept.
+With one rank a micro-batch adds to the flat gradient, in the compute dtype, as ``p.grad`` would. With several
+ranks each micro-batch is reduced at once and its shard is added up: full gradients of a model larger than
+memory could not be kept.
 
 [Note: parameters without a gradient]
 A parameter that no backward pass of this step reached, on any rank, is left alone, as one whose ``grad`` is
-None is by torch's optimizers: its weight, its moments and its step count stay. A unit without any other
-has no update. Where another rank used the parameter, its gradient here counts as zero.
+None is by torch's optimizers: its weight, its moments and its step count stay. A unit without any other has
+no update. Where another rank used the parameter, or another tile of it has one, its gradient is zero.
 
 [Note: gradients that pass]
 Without an accelerator a unit is reduced while the next one computes, and not later: the training thread waits
-for the reduction before, and for the last one of a micro-batch when the next backward pass begins. And memory
-of a complete gradient, and of its reduction, is given back when the next gradient has begun, or backward has
-ended, however soon it is read. So what gradients take does not hang on how long collectives, drives and
-updates need, and is what :mod:`infinity.planner.clock` says. On an accelerator streams order reductions, and
+for the reduction before, as FSDP2 does, and for the last one of a micro-batch when the next backward begins.
+Memory of a complete gradient, and of its reduction, is given back when the next gradient has begun, or
+backward has ended, however soon it is read. So what gradients take does not depend on the pace of collectives
+and updates, and is what :mod:`infinity.planner.clock` says. On an accelerator streams order reductions, and
 their memory is lent again as soon as they were issued.
 
-Source: FSDP2 (torch.distributed.fsdp), which waits for a reduce-scatter before it starts the next.
-
 [Note: gradients leave an accelerator]
-The hook only gives the stream of the backward pass its work. After that, or after the reduction, a thread
-with a stream of its own copies the gradient to host memory and takes its norm, while backward goes on; it
-waits for both, and hands the gradient over. The lease carries the order from stream to stream. The norm
-has a stream of its own, so that the copy does not wait for it: the bus is what is short.
+The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
+that, or for the reduction, copies the gradient to host memory, takes its norm and hands it over, while
+backward goes on. The lease carries the order from stream to stream. The norm has a stream of its own, so that
+the copy does not wait for it: the bus is what is short.
 
 The gradient of a unit that is updated on the accelerator stays there, and nothing waits until ``step()``: the
 hook, or the thread of collectives, gives the norm's stream its work, too, and ``step()`` reads all norms at
 once. Another thread would need the interpreter's lock from the one that computes, and get it every 5 ms.
+
+[Note: gradients borrow from the window]
+Budgets have room for one gradient that is open and one on its way to its update. More are open at one time
+where units have parameters of modules that run inside each other: then they borrow room of the units' window.
+Several ranks decide alike, since they begin and complete the same units; leaves have room of their own.
 """
 
 import functools
@@ -43,7 +43,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
@@ -63,24 +63,18 @@ from infinity.shards.updates import Updates, Weights
 
 
 class UnitGradient:
-    """The flat gradient of one unit, ``(numel,)`` in the compute dtype.
+    """The flat gradient of one unit, ``(numel,)`` in the compute dtype, until its reduction or update.
 
-    Lives from the first gradient of a step until its reduction or update; micro-batches add to it
-    in the compute dtype and in order, exactly as ``p.grad`` would.
+    It blocks for memory while updates hold too much.
     """
 
-    def __init__(self, unit: Unit, lease: Lease) -> None:
-        self.unit, self.lease = unit, lease
-        self.flat: Tensor = lease.tensor.view(unit.dtype)
+    def __init__(self, unit: Unit, pool: Pool | CountingPool) -> None:
+        self.unit, self.lease = unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
+        self.flat: Tensor = self.lease.tensor.view(unit.dtype)
         self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
 
-    @classmethod
-    def begin(cls, unit: Unit, pool: Pool | CountingPool) -> "UnitGradient":
-        """Lease memory for a unit's gradient; block while updates hold too much."""
-        return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
-
     def add(self, segment: Segment, grad: Tensor) -> None:
-        """Take in one parameter's gradient of this backward."""
+        """Take in one parameter's gradient of this backward, as ``p.grad`` would."""
         if grad.is_sparse:
             raise StateError(
                 f"{segment.name} got a sparse gradient; wanted a dense one. Build the embedding "
@@ -156,11 +150,7 @@ class ReleasedGradient(torch.Tensor):
 
 
 def check_placeholder(segment: Segment) -> None:
-    """Raise if the gradient of a parameter was dropped or replaced since it was received.
-
-    Raises:
-        StateError: ``model.zero_grad()``, ``p.grad = ...`` or the like.
-    """
+    """Raise if the gradient of a parameter was dropped or replaced since it was received."""
     grad = segment.whole.grad
     if type(grad) is not ReleasedGradient:
         raise StateError(
@@ -182,13 +172,7 @@ class HostPools(NamedTuple):
     weights: HostPool
     staging: HostPool
 
-    @classmethod
-    def make(cls, device: torch.device) -> "HostPools":
-        """Pools without room."""
-        return cls(*(HostPool(0, device=device) for _ in cls._fields))
-
     def resize(self, division: HostBudget) -> None:
-        """Give each its part."""
         for pool, nbytes in zip(self, (division.gradients, division.weights, division.staging), strict=True):
             pool.resize(nbytes)
 
@@ -204,20 +188,16 @@ class ShardGradient:
     @property
     def grad(self) -> Tensor:
         """The gradient, ``(shard_numel,)``, ordered after every earlier use of its buffer."""
-        grad: Tensor = self.lease.tensor.view(self.dtype)
-        return grad
+        return self.lease.tensor.view(self.dtype)
 
 
 class GradientPath:
     """Brings complete gradients of units to the updates of their shards.
 
     Args:
-        mover: Counts waits of the training thread; has the accelerator's staging memory.
-        updates: Gets complete shards.
         pool: Memory of gradients (the device tier).
         host: Pinned host memory, only with an accelerator.
         collectives: None with one rank.
-        reduce_dtype: Dtype of the gradient reduction.
     """
 
     def __init__(
@@ -235,8 +215,6 @@ class GradientPath:
             device = mover.staging.device
             self._norms = new_stream(device)
             self._offload_thread = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
-
-    # --- the training thread -----------------------------------------------------------------
 
     def send(self, unit: Unit, gradient: UnitGradient | None, weights: TakesWeights | None) -> None:
         """Start a complete gradient of a backward pass on its way.
@@ -263,12 +241,8 @@ class GradientPath:
             self.mover.waits("collective", self._reducing.wait)
             self._reducing = None
 
-    def finish(self) -> None:
-        """Block until every complete gradient has reached the updates."""
-        self.updates.wait_for_gradients()
-
     def read_norms(self) -> None:
-        """Tell the updates the norms of gradients that stayed on the accelerator: waits for it, once."""
+        """Tell the updates the norms of gradients that stayed on the accelerator; waits for it, once."""
         if self._unread:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
@@ -285,7 +259,6 @@ class GradientPath:
         self._reducing = None
 
     def close(self) -> None:
-        """End the thread on which gradients leave."""
         if self._offload_thread is not None:
             self._offload_thread.shutdown()
 
@@ -321,10 +294,8 @@ class GradientPath:
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None
 
-    # --- the training thread, that of collectives, or the one on which gradients leave -----------
-
     def _offload(self, unit: Unit, call: Callable[[], None]) -> None:
-        """Run ``call`` now, or, if the unit's gradient leaves an accelerator, on the thread for that."""
+        """Run ``call`` on this thread (training's or that of collectives), or where gradients leave."""
         if self._offload_thread is None or unit.index in self.updates.chosen:
             call()
             return
@@ -393,15 +364,12 @@ class Gradients:
     """The gradients of one model's step on this rank.
 
     Args:
-        units: All units of the model.
         leaves: Indices of units that are reduced when backward leaves their module.
-        prefetcher: Serves uses of units.
-        pins: Units that backward keeps.
-        path: Brings complete gradients to the updates.
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
 
     Attributes:
         completions: Decides when the gradient of a unit is complete.
+        received: Segments whose parameters got a gradient in this step, by ``id`` of the parameter.
     """
 
     def __init__(
@@ -409,27 +377,16 @@ class Gradients:
         path: GradientPath, *, hold_weights: bool,
     ) -> None:  # fmt: skip
         self.units, self.prefetcher, self.pins, self.path = units, prefetcher, pins, path
-        self.hold_weights = hold_weights
+        self._leaves, self.hold_weights = leaves, hold_weights
         self.completions = Completions(
             leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
         )
-        self._received: dict[int, Segment] = {}  # by id of the parameter, whose .grad is a placeholder
+        self.received: dict[int, Segment] = {}
         self._open: dict[int, UnitGradient] = {}
-        self._loan = WindowLoan(units, leaves, prefetcher, pins, path, self.completions)
-
-    @property
-    def received(self) -> bool:
-        """Return whether a backward pass of this step gave gradients."""
-        return bool(self._received)
-
-    # --- what hooks call ---------------------------------------------------------------------
+        self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """Take in one parameter's gradient of this backward pass.
-
-        Raises:
-            StateError: The gradients of this step are complete already.
-        """
+        """Take in one parameter's gradient of this backward pass."""
         if self.completions.synced:
             raise StateError(
                 "a second backward() before step(). To accumulate micro-batches, run every backward() but "
@@ -446,27 +403,13 @@ class Gradients:
             )
         gradient = self._open.get(unit.index) or self._begin(unit)
         gradient.add(segment, grad)
-        self._received[id(segment.param)] = segment
+        self.received[id(segment.param)] = segment
         if complete:
             self._complete(unit)
 
-    def received_from(self, param: nn.Parameter) -> bool:
-        """Return whether a gradient was received from ``param`` in this step."""
-        return id(param) in self._received
-
-    def check_received(self, param: nn.Parameter) -> None:
-        """Raise if a gradient that was received from ``param`` in this step was dropped or replaced."""
-        segment = self._received.get(id(param))
-        if segment is not None:
-            check_placeholder(segment)
-
     def check(self) -> None:
-        """Raise if a received gradient was dropped or replaced, or a weight written.
-
-        Raises:
-            StateError: ``model.zero_grad()``, ``p.grad = ...``, ``p.data = ...`` or the like.
-        """
-        for segment in self._received.values():
+        """Raise if a received gradient was dropped or replaced, or a weight's ``data``."""
+        for segment in self.received.values():
             check_placeholder(segment)
         for unit in self.units:
             if unit.flat is not None:
@@ -486,12 +429,12 @@ class Gradients:
         for index in self.completions.left_at_end(trained, self._open):
             self._complete(self.units[index])
         self.completions.end_backward()
-        self._loan.end_backward()
+        self._reserve_nbytes = None
         self.path.pool.give_back()
 
     def _fill_tiles(self) -> None:
         """Give tiles without a gradient one of zeros, if another tile of their parameter has one."""
-        used = {id(segment.whole) for segment in self._received.values() if segment.is_tile}
+        used = {id(segment.whole) for segment in self.received.values() if segment.is_tile}
         for unit, segment in self.units.segments() if used else ():
             waiting = unit.index not in self._open and unit.index not in self.completions.passed
             if id(segment.whole) in used and segment.is_tile and waiting:
@@ -501,23 +444,17 @@ class Gradients:
                 if self.completions.syncing or self.path.collectives is not None:
                     self._complete(unit)
 
-    def abort_backward(self) -> None:
-        """Forget the gradients of this step, whose backward pass raised."""
-        if self.completions.in_backward:
-            self.reset()
-
-    # --- step --------------------------------------------------------------------------------
-
     def reset(self, *, committed: bool = False) -> None:
         """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
-        self.path.finish()
+        self.path.updates.wait_for_gradients()
         self.path.pool.give_back()
         for gradient in self._open.values():
             gradient.lease.release()
         self._open.clear()
-        self._received.clear()
+        self.received.clear()
         self.path.reset()
-        self._loan.repay()
+        self.prefetcher.lend(0)
+        self._reserve_nbytes = None
         delivered = self.completions.delivered
         self.completions.reset()
         if not committed:
@@ -525,13 +462,11 @@ class Gradients:
             # the buffers of units that stayed may hold what is forgotten
             self.prefetcher.forget(self.prefetcher.staying & delivered)
 
-    # --- one unit ----------------------------------------------------------------------------
-
     def _begin(self, unit: Unit) -> UnitGradient:
         if not self.completions.passed:  # the last reduction of the micro-batch before
             self.path.wait_for_reduction()
-        self._loan.settle([unit, *(each.unit for each in self._open.values())])
-        gradient = self._open[unit.index] = UnitGradient.begin(unit, self.path.pool)
+        self.borrow([unit, *(each.unit for each in self._open.values())])
+        gradient = self._open[unit.index] = UnitGradient(unit, self.path.pool)
         self.path.pool.give_back()
         return gradient
 
@@ -555,23 +490,21 @@ class Gradients:
     def _send(self, unit: Unit, weights: TakesWeights | None) -> None:
         gradient = self._open.pop(unit.index, None)
         if self.prefetcher.residents.borrowed_nbytes:
-            self._loan.settle([each.unit for each in self._open.values()])
+            self.borrow([each.unit for each in self._open.values()])
         self.path.send(unit, gradient, weights)
 
     def _take_weights(self, unit: Unit) -> TakesWeights:
         """Keep this rank's weights for the update, as far as they are in memory."""
-        if self.prefetcher.streams(unit.index):
-            self.pins.forget(unit.index)
-            if self.prefetcher.stays(unit.index):
-                values = self.path.mover.stay(unit.index)
-                return lambda: Weights.staying(values())
-            if (lease := self.path.mover.take(unit.index)) is not None:
-                return self._keep_weights(unit, lease)
-        return Weights
-
-    def _keep_weights(self, unit: Unit, lease: Lease) -> Callable[[], Weights]:
-        """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
-        host, kept = self.path.host, None
+        if not self.prefetcher.streams(unit.index):
+            return Weights
+        mover, host, kept = self.path.mover, self.path.host, None
+        self.pins.forget(unit.index)
+        if self.prefetcher.stays(unit.index):
+            values = mover.stay(unit.index)
+            return lambda: Weights.staying(values())
+        lease = mover.take(unit.index)  # the full buffer, which is not needed any more
+        if lease is None:
+            return Weights
         if self.hold_weights and unit.home.tier is Tier.NVME:
             if unit.world_size == 1 and host is None:
                 return lambda: Weights(lease.tensor.view(unit.dtype), lease)
@@ -581,55 +514,29 @@ class Gradients:
             else:  # without room there the update reads them
                 kept = host.weights.try_lease(unit.shard_nbytes, who=who)
             if kept is not None:
-                self.path.mover.copy_to_host(unit, lease, kept)
+                mover.copy_to_host(unit, lease, kept)
         lease.release()
         return Weights if kept is None else lambda: Weights(kept.tensor.view(unit.dtype), kept)
 
-
-class WindowLoan:
-    """Room of the units' window that open gradients borrow when they need more than budgets give them.
-
-    There is room for one that is open and one on its way to its update. More are open at one time where
-    units have parameters of modules that run inside each other. Several ranks decide alike, since they
-    begin and complete the same units; those of leaves, where they differ, have room of their own.
-    """
-
-    def __init__(
-        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
-        path: GradientPath, completions: Completions,
-    ) -> None:  # fmt: skip
-        self.units, self._leaves, self._prefetcher, self._pins = units, leaves, prefetcher, pins
-        self.path, self._completions = path, completions
-        self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
-
-    def settle(self, opened: Sequence[Unit]) -> None:
-        """Borrow what gradients of these units need, and give back what they do not."""
-        several, lent = self.path.collectives is not None, self._prefetcher.residents.borrowed_nbytes
+    def borrow(self, opened: Sequence[Unit]) -> None:
+        """Borrow from the window what gradients of these units need, and give back what they do not."""
+        several, lent = self.path.collectives is not None, self.prefetcher.residents.borrowed_nbytes
         opened = [unit for unit in opened if not (several and unit.index in self._leaves)]
         if len(opened) < (2 if several else 3) and not lent:
             return
-        reserve_nbytes = self._gradient_reserve_nbytes()
+        reserve_nbytes = self._others_nbytes()
         if reserve_nbytes is None:
             return
-        room = self.path.pool.capacity_nbytes - self._prefetcher.residents.capacity_nbytes
+        room = self.path.pool.capacity_nbytes - self.prefetcher.residents.capacity_nbytes
         beyond = max(0, reserve_nbytes + sum(rounded(unit.nbytes) for unit in opened) - room)
-        self._prefetcher.lend(beyond)
+        self.prefetcher.lend(beyond)
         if beyond > lent:
-            self._pins.shrink()
-            self._prefetcher.lend(beyond)
+            self.pins.shrink()
+            self.prefetcher.lend(beyond)
 
-    def end_backward(self) -> None:
-        """Take note that what other gradients take may change."""
-        self._reserve_nbytes = None
-
-    def repay(self) -> None:
-        """Give back everything."""
-        self._prefetcher.lend(0)
-        self._reserve_nbytes = None
-
-    def _gradient_reserve_nbytes(self) -> int | None:
+    def _others_nbytes(self) -> int | None:
         """Return what gradients may take beside those that are open (bytes); None: there is room for all."""
-        updates, completions = self.path.updates, self._completions
+        updates, completions = self.path.updates, self.completions
         spilled = updates.stored_gradients.chosen
         early = updates.early and not updates.speculation.clips  # else they are kept until step
         all_wait = completions.accumulated or not completions.syncing or not (early or spilled)

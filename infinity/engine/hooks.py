@@ -1,57 +1,46 @@
 """Module and autograd hooks: calls of modules and saved tensors become uses of units.
 
 [Note: handles in place of weights]
-Autograd must never hold a unit's buffer. Saved tensors that live in one are packed as a
-:class:`Handle`; unpacking gathers the unit if it is not there and views it. So the backward pass
-asks for exactly the weights that it reads, and buffers can be reused between forward and backward.
+Autograd must never hold a unit's buffer. Saved tensors that live in one are packed as a :class:`Handle`;
+unpacking gathers the unit if it is not there and views it. So backward asks for exactly the weights that it
+reads, and buffers can be reused meanwhile. Everything else that autograd saves goes to the tensor cache.
 
 [Note: forwards inside a backward]
-Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass,
-where checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used
-stays pinned until its gradients are complete. A frozen unit has none. It stays until backward has
-passed every call that reads it, which the gradient of the call's input tells; where an input needs no
-gradient, or cannot be seen, until backward ends. A unit that is frozen in part has gradients, and what
-is frozen in it may be read after the last one, so they are complete when backward ends.
+Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass, where
+checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used stays pinned
+until its gradients are complete; one that is frozen in part may be read after its last gradient, so its are
+complete when backward ends. A frozen unit stays until backward has passed every call that reads it, which the
+gradient of the call's input tells; where an input needs no gradient, or cannot be seen, until backward ends.
 
 [Note: a leaf on several ranks]
 Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
-happens inside changes nothing. In backward the first weight or gradient of a leaf opens it; the first
-of anything else closes it: autograd goes through operators from the latest to the earliest, so it has
-left the leaf. Then all its gradients are complete; experts that no rank used are left alone. When a
-leaf ran several times before one backward, its gradients come at the end, and so does their completion.
-
-[Note: everything else that autograd saves]
-goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
+happens inside changes nothing. Backward goes from the latest operator to the earliest: the first weight or
+gradient of a leaf opens it, and the first of anything else shows that it is over. Then all its gradients are
+complete; experts that no rank used are left alone. Of a leaf that ran several times, they are at the end.
 
 [Note: logits in slices]
 A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
 loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
-whole logits, and the same on every rank. An inference pass whose logits are pending goes on until they are
-read once, or another pass begins; and so long stay the units of the calls that the head's was in, since calls
-release theirs after its unit. The recomputed slices follow each other in backward, and no other
-unit is used between them; so a head is kept like what one autograd node reads, not until its gradients are
-complete, which with tied weights would be the whole backward pass. Then what a step does to units is the same
-for whole logits, and ranks may differ: with ``auto`` their batches decide.
+whole logits, and the same on every rank, though with ``auto`` ranks may differ. An inference pass whose
+logits are pending goes on until they are read once, or another pass begins; so long stay the units of the
+calls that the head's was in, since calls release theirs after its unit. Backward recomputes all slices
+together; so a head is kept as for one autograd node, not until its gradients are complete, which with tied
+weights would be the whole backward pass.
 
 [Note: tiles]
-Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`), and what
-they save of it becomes a handle also where another part has opened hooks of its own:
-``torch.utils.checkpoint``. So a tile need not stay in memory until the backward pass of a recomputed forward.
-A trained parameter of which some tile has a gradient has one of zeros in the others, as a whole one would.
-
-[Note: hooks of tensors]
-Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
-look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
+Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`). What they
+save of it becomes a handle also where ``torch.utils.checkpoint`` has opened hooks of its own, so a tile need
+not stay until the backward pass of a recomputed forward.
 
 [Note: the outermost module]
-Submodules are called on their own, and forward runs twice before one backward. The outermost module
-of a call opens the saved-tensor hooks and closes them.
+Submodules are called on their own, and forward runs twice before one backward. So the outermost module of a
+call opens the saved-tensor hooks and closes them. PyTorch calls no hook after a forward that
+``KeyboardInterrupt`` ended: so the outermost call keeps the Python frame in which it runs, and only a frame
+that has ended can be cleared. What such a call holds is given back before the next call, visit, backward pass
+or step; units that stayed pinned would keep weights from before their updates.
 
-[Note: calls that Ctrl-C ends]
-PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended. So the outermost call keeps the Python
-frame in which it runs: only a frame that has ended can be cleared. What such a call holds is given back
-before the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before
-their updates. The hooks themselves are never ended halfway: see :mod:`infinity.core.process`.
+Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
+look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
 """
 
 import functools
@@ -74,7 +63,7 @@ from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
-from infinity.engine.gradients import Gradients, ReleasedGradient
+from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
 from infinity.partition.pins import BackwardPins, Leaves
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
@@ -101,17 +90,22 @@ class Frame:
 
     Attributes:
         served: The module's own parameters, if all of them are in memory while it runs.
-        call: The running outermost call: see [Note: calls that Ctrl-C ends].
+        contexts: What an outermost call opened: hooks of saved tensors, pending logits.
+        recorded: Autograd records this outermost call.
+        inference: It does not.
+        pending: A head in it has not been computed: its loss may follow the call.
+        leaf: Its units are used as one.
+        call: The running outermost call: see [Note: the outermost module].
     """
 
     module: nn.Module
     pinned: list[int]
     served: object = None
-    opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
-    logits: ExitStack | None = None  # the context in which logits are pending, likewise
+    contexts: ExitStack | None = None
+    recorded: bool = False
     inference: bool = False
-    pending: bool = False  # a head in it has not been computed: its loss may follow the call
-    leaf: bool = False  # its units are used as one
+    pending: bool = False
+    leaf: bool = False
     call: FrameType | None = None
 
 
@@ -143,13 +137,7 @@ class _Outside:
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
-    Args:
-        units: All units of the model.
-        leaves: Units that are gathered as one, by module.
-        activations: Takes what autograd saves and no unit has.
-
-    Attributes:
-        logits: Decides which logits are computed in slices.
+    ``leaves`` are units that are gathered as one, by module.
     """
 
     def __init__(
@@ -173,7 +161,8 @@ class Hooks:
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
         while self.stack:  # a forward that was left without its hook
-            self._leave_contexts(self.stack.pop())
+            if (contexts := self.stack.pop().contexts) is not None:
+                contexts.close()
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -184,36 +173,35 @@ class Hooks:
         """Let these serve the model from now on; between steps.
 
         Args:
-            prefetcher: Serves uses.
-            pins: Units that backward keeps.
-            gradients: Receives gradients.
             attached: Units whose flat buffers exist now, by the address of their storage.
             begin_forward: Called before each forward pass that autograd records.
         """
         self.prefetcher, self.pins, self.gradients = prefetcher, pins, gradients
         self.attached, self._begin_forward = attached, begin_forward
 
-    # --- forward -----------------------------------------------------------------------------
-
     def enter(self, module: nn.Module, args: Any = ()) -> None:
         """Use the units of a module whose forward begins, with ``args``."""
         self._close_ended()
-        outermost = not self.stack
-        frame = Frame(module, [], call=_running_call() if outermost else None)
+        outermost, in_backward, frame = not self.stack, _in_backward(), Frame(module, [])
         self.stack.append(frame)  # whatever comes, its contexts will be left
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward:
             self._enter_backward()
-        elif outermost:
-            self._open(frame)
         if outermost:
-            frame.logits = ExitStack()
-            frame.logits.enter_context(self.logits.opened(module))
+            frame.call, frame.contexts = _running_call(), ExitStack()
+            if not in_backward:
+                self._open(frame, frame.contexts)
+            frame.contexts.enter_context(self.logits.opened(module))
         if self.logits.defers(module, args):
             for each in self.stack:
                 each.pending = True
             return
         if module in self._leaves.of_module:
-            self._enter_leaf(self._leaves.of_module[module], frame)
+            leaf = self._leaves.of_module[module]
+            if torch.is_grad_enabled() and not in_backward:
+                self._leaves.count_call(leaf)
+            for unit in leaf:
+                self._use(unit, frame)
+            frame.leaf = True
         for param in module._parameters.values():
             place = None if param is None else self.units.find(param)
             if place is not None:
@@ -225,7 +213,7 @@ class Hooks:
 
     def _watch(self, index: int, args: Any) -> None:
         """Register a hook that tells when backward has passed a call that reads a frozen unit."""
-        if self._reads[index] and torch._C._current_graph_task_id() != -1:
+        if self._reads[index] and _in_backward():
             return  # recomputed: the graph of the first forward is the one that backward goes through
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -239,13 +227,6 @@ class Hooks:
             if not self._reads[index]:
                 self.pins.unpin(index)
 
-    def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._leaves.count_call(leaf)
-        for unit in leaf:
-            self._use(unit, frame)
-        frame.leaf = True
-
     def leave(self, module: nn.Module, output: Any) -> None:
         """Release the units of a module's forward, also when it raised (then ``output`` is None)."""
         for frame in reversed(self.stack):
@@ -255,7 +236,12 @@ class Hooks:
 
     def _close_ended(self) -> None:
         """Close the frames of an outermost call that was left without its hook."""
-        if self.stack and _has_ended(self.stack[0].call):
+        call = self.stack[0].call if self.stack else None
+        if call is not None:
+            try:
+                call.clear()
+            except RuntimeError:  # it runs
+                return
             self._unwind(self.stack[0], None)
 
     def _unwind(self, frame: Frame, output: Any) -> None:
@@ -274,26 +260,23 @@ class Hooks:
         place = self.units.find(param)
         if place is None:
             return
-        unit, segment = place
+        unit, outside = place[0], self._outside
         if self.prefetcher.streams(unit.index):
-            self._touch(unit)
-        self._check_attached(unit, segment)
+            self._close_ended()
+            if self.stack:
+                self._use(unit, self.stack[-1])
+            elif _in_backward():
+                self._use_in_backward(unit)
+            elif unit.index not in outside.units:
+                if not self.prefetcher.holds([*outside.units, unit.index]):
+                    self.release_unscoped_units()  # print(model) asks for every bias
+                self._begin_visit()
+                self.prefetcher.use(unit.index)
+                outside.units.append(unit.index)
+        self._check_attached(*place)
 
     def _check_attached(self, unit: Unit, segment: Segment) -> None:
         unit.check_data(segment)
-
-    def _touch(self, unit: Unit) -> None:
-        self._close_ended()
-        if self.stack:
-            self._use(unit, self.stack[-1])
-        elif torch._C._current_graph_task_id() != -1:
-            self._use_in_backward(unit)
-        elif unit.index not in self._outside.units:
-            if not self.prefetcher.holds([*self._outside.units, unit.index]):
-                self.release_unscoped_units()  # print(model) asks for every bias
-            self._begin_visit()
-            self.prefetcher.use(unit.index)
-            self._outside.units.append(unit.index)
 
     def release_unscoped_units(self) -> None:
         """Release the units that were touched outside any forward, and end the pass that goes on there."""
@@ -320,7 +303,7 @@ class Hooks:
     def _use(self, unit: Unit, frame: Frame) -> None:
         if not self.prefetcher.streams(unit.index) or unit.index in frame.pinned:
             return
-        if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
+        if _in_backward():  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
         one_use = self._leaves.of(unit) or self.logits.computing
@@ -338,7 +321,7 @@ class Hooks:
             return
         with UninterruptedExit() as stack:
             with uninterrupted:
-                recomputed = torch._C._current_graph_task_id() != -1
+                recomputed = _in_backward()
                 if recomputed:  # beside what backward keeps
                     self.pins.make_room(unit.index, _reading_node())
                 elif not self.stack:
@@ -371,7 +354,7 @@ class Hooks:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _open(self, frame: Frame) -> None:
+    def _open(self, frame: Frame, contexts: ExitStack) -> None:
         self.release_unscoped_units()
         if self._backward is not None:
             self._abort_backward()
@@ -381,8 +364,9 @@ class Hooks:
             return
         self._hook_parameters()
         self._begin_forward()
-        frame.opened = self.activations.open(frame.module)
-        frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        frame.recorded = True
+        contexts.enter_context(self.activations.open(frame.module))
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
         if frame.pending:
@@ -394,44 +378,35 @@ class Hooks:
             self._outside.goes_on = True
             if not frame.pending:
                 self._end_outside()
-        self._leave_contexts(frame)
-        if frame.opened is not None:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
-                    leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
-
-    def _leave_contexts(self, frame: Frame) -> None:
-        """Close the contexts that an outermost call opened."""
-        for context in (frame.logits, frame.opened):
-            if context is not None:
-                context.close()
+        if frame.contexts is not None:
+            frame.contexts.close()
+        for leaf in tree_leaves(output) if frame.recorded else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
+                leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _running(self, module: nn.Module) -> Iterator[None]:
         """Run ``module`` as a part of the pass that runs, or that ran last; see [Note: logits in slices]."""
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward():
             yield  # recomputed: its calls say what they use
             return
-        frame = Frame(module, [], leaf=True)
+        frame, outside = Frame(module, [], leaf=True), self._outside
         with UninterruptedExit() as stack:
             with uninterrupted:
                 stack.callback(self._end_run, frame)
-                self._run(frame, stack)
+                if not self.stack:
+                    frame.inference = not torch.is_grad_enabled()
+                    if outside.units or outside.goes_on != frame.inference:
+                        self.release_unscoped_units()
+                        if frame.inference:
+                            self.prefetcher.begin_visit()
+                    if not frame.inference:
+                        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+                        stack.enter_context(hooks)
+                self.stack.append(frame)
+                for unit in self.units.holding(module.parameters()):
+                    self._use(unit, frame)
             yield
-
-    def _run(self, frame: Frame, stack: ExitStack) -> None:
-        if not self.stack and torch.is_grad_enabled():
-            if self._outside.goes_on or self._outside.units:
-                self.release_unscoped_units()
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-        elif not self.stack:
-            frame.inference = True
-            if not self._outside.goes_on or self._outside.units:
-                self.release_unscoped_units()
-                self.prefetcher.begin_visit()
-        self.stack.append(frame)
-        for unit in self.units.holding(frame.module.parameters()):
-            self._use(unit, frame)
 
     def _end_run(self, frame: Frame) -> None:
         if any(each is frame for each in self.stack):
@@ -442,8 +417,6 @@ class Hooks:
 
     def _stamp(self, module: nn.Module) -> object:
         return tuple(unit.updates for unit in self.units.holding(module.parameters()))
-
-    # --- saved tensors -----------------------------------------------------------------------
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose flat buffer ``tensor`` is in."""
@@ -477,8 +450,6 @@ class Hooks:
         if torch.is_grad_enabled() and self.prefetcher.streams(unit.index):
             return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
         return value
-
-    # --- backward ----------------------------------------------------------------------------
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
@@ -527,26 +498,22 @@ class Hooks:
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
-        self._drop_gradients()
-        self.gradients.abort_backward()
-        self._leave_backward()
-
-    def _drop_gradients(self) -> None:
         for _, segment in self.units.segments():
             if type(segment.param.grad) is not ReleasedGradient:
                 segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
+        if self.gradients.completions.in_backward:
+            self.gradients.reset()
+        self._leave_backward()
 
     def _leave_backward(self) -> None:
         for param, placeholder in self._dropped:
             # torch.autograd.grad: what was received before it is still there, unless it was dropped since
-            if param.grad is None and self.gradients.received_from(param):
+            if param.grad is None and id(param) in self.gradients.received:
                 param.grad = placeholder
         self._dropped.clear()
         self._backward = None
         self._leaves.end_backward()
         self.pins.drop()
-
-    # --- parameters --------------------------------------------------------------------------
 
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
@@ -567,7 +534,8 @@ class Hooks:
         param = ref()
         assert param is not None, "the units hold it"
         self._enter_backward()  # not later: what a pass before left in .grad goes before this one adds to it
-        self.gradients.check_received(param)
+        if (received := self.gradients.received.get(id(param))) is not None:
+            check_placeholder(received)
         if type(param.grad) is ReleasedGradient:
             self._dropped.append((param, param.grad))
             param.grad = None
@@ -591,23 +559,17 @@ class Hooks:
             whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
 
 
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _running_call() -> FrameType | None:
     """Return Python's frame of the module's call whose hook runs; None: it is called in another way."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
     return frame
-
-
-def _has_ended(call: FrameType | None) -> bool:
-    """Return whether nothing runs in ``call`` any more; None runs."""
-    if call is None:
-        return False
-    try:
-        call.clear()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _reading_node() -> int | None:
@@ -621,8 +583,8 @@ def register_forward_hooks(
 ) -> list[RemovableHandle]:
     """Register the forward hooks of one module.
 
-    They are plain functions: ``copy.deepcopy`` of a module shares functions and would clone the
-    whole runtime through a bound method.
+    They are plain functions, which ``copy.deepcopy`` of a module shares; with a bound method it would clone
+    the whole runtime.
     """
 
     def before(module: nn.Module, args: Any) -> None:

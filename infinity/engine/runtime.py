@@ -1,10 +1,10 @@
 """Owns the parts of one rank that serve the models of one ``Init``, from the first module to ``close``.
 
 [Note: when something fails]
-An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that do not wait for the same
-thing must learn of it, too. So the part that meets an error which ends the run (a collective, the update
-pipeline, ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside
-the collectives, and nothing on this rank waits any longer for a buffer that will not come back.
+An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that wait for something else must
+learn of it, too. So the part that meets an error which ends the run (a collective, the update pipeline,
+``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the
+collectives, and nothing on this rank waits any longer for a buffer that will not come back.
 
 [Note: how a runtime ends]
 By ``close``; with the interpreter; when model and optimizer are collected; and, in a forked child, at once:
@@ -49,9 +49,9 @@ from infinity.device.machine import (
 )
 from infinity.device.memory import Pool
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitsInUse, check_memory
+from infinity.engine.device_budget import check_memory
 from infinity.engine.executor import StepExecutor, reduction_dtype
-from infinity.engine.full_values import FullValues, register_state_dict_hooks
+from infinity.engine.full_values import FullValues
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.metrics import Stalls
@@ -73,17 +73,10 @@ from infinity.shards.tiers import Tiers
 class Runtime:
     """The parts of one rank that serve the models of one ``Init``.
 
-    Args:
-        config: Budgets, directories and dtypes.
-
     Attributes:
-        config: The same, with the dtype that was chosen where it says ``auto``.
+        config: Budgets, directories and dtypes, with the dtype that was chosen where it said ``auto``.
         notes: A line about each thing that is done otherwise on this machine; rank 0's are shown.
         saves: The last portable checkpoint of the model, if there was one.
-
-    Raises:
-        DiskError: A directory cannot be written.
-        PeerError: Another rank did not come.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -115,8 +108,6 @@ class Runtime:
             self.close()
             raise
 
-    # --- building ----------------------------------------------------------------------------
-
     def _build(self, device: torch.device, resume: Resume | None) -> None:
         memory, partition = self.config.memory, self.config.partition
         self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
@@ -140,30 +131,18 @@ class Runtime:
         self.activations = self._make_activations()
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
-        self.construction = Construction(
-            lambda close: UnitBuilder(
-                self.dtype,
-                ranks.rank,
-                ranks.world_size,
-                close,
-                partition.leaf,
-                sizes=self._cut_sizes(),
-            ),
-            self.tiers,
-            self._serve,
-            device,
-            self._compute_in_tiles,
-        )
-        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
-
-    def _cut_sizes(self) -> CutSizes:
-        """Return how large units and tiles are; the same on every rank."""
-        ranks, nbytes = self.ranks, self.config.memory.device
+        nbytes = memory.device
         if nbytes is None and ranks.on_accelerator:
             nbytes = memory_nbytes(ranks.device)[1]
         least = None if nbytes is None else ranks.least(nbytes, "memory.device")
-        tile = self.config.partition.tile
-        return CutSizes.of(tile, least, ranks.world_size, on_accelerator=ranks.on_accelerator)
+        sizes = CutSizes.of(partition.tile, least, ranks.world_size, on_accelerator=ranks.on_accelerator)
+        self.construction = Construction(
+            lambda close: UnitBuilder(
+                self.dtype, ranks.rank, ranks.world_size, close, partition.leaf, sizes=sizes
+            ),
+            self.tiers, self._serve, device, self._compute_in_tiles,
+        )  # fmt: skip
+        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:
         places, several = self.units.places(param), self.ranks.world_size > 1
@@ -208,18 +187,19 @@ class Runtime:
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
             self._note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")
-        return Activations(cache, policy, self._hardware, decide=decide, units=storage.units_engine)
 
-    def _hardware(self) -> Hardware:
-        room = self.storage.host_pool.capacity_nbytes - self.storage.host_pool.peak_nbytes
-        memory = self.config.memory
-        return measure_hardware(self.ranks.device, memory.nvme, room, memory.engine == "gds")
+        def hardware() -> Hardware:
+            pool = self.storage.host_pool  # through `self` the graph of a loss keeps what its backward needs
+            room = pool.capacity_nbytes - pool.peak_nbytes
+            return measure_hardware(device, memory.nvme, room, memory.engine == "gds")
+
+        return Activations(cache, policy, hardware, decide=decide, units=storage.units_engine)
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         served[module] = weakref.ref(self)
         install_parameter_dict(module, self._touch, self._deep_copy, self._check)
         handles = register_forward_hooks(module, self._enter, self._leave)
-        handles += register_state_dict_hooks(module, self.values)
+        handles += self.values.register_hooks(module)
 
         def take_out(module: nn.Module) -> None:
             del served[module]
@@ -239,11 +219,6 @@ class Runtime:
         return self.construction.builder.units
 
     @property
-    def _leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
-        """Modules whose units are gathered as one: one rank alone need not."""
-        return self.construction.builder.leaves if self.ranks.world_size > 1 else {}
-
-    @property
     def started(self) -> bool:
         """Return whether the model ran or has an optimizer: its units are in use."""
         return self._executor is not None
@@ -253,11 +228,6 @@ class Runtime:
 
         Args:
             clips: Whether gradients are clipped; None: no change, and no clipping without an optimizer.
-
-        Raises:
-            BudgetError: ``memory.device`` is too small; the message has the arithmetic.
-            StateError: The model was closed, or belongs to the process that forked this one; or the run was
-                interrupted, and its states are not in their places yet.
         """
         self.check_open()
         if clips is None:
@@ -275,20 +245,16 @@ class Runtime:
         before = self._executor or self._retired
         if self._executor is not None:
             self._executor.retire()
-        recomputes = self.activations.policy in ("recompute", "plan")
-        in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
+        # one rank alone need not gather what is in a leaf as one
+        leaves = self.construction.builder.leaves if self.ranks.world_size > 1 else {}
         self._executor = StepExecutor(
-            self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
-            self.stalls, self.stalls.timeline, clips=clips, before=before, on_failure=weakly(self.fail),
+            self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
+            self.config, self.stalls, clips=clips, before=before, on_failure=weakly(self.fail),
         )  # fmt: skip
         self.stack.callback(self._executor.stack.close)
 
     def reopen(self) -> None:
-        """Prepare for another block of construction, in which the model is changed.
-
-        Raises:
-            StateError: The model has an optimizer, or ran with gradients.
-        """
+        """Prepare for another block of construction, in which the model is changed."""
         if self._executor is None:
             return
         if self._executor.updates.hypers.groups or self._executor.hooks.recorded:
@@ -302,8 +268,6 @@ class Runtime:
                 unit.detach()
                 unit.lifecycle.move(UnitState.ON_HOST)
         self._executor, self._retired = None, self._executor
-
-    # --- what modules call -------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
@@ -339,8 +303,6 @@ class Runtime:
             "model.state_dict() into it"
         )
 
-    # --- the step ----------------------------------------------------------------------------
-
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
         storage, executor = self.storage, self.executor()
@@ -367,15 +329,8 @@ class Runtime:
         if self._executor is not None:
             self._executor.updates.drain()
 
-    # --- commits -----------------------------------------------------------------------------
-
     def resume(self) -> SavedRun | None:
-        """Put the states of the interrupted run into their places; None: there is none. Every rank calls.
-
-        Raises:
-            StateError: The model is another one, or has no optimizer.
-            DiskError: States cannot be read, or there is no room for them.
-        """
+        """Put the states of the interrupted run into their places; None: there is none. Every rank calls."""
         self.check_open()
         saved, volume, store = self.storage.saved, self.storage.volume, self.storage.store
         self.storage.keep = True  # unless it is closed: then the run is over
@@ -395,11 +350,7 @@ class Runtime:
         return saved
 
     def check_resumed(self) -> None:
-        """Raise if the run was interrupted and its states are not in their places yet.
-
-        Raises:
-            StateError: See there.
-        """
+        """Raise if the run was interrupted and its states are not in their places yet."""
         if self.tiers.pending and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
@@ -411,20 +362,8 @@ class Runtime:
         """Return the records of the steps that :meth:`step` committed."""
         return self.executor().updates.records
 
-    @property
-    def keeps(self) -> bool:
-        """Return whether the files stay if nothing closes the model."""
-        return hasattr(self, "storage") and self.storage.keep
-
-    # --- the end ----------------------------------------------------------------------------
-
     def meet(self) -> None:
-        """Return when every rank has built its model, and all are the same.
-
-        Raises:
-            DivergenceError: They are not.
-            PeerError: Another rank failed while it built its own.
-        """
+        """Return when every rank has built its model, and all are the same; or raise."""
         if self.ranks.collectives is not None:
             units = [
                 (unit.home.tier.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units
@@ -452,53 +391,37 @@ class Runtime:
         return self.ranks.collectives.peers.explained(what, error)
 
     def check_open(self) -> None:
-        """Raise if the runtime has ended.
-
-        Raises:
-            StateError: The model was closed, or belongs to the process that forked this one; or Ctrl-C was
-                pressed again while the first one was held back.
-        """
+        """Raise if the runtime has ended, or a second Ctrl-C has left a section of it."""
         if self._ended:
             raise StateError(self._ended)
-        if self._doubtful:
-            raise StateError(_INTERRUPTED.format(self._named(), self._left()))
-
-    @property
-    def _doubtful(self) -> bool:
-        """Return whether a second Ctrl-C ended a section: see :mod:`infinity.core.process`."""
-        return uninterrupted.broken != self._sections_broken
-
-    def _left(self) -> str:
-        """Return the interrupted run that a new model goes on from."""
-        recorded = self._executor.updates.records.recorded if self._executor is not None else None
-        if recorded is None:
-            return (
+        if uninterrupted.broken != self._sections_broken:
+            recorded = self._executor.updates.records.recorded if self._executor is not None else None
+            left = (
                 "its weights since it was built or saved are lost (those of a run with a name and "
                 "directories in memory.nvme are not)"
+                if recorded is None
+                else f"infinity.resume then goes on after its last committed step ({recorded})"
             )
-        return f"infinity.resume then goes on after its last committed step ({recorded})"
+            raise StateError(_INTERRUPTED.format(self.named(), left))
 
     def close(self, error: BaseException | None = None, *, keep: bool = False) -> None:
         """Give back files, memory and threads. May be called twice.
 
-        On the way out of an exception other ranks learn of it, and the files of a run that can go on stay.
-
         Args:
-            error: The exception that ended the run; None: the one that is being handled, if any.
-            keep: Leave the files of a run that can go on.
-
-        Raises:
-            DiskError: Without ``error``: the last step could not be kept.
+            error: The exception that ended the run, if any, of which other ranks learn; None: the one that is
+                being handled. The files of a run that can go on stay.
+            keep: They stay in any case; without ``error`` raise if the last step could not be kept.
         """
         lost: Exception | None = None
         if not self._ended:
             error = error or sys.exception()
+            doubtful = uninterrupted.broken != self._sections_broken
             try:
-                lost = self._settle(error or (KeyboardInterrupt() if self._doubtful else None), keep)
+                lost = self._settle(error or (KeyboardInterrupt() if doubtful else None), keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
-                self._end(_CLOSED.format(self._named()))
+                self.end(_CLOSED.format(self.named()))
         _close_all_of(self.saves)
         self.stack.close()
         for pool in self._pools():
@@ -511,8 +434,7 @@ class Runtime:
     def _settle(self, error: BaseException | None, keep: bool) -> Exception | None:
         """Wait for what is in flight, and for the last commit to ``keep``; or end it soon with ``error``.
 
-        Returns:
-            Why a step that is to be kept is not.
+        Returns why a step that is to be kept is not.
         """
         lost: Exception | None = None
         updates = None if self._executor is None else self._executor.updates
@@ -533,21 +455,16 @@ class Runtime:
             self.activations.close()
         return lost
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """Let every later use raise ``why``; the weights are gone."""
-        self._ended = why
+        self._ended = self._ended or why
         if self._executor is not None:
             self._executor.hooks.end(why)
         if hasattr(self, "values"):
             for unit in self.units:
                 unit.drop()
 
-    def disown(self) -> None:
-        """End in a forked child, which has neither the threads nor the memory."""
-        if not self._ended:
-            self._end(_FORKED.format(self._named(), os.getppid(), os.getpid()))
-
-    def _named(self) -> str:
+    def named(self) -> str:
         roots = self.construction.roots if hasattr(self, "construction") else []
         return ", ".join(type(root).__name__ for root in roots) or "a model"
 
@@ -585,8 +502,6 @@ _FORKED = (
 )
 
 
-# --- which runtime serves which module -------------------------------------------------------
-
 #: By module that was built under ``Init``. The module's hooks hold the runtime.
 served: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 #: Those that were not closed.
@@ -599,10 +514,7 @@ def runtimes() -> set[Runtime]:
 
 
 def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
-    """Return the runtime that serves ``model``, or a model that ``model`` wraps.
-
-    Args:
-        ended: Return one that has ended, too.
+    """Return the runtime that serves ``model``, or a model that it wraps; ``ended``: also one that has ended.
 
     Raises:
         StateError: It was not built under ``infinity.Init``, or was closed.
@@ -629,14 +541,15 @@ def _close_all() -> None:
     for runtime in list(open_runtimes):
         with contextlib.suppress(Exception):
             # what ended the program, if it was an exception
-            runtime.close(getattr(sys, "last_value", None), keep=runtime.keeps)
+            keep = hasattr(runtime, "storage") and runtime.storage.keep
+            runtime.close(getattr(sys, "last_value", None), keep=keep)
     close_collected()
 
 
 def _disown_all() -> None:
-    """Leave every model to the parent, in a forked child."""
+    """Leave every model to the parent, in a forked child, which has neither the threads nor the memory."""
     for runtime in list(open_runtimes):
-        runtime.disown()
+        runtime.end(_FORKED.format(runtime.named(), os.getppid(), os.getpid()))
     open_runtimes.clear()
 
 

@@ -17,7 +17,6 @@ import torch
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
-from infinity.api.init import units_of
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
@@ -27,9 +26,9 @@ from infinity.core.nbytes import aligned
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitBudget, UnitsInUse
+from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import reduction_dtype
-from infinity.engine.schedule import find_blocks
+from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home, Unit
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
@@ -141,10 +140,10 @@ class Layout(Target):
         clips = self.recipe.optim.max_grad_norm is not None
         recomputes = self.policy in ("recompute", "plan") and not self.layered  # that has whole blocks
         self.budget = UnitBudget(
-            model.units, model.leaves, UnitsInUse([model.module], model.units, recomputes=recomputes),
+            model.units, model.leaves, [model.module],
             self._rank, self._tiers, memory.device, self.device_nbytes // 2,
             shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
-            states=memory.updates != "host",
+            states=memory.updates != "host", recomputes=recomputes,
         )  # fmt: skip
         if self.micro_batches > 1:
             self.budget.divide_again(accumulates=True)
@@ -208,8 +207,8 @@ class Layout(Target):
         """Return how the device budget is divided, with the window that a layer schedule has."""
         if not self.layered:
             return self.budget.division
-        blocks = find_blocks(self.model.module)
-        window = self.budget.window_for(units_of(blocks, self.model.units)[0], str(blocks))
+        blocks = Blocks.of(self.model.module)
+        window = self.budget.window_for(blocks.units(self.model.units)[0], str(blocks))
         return replace(self.budget.division, window=window)
 
     def channels(self) -> Hardware:

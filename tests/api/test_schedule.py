@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.core.errors import StateError
-from infinity.engine.schedule import LayerSchedule, find_blocks
+from infinity.engine.schedule import Blocks, LayerSchedule
 from tests.helpers import models
 
 
@@ -285,7 +285,7 @@ def test_the_blocks_that_were_found_are_named() -> None:
     assert repr(LayerSchedule(mixtral(), 2)) == (
         "LayerSchedule(2 micro-batches through each of model.layers, 2 x MixtralDecoderLayer)"
     )
-    assert find_blocks(models.build("t5", seed=0)[0]()).name == "decoder.block"
+    assert Blocks.of(models.build("t5", seed=0)[0]()).name == "decoder.block"
 
 
 def test_a_model_without_blocks_is_an_error_that_names_it() -> None:

@@ -16,7 +16,7 @@ from infinity import BudgetError
 from infinity.core.budget import rounded
 from infinity.device.memory import Pool
 from infinity.engine import executor
-from infinity.engine.gradients import WindowLoan
+from infinity.engine.gradients import Gradients
 from infinity.partition.unit import Unit
 from tests.helpers import models, training
 from tests.helpers.cases import few
@@ -286,13 +286,13 @@ def test_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(
 ):
     impatient(monkeypatch)
     rule, most = Rule(max_grad_norm=clip), [0]
-    settle = WindowLoan.settle
+    borrow = Gradients.borrow
 
-    def counted(self: WindowLoan, opened: Sequence[Unit]) -> None:
-        settle(self, opened)
+    def counted(self: Gradients, opened: Sequence[Unit]) -> None:
+        borrow(self, opened)
         most[0] = max(most[0], len(opened))
 
-    monkeypatch.setattr(WindowLoan, "settle", counted)
+    monkeypatch.setattr(Gradients, "borrow", counted)
 
     def trained(nbytes: int) -> training.Trained:
         where = streaming(tmp_path, f"memory.device={nbytes}", f"memory.versions={versions}")
@@ -361,9 +361,9 @@ def test_on_two_ranks_gradients_that_are_open_at_one_time_have_room_in_the_least
 def speculating_on_a_rank(folder: str) -> None:
     """Gradients of updates that speculate are kept until step: many while those of outer modules are open."""
     rank, shares, asked = torch.distributed.get_rank(), list[int](), 0
-    settle, trainable = WindowLoan.settle, Unit.trainable.fget
+    borrow, trainable = Gradients.borrow, Unit.trainable.fget
 
-    def counted(self: WindowLoan, opened: Sequence[Unit]) -> None:
+    def counted(self: Gradients, opened: Sequence[Unit]) -> None:
         def count(unit: Unit) -> Any:
             nonlocal asked
             asked += 1
@@ -371,7 +371,7 @@ def speculating_on_a_rank(folder: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Unit, "trainable", property(count))
-            settle(self, opened)
+            borrow(self, opened)
         itemsize = self.path.reduce_dtype.itemsize
         shares.append(sum(rounded(unit.shard_numel * itemsize) for unit in self.units))
 
@@ -382,7 +382,7 @@ def speculating_on_a_rank(folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         impatient(patch)
-        patch.setattr(WindowLoan, "settle", counted)
+        patch.setattr(Gradients, "borrow", counted)
         roomy = trained()
         with pytest.raises(BudgetError) as raised:
             trained("memory.device=1024")

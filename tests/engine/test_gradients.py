@@ -20,12 +20,12 @@ def unit() -> Unit:
 
 @pytest.fixture
 def gradient(unit):
-    return UnitGradient.begin(unit, FakePool(2**20))
+    return UnitGradient(unit, FakePool(2**20))
 
 
 def test_a_gradient_leases_a_flat_buffer(unit):
     pool = FakePool(2**20)
-    gradient = UnitGradient.begin(unit, pool)
+    gradient = UnitGradient(unit, pool)
     assert pool.leased_nbytes == unit.nbytes
     assert gradient.flat.shape == (unit.numel,)
     gradient.lease.release()
@@ -61,7 +61,7 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
     shapes = [(0, 7), (5, 7), (3, 0), (4, 3), (0,), (9,)]
     params = [(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)]
     unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
-    gradient, plain = UnitGradient.begin(unit, FakePool(2**20)), {}
+    gradient, plain = UnitGradient(unit, FakePool(2**20)), {}
     for turn in range(2):
         for s in unit.segments if turn else reversed(unit.segments):
             grad = torch.randn(s.shape).bfloat16()
