@@ -138,7 +138,7 @@ def run(job: Job) -> dict[str, Any]:
                 step()
             activations = meter.peak_nbytes()
         else:
-            activations = runtime.activations.instruments.metered_nbytes
+            activations = runtime.activations.metered_nbytes
         budgets = runtime.budgets()
         on_demand = runtime.executor().on_demand
     read, written = ((b - a) / STEPS for a, b in zip(before, after))

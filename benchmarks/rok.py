@@ -260,7 +260,7 @@ def measure(folder: Path) -> RokPoint:
     with process_group(recipe), built(recipe, None, Views()) as (model, optimizer):
         write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
         activations: Activations = optimizer.runtime.activations
-        activations.instruments.meters = True
+        activations.meters = True
         if point.budget_nbytes is not None:
             activations.budget = FixedBudget(point.budget_nbytes)
         steps = StepMedians(warmup_steps(recipe.train.accumulate))
@@ -273,7 +273,7 @@ def measure(folder: Path) -> RokPoint:
             step_s=steps.step_s,
             tokens=steps.tokens,
             flops=_flops(loop, model, next(iter(data.train)), recipe),
-            peak_nbytes=activations.instruments.metered_nbytes or 0,
+            peak_nbytes=activations.metered_nbytes or 0,
             nbytes_stored=0 if figures is None else figures.nbytes_stored,
             nbytes_loaded=0 if figures is None else figures.nbytes_loaded,
         )

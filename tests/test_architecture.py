@@ -275,7 +275,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 495,
-    "activations": 2732,
+    "activations": 2388,
     "api": 1849,
     "app": 1604,
     "checkpoint": 4961,
@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "observe": 778,
     "optim": 994,
     "partition": 3045,
-    "planner": 4361,
+    "planner": 4334,
     "predict": 2593,
     "recipes": 2214,
     "shards": 5137,

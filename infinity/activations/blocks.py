@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.tensor_cache import TensorCache, untraced
@@ -29,19 +29,19 @@ class NamedBlock(NamedTuple):
 def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
     """Return the members with parameters of every ``nn.ModuleList`` outside other blocks, in order.
 
-    Blocks may be compiled one by one. A model that is compiled as a whole has none.
+    Blocks may be compiled one by one. A model that is compiled as a whole has none: the pass's position in
+    its graph is unknown.
     """
-    return list(_blocks_in(model, "", False))
 
+    def blocks_in(module: nn.Module, name: str, listed: bool) -> Iterator[NamedBlock]:
+        is_list = isinstance(module, nn.ModuleList)
+        if listed and not is_list and next(module.parameters(), None) is not None:
+            yield NamedBlock(name, module)
+        elif module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+            for child_name, child in module.named_children():
+                yield from blocks_in(child, f"{name}.{child_name}" if name else child_name, is_list)
 
-def _blocks_in(module: nn.Module, name: str, listed: bool) -> Iterator[NamedBlock]:
-    is_list = isinstance(module, nn.ModuleList)
-    if listed and not is_list and next(module.parameters(), None) is not None:
-        yield NamedBlock(name, module)
-    elif module._compiled_call_impl is None and "_orig_mod" not in module._modules:
-        # Else torch.compile made one graph of it: the pass's position in it is unknown.
-        for child_name, child in module.named_children():
-            yield from _blocks_in(child, f"{name}.{child_name}" if name else child_name, is_list)
+    return list(blocks_in(model, "", False))
 
 
 @contextmanager
@@ -104,33 +104,29 @@ def _recomputed(
     if "use_cache" in kwargs:
         kwargs = {**kwargs, "use_cache": False}
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_kv_cache)
+    runs_again = False
+
+    def call(*leaves: Any) -> Any:
+        nonlocal runs_again
+        args, kwargs = tree_unflatten(leaves, spec)
+        restored, runs_again = _restored_buffers(module) if runs_again else nullcontext(), True
+        with restored:
+            return own(*args, **kwargs)
+
     # Twice through a cache of keys and values would put them there twice.
     leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]
     # Positional, because checkpoint saves what it finds there, and our hooks see it.
-    return checkpoint(
-        partial(_call, own, spec), *leaves, use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _RestoredBuffers(module)),
-    )  # fmt: skip
+    return checkpoint(call, *leaves, use_reentrant=False)
 
 
-def _call(own: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
-    args, kwargs = tree_unflatten(leaves, spec)
-    return own(*args, **kwargs)
-
-
-class _RestoredBuffers:
-    """Puts the buffers of ``module`` back at its end, so that running statistics count a batch once."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-
-    def __enter__(self) -> None:
-        buffers = [(m._buffers, name, b) for m in self._module.modules() for name, b in m._buffers.items()]
-        self._before = [(among, name, b, b.detach().clone()) for among, name, b in buffers if b is not None]
-
-    def __exit__(self, *exc: object) -> None:
-        before, self._before = self._before, []
+@contextmanager
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back at the end, so that running statistics count a batch once."""
+    buffers = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    before = [(among, name, b, b.detach().clone()) for among, name, b in buffers if b is not None]
+    try:
+        yield
+    finally:
         for among, name, buffer, values in before:
             buffer.data.copy_(values)  # not counted as a write
             among[name] = buffer

@@ -7,19 +7,18 @@ passes store all they can. The fifth one is profiled, as if everything were kept
 the plan is metered, so that predictions can be compared with measurements.
 
 [Note: the pace of a step]
-A recorded pass is slower than others: operators pass through Python there, and wait for its lock while
-other threads store and load. So the step is taken to last as long as the quickest of the passes that end
-alike, from the first one on that found everything compiled and every buffer made; each without its waits
-and without the time that moving its bytes cost.
+A recorded pass is slower than others: its operators pass through Python, and wait for its lock while other
+threads store and load. So the step is taken to last as long as the quickest of the passes that end alike,
+from the first one on that found everything compiled and every buffer made; each without its waits and
+without the time that moving its bytes cost.
 
 [Note: passes that can be compared]
-A pass lasts from its forward to the next one, or to the end of its step. Where micro-batches accumulate, only
-the last pass of a step has the update in it. A profile is of one pass. So its predictions are compared with
-the passes that end as the profiled one did: with the step, or with the next forward.
+A pass lasts from its forward to the next one, or to the end of its step. Of accumulated micro-batches only
+the last has the update in it. So predictions, which follow from one profiled pass, are compared with the
+passes that end as that one did: with the step, or with the next forward.
 """
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -35,10 +34,10 @@ from infinity.activations.slots import ActivationStats
 from infinity.activations.tensor_cache import (
     ActivationPolicy,
     PassRecord,
-    PlannedPolicy,
     TensorCache,
-    UniformPolicy,
+    planned,
     storages_of,
+    uniform,
 )
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Profile
@@ -88,8 +87,7 @@ class FixedBudget:
         """Do nothing: no other part takes what is left."""
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
-        assert self._capacity_nbytes is not None
-        return budget_error(profile, hardware, self._capacity_nbytes)
+        return budget_error(profile, hardware, self._capacity_nbytes or 0)
 
 
 # --- the time of passes ------------------------------------------------------------------------------
@@ -97,13 +95,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """How long a forward pass and its backward took, and what they moved.
-
-    Attributes:
-        nbytes_stored: Activations given to stores; likewise ``nbytes_loaded``.
-        waited_s: Seconds of waiting for them.
-        updates: The step ended with the pass.
-    """
+    """How long a forward pass and its backward took; ``updates``: the step ended with it."""
 
     number: int
     time_s: float
@@ -125,15 +117,7 @@ class PassTime:
 
 
 class PassTimer:
-    """Times the passes of one model.
-
-    Args:
-        stats: Counts what moves.
-
-    Attributes:
-        begun: How many passes there were, the one that runs included.
-        ended: The latest ones.
-    """
+    """Times the passes of one model: how many have ``begun``, and the latest that have ``ended``."""
 
     def __init__(self, stats: ActivationStats) -> None:
         self.begun = 0
@@ -142,17 +126,17 @@ class PassTimer:
         self._mark: tuple[float, int, int, float] | None = None
 
     def begin(self) -> None:
-        """The next pass begins."""
         self.begun += 1
         self._mark = self._figures()
 
     def end(self, *, updates: bool) -> None:
         """The pass is over; if none runs, nothing happens."""
-        if self._mark is None:
-            return
-        time_s, stored, loaded, waited_s = (now - then for now, then in zip(self._figures(), self._mark))
-        self._mark = None
-        self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
+        if self._mark is not None:
+            time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
+            self._mark = None
+            self.ended.append(
+                PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates)
+            )  # fmt: skip
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
         """Passes from number ``first`` on that ended with their step (``updates``), or without it."""
@@ -166,79 +150,19 @@ class PassTimer:
 # --- the passes --------------------------------------------------------------------------------------
 
 
-class Instruments:
-    """What measures a pass: the profiler, the meter of its peak, or nothing.
-
-    Args:
-        units: Moves the shards of units on the channels that activations share; None: nothing does.
-
-    Attributes:
-        weights: Those of the model whose pass runs.
-        updates: The step ended with the profiled pass.
-        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
-        metered_nbytes: Peak of the metered pass; None: not yet.
-    """
-
-    def __init__(self, cache: TensorCache, units: WatchedEngine | None, *, meters: bool) -> None:
-        self._cache, self._units = cache, units
-        self._attached: Profiler | MemoryMeter | None = None
-        self.weights: list[Tensor] = []
-        self.updates = False
-        self.meters = meters
-        self.metered_nbytes: int | None = None
-
-    def attach(self, begun: int, *, plans: bool) -> None:
-        """Enter the profiler or the meter if the pass after ``begun`` others is the one for it."""
-        if plans and begun >= PROFILED:  # again, where one was left without its backward
-            profiler = Profiler(weights=self.weights, device=self._cache.device)
-            self._attached = profiler.__enter__()
-            self._cache.profiler = profiler
-            if self._units is not None:
-                self._units.listener = profiler.units_move
-        elif self.meters and self.metered_nbytes is None and begun >= METERED:
-            meter = MemoryMeter()
-            meter.__enter__()  # type: ignore[no-untyped-call]
-            self._attached = meter
-
-    def detach(self) -> Profiler | MemoryMeter | None:
-        """Leave the profiler or the meter, and return it."""
-        attached, self._attached = self._attached, None
-        self._cache.profiler = None
-        if self._units is not None:
-            self._units.listener = None
-        if attached is not None:
-            attached.__exit__(None, None, None)
-        return attached
-
-    def end_pass(self, *, updates: bool) -> Profile | None:
-        """Take in what was measured; return the profile of a pass that ran backward, too."""
-        attached = self.detach()
-        if isinstance(attached, Profiler):
-            profile = attached.finish()
-            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
-                self.updates = updates
-                return profile
-        elif attached is not None:
-            gradients = [weight.grad for weight in self.weights if type(weight.grad) is Tensor]
-            self.metered_nbytes = attached.peak_nbytes(without=gradients)
-        return None
-
-
 class Activations:
     """Serves every forward pass that autograd records, from its outermost module on.
 
     Args:
-        cache: Packs and unpacks.
-        policy: Keep, store or recompute everything, or plan.
         hardware: Measures the channels, when a profile is there.
-        budget: Bounds a plan.
         decide: Gives all ranks the text that rank 0 makes.
         units: Moves the shards of units on the channels that activations share; None: nothing does.
 
     Attributes:
         planning: The plan, once it is made.
         passes: Their times.
-        instruments: What measures them.
+        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
+        metered_nbytes: Its peak; None: not yet.
     """
 
     def __init__(
@@ -251,27 +175,27 @@ class Activations:
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
         self.budget: ActivationBudget = budget or FixedBudget()
-        self.instruments = Instruments(cache, units, meters=policy == "plan")
-        self._hardware, self._decide = hardware, decide
-        self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
+        self.meters = policy == "plan"
+        self.metered_nbytes: int | None = None
+        self._hardware, self._decide, self._units = hardware, decide, units
+        self._updates = False  # the step ended with the profiled pass
+        # What measures the pass that runs, and the model's weights.
+        self._attached: tuple[Profiler | MemoryMeter, list[nn.Parameter]] | None = None
 
     def open(self, model: nn.Module) -> ExitStack:
         """Begin a forward pass of ``model``, which ends when the returned stack is closed.
 
-        Raises:
-            BudgetError: No plan meets the budget; says which one could be met, and what holds it there.
+        Raises BudgetError, which says what would be met and what holds it there, if no plan meets the budget.
         """
         self._end_pass(updates=False)
         if self.planning is not None and self.planning.plan.capacity_nbytes is not None:
             self.cache.queue.wait_below(0)  # what an earlier pass was still storing when it ended
-        if model not in self._blocks:
-            self._blocks[model] = recomputable_blocks(model)
-        blocks = self._blocks[model]
-        weights = self.instruments.weights = list(model.parameters()) if self.policy != "keep" else []
-        self.instruments.attach(self.passes.begun, plans=self.policy == "plan" and self.planning is None)
-        self.passes.begin()
         stack = ExitStack()
+        weights = list(model.parameters()) if self.policy != "keep" else []
+        self._attach(weights)
+        self.passes.begin()
         if self.policy != "keep":
+            blocks = recomputable_blocks(model)
             self.cache.exempt = storages_of([*weights, *model.buffers()])
             self.cache.record = PassRecord(self._slot_policy(blocks))
             stack.callback(setattr, self.cache, "record", None)
@@ -288,46 +212,79 @@ class Activations:
         Time and bytes are medians, see [Note: passes that can be compared]; the peak is that of the metered
         pass. Stalls and recomputation cannot be told from other compute here: they are the predicted ones.
         """
-        alike = self.passes.alike(METERED + 1, updates=self.instruments.updates)
-        metered_nbytes = self.instruments.metered_nbytes
-        if self.planning is None or metered_nbytes is None or not alike:
+        alike = self.passes.alike(METERED + 1, updates=self._updates)
+        if self.planning is None or self.metered_nbytes is None or not alike:
             return None
         return replace(
             self.planning.predicted,
             step_s=median(each.time_s for each in alike),
-            peak_nbytes=metered_nbytes,
+            peak_nbytes=self.metered_nbytes,
             nbytes_stored=round(median(each.nbytes_stored for each in alike)),
             nbytes_loaded=round(median(each.nbytes_loaded for each in alike)),
         )
 
     def close(self) -> None:
         """Give back what stored activations hold. A pass that is still recorded is forgotten."""
-        self.instruments.detach()
+        self._detach()
         self.cache.close()
 
     # --- parts -------------------------------------------------------------------------------
 
+    def _attach(self, weights: list[nn.Parameter]) -> None:
+        """Enter the profiler or the meter if the next pass is the one for it."""
+        attached: Profiler | MemoryMeter
+        plans = self.policy == "plan" and self.planning is None
+        if plans and self.passes.begun >= PROFILED:  # again, where one was left without its backward
+            attached = self.cache.profiler = Profiler(weights, self.cache.device)
+            if self._units is not None:
+                self._units.listener = attached.units_move
+        elif self.meters and self.metered_nbytes is None and self.passes.begun >= METERED:
+            attached = MemoryMeter()
+        else:
+            return
+        attached.__enter__()
+        self._attached = attached, weights
+
+    def _detach(self) -> tuple[Profiler | MemoryMeter | None, list[nn.Parameter]]:
+        """Leave the profiler or the meter, and return it."""
+        (attached, weights), self._attached = self._attached or (None, []), None
+        self.cache.profiler = None
+        if self._units is not None:
+            self._units.listener = None
+        if attached is not None:
+            attached.__exit__(None, None, None)
+        return attached, weights
+
     def _end_pass(self, *, updates: bool) -> None:
         """End the pass, with its step or before the next one; called again, nothing happens."""
-        self.cache.stats.free_deferred()
+        self.cache.stats.free_dropped()
         self.passes.end(updates=updates)
-        if (profile := self.instruments.end_pass(updates=updates)) is not None:
-            self._make_plan(profile)
+        attached, weights = self._detach()
+        if isinstance(attached, Profiler):
+            profile = attached.finish()
+            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
+                self._updates = updates
+                self._make_plan(profile)
+        elif attached is not None:
+            gradients = [weight.grad for weight in weights if type(weight.grad) is Tensor]
+            self.metered_nbytes = attached.peak_nbytes(without=gradients)
 
     def _slot_policy(self, blocks: Sequence[NamedBlock]) -> ActivationPolicy:
         if self.planning is not None:
-            return PlannedPolicy(self.planning.plan)
+            return planned(self.planning.plan)
         if self.policy == "recompute":
-            return UniformPolicy(Place.KEEP, recompute=True)
+            return uniform(Place.KEEP, recompute=True)
         place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
-        last = 2 * len(blocks) - 1
-        return UniformPolicy(place, last=last)
+        return uniform(place, last=2 * len(blocks) - 1)
 
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
-        profile = profile.at_pace(self._pace_s(profile.step_s, hardware.compute_s_per_byte))
+        # Seconds of a pass when everything is kept, see [Note: the pace of a step]; waits are left out.
+        alike = self.passes.alike(_WARM, updates=self._updates)
+        recorded_s = profile.step_s * (1 - alike[-1].moving_share(hardware.compute_s_per_byte))
+        pace_s = min(recorded_s, *(each.compute_s(hardware.compute_s_per_byte) for each in alike))
         padding_nbytes = max((store.padding_nbytes for store in self.cache.stores.values()), default=0)
-        profile = replace(profile, padding_nbytes=padding_nbytes)
+        profile = replace(profile.at_pace(pace_s), padding_nbytes=padding_nbytes)
         plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
@@ -335,12 +292,6 @@ class Activations:
         late = plan.places and plan.capacity_nbytes
         self.budget.settle(plan.capacity_nbytes, max(predicted.peak_nbytes, late or 0))
         self.cache.backlog_nbytes = plan.backlog_nbytes
-
-    def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:
-        """Seconds of a pass when everything is kept; see [Note: the pace of a step]."""
-        alike = self.passes.alike(_WARM, updates=self.instruments.updates)
-        recorded_s *= 1 - alike[-1].moving_share(s_per_byte)  # its waits are left out
-        return min(recorded_s, *(each.compute_s(s_per_byte) for each in alike))
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
         """The plan for the first of the budget's capacities that one meets."""

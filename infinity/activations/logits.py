@@ -8,13 +8,13 @@ While a forward pass runs, the model's head returns :class:`PendingLogits` at on
 shape of logits and knows the head's input. What models do to logits before their loss is taken down:
 casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for
 one slice of rows after another, each under ``torch.utils.checkpoint``: backward computes its logits again.
-Anything else that asks for values computes the logits whole, as the model would have, and goes on with these.
+Anything else that asks for values computes the logits whole, as the model would have.
 
 [Note: numbers]
 The loss of a row and the gradient of its logits are those of whole logits, as far as a product of fewer
 rows gives the same bits. The mean is a sum over rows in fp32. The gradient of the head's weight is a sum over
-slices, from the last to the first, in the weight's dtype, as it is over micro-batches. Slices follow from
-shapes alone, so a run that is repeated, or goes on, gives the same bits.
+slices, from the last to the first, in the weight's dtype, as over micro-batches. Slices follow from shapes
+alone, so a run that is repeated, or goes on, gives the same bits.
 """
 
 import math
@@ -53,7 +53,7 @@ _OURS = __name__.split(".")[0]
 def find_head(model: nn.Module) -> nn.Module | None:
     """Return the linear layer that gives the logits of ``model``, or of a model that it wraps.
 
-    None if it has none, or is compiled: torch.compile looks into what pending logits hide.
+    None: there is none, or it is compiled, and torch.compile looks into what pending logits hide.
     """
     module: Any
     for module in model.modules():
@@ -92,7 +92,7 @@ class LogitSlices:
 
     Attributes:
         computing: A head runs whose logits were pending.
-        chosen: How ``auto`` had the logits of the last training pass computed; None: it chose nothing.
+        chosen: How ``auto`` had the logits of the last training pass computed.
     """
 
     def __init__(
@@ -107,19 +107,22 @@ class LogitSlices:
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
         """Make pending: nothing (whole), calls in training (slices), or those whose logits do not fit (auto).
 
-        Args:
-            room: Returns the bytes of device memory that a pass may take; None: any.
+        ``room`` returns the bytes of device memory that a pass may take.
         """
         self._mode, self._room = mode, room
-        self._heads: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
-            weakref.WeakKeyDictionary()
-        )  # of models that ran
+        # Of models that ran.
+        self._heads = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[nn.Module] | None"]()
 
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[None]:
         """Inside this context, calls of the head of ``model`` may be pending."""
-        off = self._mode == "whole" or self.computing or self._head is not None
-        head = None if off else self._find(model)
+        head = None
+        if self._mode != "whole" and not self.computing and self._head is None:
+            if model not in self._heads:
+                found = find_head(model)
+                self._heads[model] = None if found is None else weakref.ref(found)
+            ref = self._heads[model]
+            head = None if ref is None else ref()
         if head is None:
             yield
             return
@@ -130,17 +133,15 @@ class LogitSlices:
         finally:
             self._head = None
 
-    def _find(self, model: nn.Module) -> nn.Module | None:
-        if model not in self._heads:
-            head = find_head(model)
-            self._heads[model] = [] if head is None else [weakref.ref(head)]
-        return next((ref() for ref in self._heads[model]), None)
-
     @untraced
     def _forward(self, head: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or not self.defers(head, args):
             return own(*args, **kwargs)
-        return PendingLogits.of(PendingHead.now(self, head, args[0].device.type), args[0])
+        (hidden,), kind = args, args[0].device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        trained = hidden.requires_grad or any(p.requires_grad for p in head.parameters())
+        call = _HeadCall(self, head, self.stamp(head), autocast)
+        return PendingLogits.make(call, hidden, autocast or hidden.dtype, trained)
 
     def defers(self, module: Any, args: Any) -> bool:
         """Whether a call of ``module`` with ``args`` is pending."""
@@ -150,7 +151,7 @@ class LogitSlices:
         if not (isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.is_floating_point()):
             return False
         rows = math.prod(hidden.shape[:-1])
-        if hidden.shape[-1] != module.in_features or not rows or _draws(module) or _hooked(module):
+        if hidden.shape[-1] != module.in_features or not rows or _changes_in_slices(module):
             return False
         if self._mode == "slices":
             # In training however few: ranks whose batches differ must use units in the same order.
@@ -163,49 +164,29 @@ class LogitSlices:
         return pending
 
 
-def _draws(head: nn.Module) -> bool:
-    """Whether a call of ``head`` draws random numbers, of which slices would draw others."""
+def _changes_in_slices(head: nn.Module) -> bool:
+    """Whether a call draws random numbers, or others have hooks, which would run once more for each slice."""
+    kinds = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    if any(getattr(hook, "__module__", "").split(".")[0] != _OURS for hook in hooks):
+        return True
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in head.modules())
 
 
-def _hooked(head: nn.Module) -> bool:
-    """Whether others have hooks on ``head``: what they do to a call would be done once more to each slice."""
-    kinds = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
-    hooks = [hook for kind in kinds for hook in kind.values()]
-    return any(getattr(hook, "__module__", "").split(".")[0] != _OURS for hook in hooks)
-
-
-def _version(hidden: Tensor) -> int:
-    """Return autograd's count of writes to ``hidden``; tensors of inference mode have none."""
-    return 0 if hidden.is_inference() else hidden._version
-
-
-@dataclass(frozen=True, slots=True)
-class PendingHead:
-    """A head, as it was when it was to be called. It holds no activations: the graph of a loss holds it."""
+@dataclass(eq=False, slots=True)
+class _HeadCall:
+    """A call of a head that is not made yet. It holds no activations: the graph of a loss holds it."""
 
     slices: LogitSlices
-    module: nn.Module
+    head: Any
     stamp: object
-    autocast: torch.dtype | None  # dtype that was chosen; None: none was
-
-    @classmethod
-    def now(cls, slices: LogitSlices, module: nn.Module, kind: str) -> "PendingHead":
-        """A call on a device of this ``kind`` that is not made now."""
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(slices, module, slices.stamp(module), autocast)
-
-    def using(self) -> AbstractContextManager[None]:
-        """Context in which it is called."""
-        return self.slices.using(self.module)
+    autocast: torch.dtype | None  # the dtype that was chosen
+    members: "list[weakref.ref[PendingLogits]]" = field(default_factory=list)  # made of it, in order
+    sliced: bool = False  # a loss of some members was computed in slices, and is trained on
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits of rows.
-
-        Raises:
-            StateError: The head's weights were updated since.
-        """
-        if self.stamp != self.slices.stamp(self.module):
+        """Return the logits of rows; StateError: the head's weights were updated since."""
+        if self.stamp != self.slices.stamp(self.head):
             raise StateError(
                 "logits that were not computed are asked for after the weights of the model's head were "
                 f"updated. Read them, and call backward(), before step(). {_REMEDY}"
@@ -219,7 +200,8 @@ class PendingHead:
         before, self.slices.computing = self.slices.computing, True
         try:
             with autocast:
-                return self.module(hidden)  # type: ignore[no-any-return]
+                logits: Tensor = self.head(hidden)
+                return logits
         finally:
             self.slices.computing = before
 
@@ -237,50 +219,30 @@ _ELEMENTWISE = frozenset((
 ))  # fmt: skip
 
 
-@dataclass
-class _Family:
-    """All that was made of the same call of a head.
-
-    Attributes:
-        members: In the order in which they were made.
-        sliced: A loss of some of them was computed in slices, and is trained on.
-    """
-
-    members: "list[weakref.ref[PendingLogits]]" = field(default_factory=list)
-    sliced: bool = False
-
-
 class PendingLogits(Tensor):
     """Logits, ``(..., vocabulary)``, that nothing has computed yet: see [Note: pending logits]."""
 
-    _head: PendingHead
+    _call: _HeadCall
     _hidden: Tensor  # the head's input for these rows, (..., width)
     _written: int  # autograd's count of writes to it
     _operators: tuple[Operator, ...]  # on the head's output, each of which takes a row by itself
     _made: "tuple[PendingLogits, Operator] | None"  # from which others, and how; None: by the head
-    _family: "_Family"
     _whole: Tensor | None
 
     @classmethod
-    def of(cls, head: PendingHead, hidden: Tensor) -> "PendingLogits":
-        """Return the output of ``head`` for ``hidden``."""
-        trained = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
-        requires_grad = trained and torch.is_grad_enabled()
-        return cls._make(head, hidden, head.autocast or hidden.dtype, requires_grad, _Family())
-
-    @classmethod
-    def _make(
-        cls, head: PendingHead, hidden: Tensor, dtype: torch.dtype, requires_grad: bool,
-        family: "_Family", operators: tuple[Operator, ...] = (),
-        made: "tuple[PendingLogits, Operator] | None" = None,
+    def make(
+        cls, call: _HeadCall, hidden: Tensor, dtype: torch.dtype, trained: bool,
+        operators: tuple[Operator, ...] = (), made: "tuple[PendingLogits, Operator] | None" = None,
     ) -> "PendingLogits":  # fmt: skip
-        shape = (*hidden.shape[:-1], head.module.out_features)
+        """Return what ``operators`` make of the head's output for ``hidden``."""
+        requires_grad = trained and torch.is_grad_enabled()
         self: PendingLogits = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
-        )
-        self._head, self._hidden, self._written = head, hidden, _version(hidden)
-        self._operators, self._made, self._family, self._whole = operators, made, family, None
-        family.members.append(weakref.ref(self))
+            cls, (*hidden.shape[:-1], call.head.out_features), dtype=dtype, device=hidden.device,
+            requires_grad=requires_grad,
+        )  # fmt: skip
+        self._call, self._hidden, self._written = call, hidden, _version(hidden)
+        self._operators, self._made, self._whole = operators, made, None
+        call.members.append(weakref.ref(self))
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -296,7 +258,7 @@ class PendingLogits(Tensor):
         asked = args[1] if func is torch.autograd.grad else [first] * (name in _ASK_FOR_GRADIENT)
         if func is torch.autograd.backward:
             asked = kwargs.get("inputs") or ()
-        if any(isinstance(each, PendingLogits) and each._family.sliced for each in asked):
+        if any(isinstance(each, PendingLogits) and each._call.sliced for each in asked):
             raise StateError(
                 f"{name} of logits whose loss was computed in slices: whole logits have no gradient. "
                 f"{_REMEDY}, or call their retain_grad before the loss is computed"
@@ -316,29 +278,23 @@ class PendingLogits(Tensor):
         raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:
-        """Return the logits, computed as the model would have.
-
-        Raises:
-            StateError: They cannot be, because what they depend on was written since.
-        """
+        """Return the logits, computed as the model would have; StateError: what makes them was written."""
         # All at once: what is written to one of them now must not be in a cast that was made before.
-        for ref in self._family.members if self._whole is None else ():
+        for ref in self._call.members if self._whole is None else ():
             each = ref()
-            if each is not None and each._whole is None:
-                each._compute()
+            if each is None or each._whole is not None:
+                continue
+            # Values that are first read in inference mode may be used outside of it.
+            with torch.inference_mode(False), torch.set_grad_enabled(each.requires_grad):
+                if each._made is not None:
+                    source, operator = each._made
+                    each._whole = operator(source.whole())
+                else:
+                    each._check()
+                    with each._call.slices.using(each._call.head):
+                        each._whole = each._call(each._hidden)
         assert self._whole is not None
         return self._whole
-
-    def _compute(self) -> None:
-        # Values that are first read in inference mode may be used outside of it.
-        with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
-            if self._made is not None:
-                source, operator = self._made
-                self._whole = operator(source.whole())
-            else:
-                self._check()
-                with self._head.using():
-                    self._whole = self._head(self._hidden)
 
     def _check(self) -> None:
         if _version(self._hidden) != self._written:
@@ -352,7 +308,10 @@ class PendingLogits(Tensor):
     def _derived(self, func: Any, *args: Any, **kwargs: Any) -> "PendingLogits | None":
         """Return what a function makes of these, with further arguments; None: it needs values."""
         name, dtype, hidden, operators = func.__name__, self.dtype, self._hidden, self._operators
-        operator = partial(_call, func, args, kwargs)
+
+        def operator(logits: Tensor) -> Any:
+            return func(logits, *args, **kwargs)
+
         if name in _ELEMENTWISE:
             if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
                 return None
@@ -364,8 +323,7 @@ class PendingLogits(Tensor):
             hidden = rows(hidden)
         else:
             return None
-        trained = self.requires_grad and torch.is_grad_enabled()
-        return self._make(self._head, hidden, dtype, trained, self._family, operators, (self, operator))
+        return self.make(self._call, hidden, dtype, self.requires_grad, operators, (self, operator))
 
     def _rows(self, name: str, args: Any, kwargs: Any) -> Operator | None:
         """Return what does to the head's input what a function does to rows; None: it does something else."""
@@ -402,17 +360,13 @@ class PendingLogits(Tensor):
         if not classes or others or reduction not in ("none", "mean", "sum"):
             return None
         self._check()
-        self._family.sliced |= self.requires_grad and torch.is_grad_enabled()
-        of_slice = partial(_losses, self._head, self._operators, ignore_index)
-        rows, losses = rows_of(self._hidden), []
-        with self._head.using():
-            for hidden, part in zip(torch.split(self._hidden, rows), torch.split(target, rows), strict=True):
-                if torch.is_grad_enabled():
-                    loss = checkpoint(of_slice, hidden, part, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    loss = of_slice(hidden, part)
-                losses.append(loss)
-        each = torch.cat(losses)
+        self._call.sliced |= self.requires_grad and torch.is_grad_enabled()
+        of_slice = partial(_losses, self._call, self._operators, ignore_index)
+        if torch.is_grad_enabled():
+            of_slice = partial(checkpoint, of_slice, use_reentrant=False, preserve_rng_state=False)
+        slices = (torch.split(each, rows_of(self._hidden)) for each in (self._hidden, target))
+        with self._call.slices.using(self._call.head):
+            each = torch.cat([of_slice(*pair) for pair in zip(*slices, strict=True)])
         if reduction == "none":
             return each
         total = each.sum(dtype=torch.float32 if each.element_size() < 4 else None)
@@ -422,17 +376,18 @@ class PendingLogits(Tensor):
 
 
 def _losses(
-    head: PendingHead, operators: tuple[Operator, ...], ignore_index: int, hidden: Tensor, target: Tensor
+    call: _HeadCall, operators: tuple[Operator, ...], ignore_index: int, hidden: Tensor, target: Tensor
 ) -> Tensor:
     """Return the loss of each row of a slice, ``(rows,)``."""
-    logits = head(hidden)
+    logits = call(hidden)
     for operator in operators:
         logits = operator(logits)
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
 
-def _call(func: Any, args: Any, kwargs: Any, logits: Tensor) -> Any:
-    return func(logits, *args, **kwargs)
+def _version(hidden: Tensor) -> int:
+    """Return autograd's count of writes to ``hidden``; tensors of inference mode have none."""
+    return 0 if hidden.is_inference() else hidden._version
 
 
 def _refuse_gradient(grad: Tensor) -> None:

@@ -2,18 +2,18 @@
 
 [Note: a step as if everything were kept]
 The step that is recorded may already send its activations away. Then a saved storage vanishes in forward,
-and backward reads another one with the same bytes. :meth:`Profiler.loaded` says which one stands for which
-slot, :meth:`Profiler.paused` leaves out the cache's own operators, and a slot's storage is given the life
-that it has when nothing moves it.
+and backward reads another one with the same bytes, which :meth:`Profiler.unpacked` tells;
+:meth:`Profiler.paused` leaves out the cache's own operators, and a slot's storage is given the life that it
+has when nothing moves it.
 
 [Note: storages]
 A storage is known by a weak reference, whose end is the moment in which its memory is given back. Addresses
 are used again at once, so an address alone says nothing. Views share a storage.
 
 [Note: the block of a backward operator]
-Autograd numbers its nodes in the order of forward. The numbers at a block's beginning and end tell, for the
-node that runs an operator of backward, whose forward made it. Operators that accumulate gradients, and those
-of a recomputed forward, belong to the node before.
+Autograd numbers its nodes in the order of forward. The numbers at a block's beginning and end tell whose
+forward made the node that runs an operator of backward. Operators that accumulate gradients, and those of a
+recomputed forward, belong to the node before.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +53,11 @@ NO_NODE = -1
 
 @dataclass(slots=True)
 class Life:
-    """A storage of the step.
+    """A storage of the step; moments are numbers of operators that had ended.
 
     Attributes:
-        born: Operators that had ended when it was made.
-        died: Operators that had ended when its memory was given back; None: it lives.
-        returned: Operators that had ended when the memory of a storage that stood for it was given back.
+        died: When its memory was given back; None: it lives.
+        returned: When the memory of a storage that stood for it was given back.
         held: It was still there when another storage came to stand for it.
     """
 
@@ -74,8 +73,7 @@ class Life:
 class _Storages:
     """Every storage of the step by its index; see [Note: storages].
 
-    Args:
-        position: Returns the number of operators that have ended. Called on any thread.
+    On any thread ``position`` returns the number of operators that have ended.
     """
 
     def __init__(self, position: Callable[[], int]) -> None:
@@ -84,13 +82,13 @@ class _Storages:
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def find(self, tensor: Tensor, kind: Kind, name: str) -> int:
-        """The index of the storage of ``tensor``, which is added with ``kind`` and ``name`` if it is new."""
+        """The index of the storage of ``tensor``, which is added if it is new."""
         known, storage = self.index(tensor), tensor.untyped_storage()
         if known is not None:
             return known
         born = self._position() if kind is Kind.WORKING else 0
         self.lives.append(Life(name, storage.nbytes(), kind, born))
-        self._remember(storage, len(self.lives) - 1, self._died)
+        self._remember(storage, len(self.lives) - 1, "died")
         return len(self.lives) - 1
 
     def index(self, tensor: Tensor) -> int | None:
@@ -103,23 +101,17 @@ class _Storages:
         """From now on the storage of ``tensor`` is storage ``index``."""
         if self.index(tensor) != index:
             self.lives[index].held |= self.lives[index].died is None
-            self._remember(tensor.untyped_storage(), index, self._returned)
+            self._remember(tensor.untyped_storage(), index, "returned")
 
-    def _remember(self, storage: Any, index: int, ended: Callable[..., None]) -> None:
+    def _remember(self, storage: Any, index: int, end: str) -> None:
         address = storage._cdata
-        self._known[address] = weakref.ref(storage, partial(ended, address, index)), index
 
-    def _died(self, address: int, index: int, ref: weakref.ref[Any]) -> None:
-        self.lives[index].died = self._position()
-        self._forget(address, ref)
+        def ended(ref: weakref.ref[Any]) -> None:
+            setattr(self.lives[index], end, self._position())
+            if address in self._known and self._known[address][0] is ref:
+                del self._known[address]
 
-    def _returned(self, address: int, index: int, ref: weakref.ref[Any]) -> None:
-        self.lives[index].returned = self._position()
-        self._forget(address, ref)
-
-    def _forget(self, address: int, ref: weakref.ref[Any]) -> None:
-        if address in self._known and self._known[address][0] is ref:
-            del self._known[address]
+        self._known[address] = weakref.ref(storage, ended), index
 
 
 class Call(NamedTuple):
@@ -161,8 +153,8 @@ class Recording:
     """The operators, storages and marks of one step, and the profile that follows from them.
 
     Attributes:
-        alive_after: Storages that were in memory when backward had ended.
-        backward_end: Operators that had ended then; below 0: it has not ended.
+        alive_after, backward_end: Storages that were in memory, and operators that had ended, when backward
+            had; below 0: it has not.
         traffic: Of units: operators that had ended, bytes read, bytes written.
     """
 
@@ -176,64 +168,52 @@ class Recording:
         self.alive_after: frozenset[int] = frozenset()
         self.traffic: list[tuple[int, int, int]] = []
 
-    @property
-    def last(self) -> int:
-        """Index of the last operator."""
-        return max(0, len(self.calls) - 1)
-
     def profile(self, seconds: list[float], step_s: float) -> Profile:
         """The profile of a step of ``step_s`` whose operators took ``seconds``; backward has ended."""
-        slots = self._slots()
-        return Profile(
-            max(step_s, sum(seconds)),
-            tuple(
-                Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
-                for call, time_s in zip(self.calls, seconds)
-            ),
-            tuple(self._lifetimes(slots)),
-            tuple(slots),
-            tuple(self.blocks()),
-            tuple(Traffic(min(at, self.last), read, written) for at, read, written in self.traffic),
+        last = max(0, len(self.calls) - 1)
+        slots = self._slots(last)
+        operators = (
+            Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
+            for call, time_s in zip(self.calls, seconds)
         )
+        traffic = (Traffic(min(at, last), read, written) for at, read, written in self.traffic)
+        return Profile(
+            max(step_s, sum(seconds)), tuple(operators), tuple(self._lifetimes(slots, last)), tuple(slots),
+            tuple(self.blocks()), tuple(traffic),
+        )  # fmt: skip
 
-    def _slots(self) -> list[SlotUse]:
+    def _slots(self, last: int) -> list[SlotUse]:
         """Slots that backward asked for; the others need not be loaded."""
-        reads, ends = self._last_reads(), {call.node: at for at, call in enumerate(self.calls)}
+        reads: dict[int, int] = {}  # for each storage the last operator of backward that reads it
+        for at, call in enumerate(self.calls[: self.backward_end]):
+            if call.phase is Phase.BACKWARD:
+                reads.update(dict.fromkeys((*call.inputs, *call.outputs), at))
+        ends = {call.node: at for at, call in enumerate(self.calls)}
         slots = []
         for key, saved in self.slots.items():
             if saved.unpacked is None:
                 continue
-            life, unpacked_at = self.storages.lives[saved.storage], min(saved.unpacked, self.last)
+            life, unpacked_at = self.storages.lives[saved.storage], min(saved.unpacked, last)
             held = life.held or life.kind is not Kind.WORKING or saved.storage in self.alive_after
-            given_back = [e - 1 for e in (life.died, life.returned) if e and e <= self.backward_end]
-            node_ends = [ends.get(node, 0) for node in saved.nodes if node != NO_NODE]
-            needed = [unpacked_at, reads.get(saved.storage, 0), *node_ends]
-            released_at = max(needed if held else needed + given_back)
+            needed = [unpacked_at, reads.get(saved.storage, 0)]
+            needed += [ends.get(node, 0) for node in saved.nodes if node != NO_NODE]
+            if not held:
+                needed += [end - 1 for end in (life.died, life.returned) if end and end <= self.backward_end]
             packed_at = max(0, saved.packed - 1)
-            slots.append(SlotUse(key, saved.storage, life.nbytes, packed_at, unpacked_at, released_at, held))
+            slots.append(SlotUse(key, saved.storage, life.nbytes, packed_at, unpacked_at, max(needed), held))
         return slots
 
-    def _last_reads(self) -> dict[int, int]:
-        """For each storage the last operator of backward that reads it."""
-        return {
-            storage: at
-            for at, call in enumerate(self.calls[: self.backward_end])
-            if call.phase is Phase.BACKWARD
-            for storage in (*call.inputs, *call.outputs)
-        }
-
-    def _lifetimes(self, slots: Sequence[SlotUse]) -> Iterator[StorageUse]:
+    def _lifetimes(self, slots: Sequence[SlotUse], last: int) -> Iterator[StorageUse]:
         saved = {slot.storage: slot for slot in slots}
         packed = {saved.storage for saved in self.slots.values()}
         for index, life in enumerate(self.storages.lives):
-            dies = self.last if life.died is None else max(life.born, life.died - 1)
+            dies = last if life.died is None else max(life.born, life.died - 1)
             slot = saved.get(index)
             if slot is not None:
                 dies = max(dies, slot.released_at) if slot.held else slot.released_at
             saves = index in packed and life.kind is Kind.WORKING
             kind = Kind.ACTIVATION if saves else life.kind
-            born = min(life.born, self.last)
-            yield StorageUse(f"{index} {life.name}", life.nbytes, kind, born, min(dies, self.last))
+            yield StorageUse(f"{index} {life.name}", life.nbytes, kind, min(life.born, last), min(dies, last))
 
     def blocks(self) -> Iterator[BlockCall]:
         """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
@@ -274,20 +254,12 @@ class Profiler(TorchDispatchMode):
 
     CPU operators are timed by the clock, those of an accelerator by events, which are read in :meth:`finish`.
     The autograd engine carries the mode into its own threads. Other threads are not recorded. Marks come
-    from the tensor cache, in the order of execution.
-
-    Args:
-        weights: Parameters, whose gradients are found too. Every ``nn.Parameter`` counts as one.
-        device: Whose operators are timed.
+    from the tensor cache, in the order of execution. Gradients of ``weights`` are found too.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        weights: Iterable[Tensor] = (),
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, weights: Iterable[Tensor] = (), device: torch.device | str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = list(weights)
         self._device = torch.device(device)
@@ -302,11 +274,13 @@ class Profiler(TorchDispatchMode):
             self._recorded.storages.find(weight, Kind.WEIGHT, "weight")
         self._find_gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._wall_s -= self._now_s()
+        synchronize(self._device)
+        self._wall_s -= time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._wall_s += self._now_s()
+        synchronize(self._device)
+        self._wall_s += time.perf_counter()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -315,28 +289,30 @@ class Profiler(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._pauses:
             return func(*args, **kwargs)
-        came_s = time.perf_counter()
-        if self._recorded.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
+        came_s, recorded = time.perf_counter(), self._recorded
+        if recorded.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
             self.backward_begins()
-        read, written = self._arguments(func, args, kwargs)
+        positions, names = _written(func)
+        reads = (*args, *(value for name, value in kwargs.items() if name not in names))
+        writes = [args[position] for position in positions if position < len(args)]
+        writes += [kwargs[name] for name in names if name in kwargs]
+        read, written = (self._indices(each, Kind.INPUT, "input") for each in (reads, writes))
         begin = self._tick()
         result = func(*args, **kwargs)
         times = begin, self._tick()
-        name = str(func)
+        name, phase = str(func), recorded.phase
         made = self._indices((result,), Kind.WORKING, name)
         if written or not made or not set(made) <= set(read):
-            node = running_node() if self._recorded.phase is Phase.BACKWARD else NO_NODE
-            region = self._recorded.region if self._recorded.phase is Phase.FORWARD else -1
+            node = running_node() if phase is Phase.BACKWARD else NO_NODE
+            region = recorded.region if phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
-            phase = self._recorded.phase
-            self._recorded.calls.append(Call(name, times, read, outputs, phase, region, node))
+            recorded.calls.append(Call(name, times, read, outputs, phase, region, node))
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
     # --- marks -------------------------------------------------------------------------------
 
     def enter_region(self, region: int, name: str) -> None:
-        """The forward of block ``name`` begins."""
         self._recorded.region = region
         self._recorded.regions.append(RegionMark(region, name, len(self._recorded.calls), nodes_made()))
 
@@ -354,18 +330,14 @@ class Profiler(TorchDispatchMode):
             index = self._recorded.storages.find(tensor, Kind.INPUT, "input")
             self._recorded.slots[key] = SlotMark(index, len(self._recorded.calls))
 
-    def unpacked(self, key: SlotKey) -> None:
-        """The next operator of backward needs slot ``key``."""
+    def unpacked(self, key: SlotKey, tensor: Tensor) -> None:
+        """The next operator of backward needs slot ``key``, for which ``tensor``'s storage stands now."""
         saved = self._recorded.slots.get(key)
         if saved is not None:
             saved.nodes.append(running_node())
             if saved.unpacked is None:
                 saved.unpacked = len(self._recorded.calls)
-
-    def loaded(self, key: SlotKey, tensor: Tensor) -> None:
-        """The storage of ``tensor`` is slot ``key`` from now on; call before backward reads it."""
-        if key in self._recorded.slots:
-            self._recorded.storages.stand_in(tensor, self._recorded.slots[key].storage)
+            self._recorded.storages.stand_in(tensor, saved.storage)
 
     def units_move(self, nbytes_read: int, nbytes_written: int) -> None:
         """Units begin to move bytes on the channels that activations share; on any thread."""
@@ -379,7 +351,10 @@ class Profiler(TorchDispatchMode):
 
     def update_begins(self) -> None:
         """The backward pass has ended."""
-        self._end_backward()
+        lives = self._recorded.storages.lives
+        self._recorded.backward_end = len(self._recorded.calls)
+        self._recorded.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
+        self._find_gradients()
         self._recorded.phase = Phase.UPDATE
 
     @contextmanager
@@ -395,38 +370,24 @@ class Profiler(TorchDispatchMode):
                 self._own_s += time.perf_counter() - began_s
 
     def finish(self) -> Profile:
-        """The profile; call after ``with``.
-
-        The step takes the time inside ``with``, less the time spent in the recording and the pauses.
-        """
+        """The profile of a step that takes the time inside ``with``, less recording and pauses."""
         if self._recorded.backward_end < 0:
-            self._end_backward()
-        return self._recorded.profile(self._seconds(), self._wall_s - self._own_s)
+            self.update_begins()
+        times = [call.times for call in self._recorded.calls]
+        if self._on_cpu:
+            seconds = [end_s - begin_s for begin_s, end_s in times]
+        else:
+            synchronize(self._device)
+            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in times]
+        return self._recorded.profile(seconds, self._wall_s - self._own_s)
 
     # --- recording ---------------------------------------------------------------------------
-
-    def _end_backward(self) -> None:
-        lives = self._recorded.storages.lives
-        self._recorded.backward_end = len(self._recorded.calls)
-        self._recorded.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
-        self._find_gradients()
 
     def _find_gradients(self) -> None:
         for weight in self._weights:
             if type(weight.grad) is Tensor:  # not a placeholder of one that is elsewhere
                 index = self._recorded.storages.find(weight.grad, Kind.GRADIENT, "gradient")
                 self._recorded.storages.lives[index].kind = Kind.GRADIENT
-
-    def _arguments(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the storages that the call reads, and those of arguments that it writes."""
-        positions, names = _written(func)
-        reads = (*args, *(value for name, value in kwargs.items() if name not in names))
-        writes = [args[position] for position in positions if position < len(args)]
-        writes += [kwargs[name] for name in names if name in kwargs]
-        read = self._indices(reads, Kind.INPUT, "input")
-        return read, self._indices(writes, Kind.INPUT, "input") if writes else ()
 
     def _indices(self, values: Sequence[Any], kind: Kind, name: str) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -439,19 +400,8 @@ class Profiler(TorchDispatchMode):
                 found.update(dict.fromkeys(self._indices(value, kind, name)))
         return tuple(found)
 
-    def _now_s(self) -> float:
-        synchronize(self._device)
-        return time.perf_counter()
-
     def _tick(self) -> Any:
         return time.perf_counter() if self._on_cpu else timed_event(self._device)
-
-    def _seconds(self) -> list[float]:
-        """How long each operator took."""
-        if self._on_cpu:
-            return [call.times[1] - call.times[0] for call in self._recorded.calls]
-        synchronize(self._device)
-        return [call.times[0].elapsed_time(call.times[1]) / 1e3 for call in self._recorded.calls]
 
 
 def nodes_made() -> int:
@@ -471,8 +421,7 @@ def running_node() -> int:
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of storages that operators make inside ``with`` and that still live.
 
-    Storages that were there before, and memory that no operator made (a unit's buffers), are not counted.
-    Gradients that parameters keep can be left out at the end, as budgets for activations leave them out.
+    Not of those that were there before, nor of memory that no operator made (a unit's buffers).
     """
 
     def __init__(self) -> None:
@@ -490,7 +439,7 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def peak_nbytes(self, without: Sequence[Tensor] = ()) -> int:
-        """The most bytes at one time; storages of ``without`` are left out."""
+        """The most bytes at one time, without the storages of ``without`` (gradients)."""
         left_out = {self._storages.index(tensor) for tensor in without}
         lives = [life for i, life in enumerate(list(self._storages.lives)) if i not in left_out]
         events = [(life.born, life.nbytes) for life in lives]

@@ -17,16 +17,13 @@ S = SlotState
 
 
 class ActivationStats:
-    """Counts the bytes of activations in memory, stored and loaded. Any thread may call.
+    """Counts the bytes of slots in memory, stored and loaded. Any thread may call.
 
     Attributes:
-        resident_nbytes: Bytes of slots in memory.
-        peak_nbytes: The most of them at one time.
-        nbytes_stored: Bytes given to stores.
-        nbytes_loaded: Bytes taken from stores.
         forwarded: Reads that found their bytes in memory, before they had been stored.
         on_demand: Loads that no plan had started.
         waited_s: Seconds for which the training thread waited for stores and loads.
+        dropped: Of collected slots: what is stored, and bytes in memory; for :meth:`free_dropped`.
     """
 
     def __init__(self) -> None:
@@ -34,47 +31,21 @@ class ActivationStats:
         self.resident_nbytes = self.peak_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
         self.forwarded = self.on_demand = 0
         self.waited_s = 0.0
-        self._deferred: deque[tuple[StoredActivation | None, int]] = deque()
+        self.dropped: deque[tuple[StoredActivation | None, int]] = deque()
 
-    def allocated(self, nbytes: int) -> None:
-        """Count bytes that a slot takes in memory."""
+    def add(self, nbytes: int) -> None:
+        """Count bytes that a slot takes in memory; below 0: gives back."""
         with self._lock:
             self.resident_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.resident_nbytes)
 
-    def freed(self, nbytes: int) -> None:
-        """Count bytes that a slot gave back."""
-        with self._lock:
-            self.resident_nbytes -= nbytes
-
-    def deferred(self, stored: StoredActivation | None, nbytes: int) -> None:
-        """Leave a slot's stored bytes and its bytes in memory to :meth:`free_deferred`. Takes no lock."""
-        self._deferred.append((stored, nbytes))
-
-    def free_deferred(self) -> None:
+    def free_dropped(self) -> None:
         """Give back what collected slots held."""
-        while self._deferred:
-            stored, nbytes = self._deferred.popleft()
-            self.freed(nbytes)
+        while self.dropped:
+            stored, nbytes = self.dropped.popleft()
+            self.add(-nbytes)
             if stored is not None:
                 stored.free()
-
-
-class _Held:
-    """Bytes of a slot in memory, as long as they are there.
-
-    Attributes:
-        storage: The storage that has them; None: they are away, though other code may still hold them.
-        offset_nbytes: Where they begin in it.
-        was_loaded: They are no longer where they were packed.
-    """
-
-    __slots__ = ("alive", "offset_nbytes", "storage", "was_loaded")
-
-    def __init__(self, storage: torch.UntypedStorage, offset_nbytes: int = 0, *, was_loaded: bool) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.alive = weakref.ref(storage)
-        self.offset_nbytes, self.was_loaded = offset_nbytes, was_loaded
 
 
 class Slot:
@@ -83,14 +54,8 @@ class Slot:
     While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
     readers have read it, and can be loaded again as long as the graph lives.
 
-    Args:
-        key: Its name in a plan.
-        storage: The bytes.
-        version: How often they had been written.
-        stats: Counts them.
-
     Attributes:
-        store_number: Of its store, as the queue counts; 0: it has none.
+        version: How often the storage had been written.
         readers: Saved tensors in it that backward has not read.
     """
 
@@ -99,30 +64,27 @@ class Slot:
     ) -> None:
         self.key, self.version, self.nbytes = key, version, storage.nbytes()
         self.lifecycle: Lifecycle[SlotState] = Lifecycle(f"activation {key.region}.{key.ordinal}", S.RESIDENT)
-        self.store_number = self.readers = 0
+        self.readers = 0
         self._stats = stats
         self._lock = threading.RLock()  # guards what follows
-        self._held = _Held(storage, was_loaded=False)
+        self._storage: torch.UntypedStorage | None = storage
+        # Where the bytes were last: a storage, which other code may still hold, and their offset in it.
+        self._last = weakref.ref(storage), 0
         self._stored: StoredActivation | None = None
         self._loading: Loading | None = None
-        self._is_wanted = False
-        stats.allocated(self.nbytes)
+        self._is_wanted = False  # by backward: a store that ends now need not be loaded
+        stats.add(self.nbytes)
 
     def __del__(self) -> None:
         # Possibly called by the garbage collector, inside any lock: give back later.
-        if hasattr(self, "_loading"):
-            held = self._held.storage is not None or self._loading is not None
-            self._stats.deferred(self._stored, self.nbytes if held else 0)
+        if hasattr(self, "_is_wanted"):
+            held = self._storage is not None or self._loading is not None
+            self._stats.dropped.append((self._stored, self.nbytes if held else 0))
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Return whether these are the bytes of ``storage`` at ``version``."""
-        held = self._held
-        return self.version == version and held.alive() is storage and not held.offset_nbytes
-
-    @property
-    def was_loaded(self) -> bool:
-        """Whether its bytes are no longer where they were packed."""
-        return self._held.was_loaded
+        last, offset_nbytes = self._last
+        return self.version == version and last() is storage and not offset_nbytes
 
     @property
     def state(self) -> SlotState:
@@ -131,35 +93,26 @@ class Slot:
     # --- to the store ------------------------------------------------------------------------
 
     def reserve(self, store: ActivationStore) -> None:
-        """Reserve room in ``store``; the bytes stay in memory until :meth:`end_store`.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+        """Reserve room in ``store``, where :meth:`start_store` stores; DiskError: the file system is full."""
         with self._lock:
-            assert self._held.storage is not None
-            self._stored = store.reserve(self._held.storage, self.lifecycle.name)
+            assert self._storage is not None
+            self._stored = store.reserve(self._storage, self.lifecycle.name)
             self.lifecycle.move(S.STORING)
 
     def start_store(self) -> Transfer:
-        """Start storing the bytes in the reserved room."""
         assert self._stored is not None
-        assert self._held.storage is not None
-        return self._stored.store(self._held.storage)
+        assert self._storage is not None
+        return self._stored.store(self._storage)
 
     def cancel_store(self) -> None:
-        """Give up the reserved room; the bytes stay in memory."""
         with self._lock:
             stored, self._stored = self._stored, None
             self.lifecycle.move(S.RESIDENT)
         if stored is not None:
             stored.free()
 
-    def end_store(self, *, well: bool) -> None:
-        """The store has ended: release the storage, unless the store failed or backward asked for it."""
-        if not well:
-            self.cancel_store()
-            return
+    def end_store(self) -> None:
+        """The store has ended well: release the storage, unless backward asked for it."""
         with self._lock:
             if self._is_wanted:
                 self.lifecycle.move(S.RESIDENT)
@@ -168,60 +121,50 @@ class Slot:
 
     def _release(self) -> None:
         self.lifecycle.move(S.STORED)
-        self._held.storage = None
-        self._stats.freed(self.nbytes)
+        self._storage = None
+        self._stats.add(-self.nbytes)
 
     # --- and back ----------------------------------------------------------------------------
 
     def fetch(self) -> bool:
         """Start to bring the bytes back if they are away; return whether a load began."""
         with self._lock:
-            self._is_wanted = True  # a store that ends now need not be loaded
+            self._is_wanted = True
             if self.state is not S.STORED:
                 return False
-            self._stats.allocated(self.nbytes)
-            self._held.storage = self._held.alive()
-            if self._held.storage is not None:  # other code held it
+            self._stats.add(self.nbytes)
+            self._storage = self._last[0]()
+            if self._storage is not None:  # other code held it
                 self.lifecycle.move(S.RESIDENT)
                 return False
             assert self._stored is not None
             self._loading = self._stored.load()
+            self._stats.nbytes_loaded += self.nbytes
             self.lifecycle.move(S.LOADING)
             return True
 
-    def arriving(self) -> Transfer | None:
-        """The load that a reader has to wait for."""
-        with self._lock:
-            return None if self._loading is None else self._loading.transfer
-
-    def read(self) -> tuple[torch.UntypedStorage, int]:
+    def read(self, wait: Callable[[Callable[[], None]], None]) -> tuple[torch.UntypedStorage, int]:
         """Return the storage, and the offset in it (bytes) at which the slot's bytes begin.
 
-        Blocks until the load that was :meth:`arriving` has ended.
-
-        Raises:
-            DiskError: The load failed; the bytes are still where they were stored.
+        ``wait`` runs a function that waits for the load. DiskError: it failed, and can be tried again.
         """
         with self._lock:
             loading, self._loading = self._loading, None
-            try:
-                if loading is not None:
-                    self._take_in(loading)
-            finally:
-                del loading  # an error whose frame holds its transfer keeps the step's graph alive
-            assert self._held.storage is not None
-            return self._held.storage, self._held.offset_nbytes
-
-    def _take_in(self, loading: Loading) -> None:
-        try:
-            loading.transfer.wait()
-        except BaseException as error:
-            self.lifecycle.move(S.STORED)
-            self._stats.freed(self.nbytes)
-            del loading
-            raise error.with_traceback(None) from None
-        self._held = _Held(loading.storage, loading.offset_nbytes, was_loaded=True)
-        self.lifecycle.move(S.RESIDENT)
+            if loading is not None:
+                storage, offset_nbytes, transfer = loading
+                try:
+                    if not transfer.done():
+                        wait(transfer.wait)
+                    transfer.wait()
+                except BaseException as error:
+                    self.lifecycle.move(S.STORED)
+                    self._stats.add(-self.nbytes)
+                    del loading, storage, transfer  # an error whose frame holds them keeps the graph alive
+                    raise error.with_traceback(None) from None
+                self._storage, self._last = storage, (weakref.ref(storage), offset_nbytes)
+                self.lifecycle.move(S.RESIDENT)
+            assert self._storage is not None
+            return self._storage, self._last[1]
 
     def drop(self) -> None:
         """Release bytes that can be loaded again; all readers have read them."""
@@ -231,13 +174,9 @@ class Slot:
 
 
 class StoreQueue:
-    """Stores slots in the order of packing, a bounded number of bytes at one time.
+    """Stores slots in the order of packing, ``in_flight_nbytes`` at one time, at least one slot.
 
     A slot that waits can be cancelled; one that is in flight cannot.
-
-    Args:
-        stats: Counts bytes.
-        in_flight_nbytes: Bytes given to stores at one time; at least one slot is.
     """
 
     def __init__(self, stats: ActivationStats, in_flight_nbytes: int = 64 * 2**20) -> None:
@@ -252,11 +191,7 @@ class StoreQueue:
         self._error: Exception | None = None
 
     def put(self, slot: Slot, store: ActivationStore) -> int:
-        """Store ``slot`` in its turn; return its number, which grows.
-
-        Raises:
-            DiskError: There is no room for it, or an earlier store failed.
-        """
+        """Store ``slot`` in its turn; return its number, which grows. DiskError: no room."""
         self.check()
         slot.reserve(store)
         with self._lock:
@@ -281,9 +216,8 @@ class StoreQueue:
     def nbytes(self) -> int:
         """Bytes that wait or are in flight."""
         with self._lock:
-            return self.in_flight_nbytes + sum(
-                nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None
-            )
+            waiting = (nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None)
+            return self.in_flight_nbytes + sum(waiting)
 
     def has_ended(self, number: int) -> bool:
         """Return whether nothing that was put up to ``number`` waits or is in flight."""
@@ -291,28 +225,20 @@ class StoreQueue:
             waiting = (before for slot, (before, _) in self._waiting.items() if slot() is not None)
             return all(before > number for before in (*self._in_flight, *waiting))
 
-    def wait_below(self, nbytes: int) -> None:
-        """Return when at most ``nbytes`` wait or are in flight; raise DiskError if a store failed."""
-        self._wait_until(lambda: self.nbytes <= nbytes)
-
-    def wait_until(self, number: int) -> None:
-        """Return when :meth:`has_ended` is true of ``number``; raise DiskError if a store failed."""
-        self._wait_until(lambda: self.has_ended(number))
-
-    def wait_for(self, number: int) -> None:
-        """Return when what was put as ``number`` is not in flight; raise DiskError if a store failed."""
-        self._wait_until(lambda: number not in self._in_flight)
-
-    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Return when ends of stores make ``is_over()`` true, or nothing is in flight; then :meth:`check`."""
         with self._lock:
             self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
         self.check()
 
+    def wait_below(self, nbytes: int) -> None:
+        """Return when at most ``nbytes`` wait or are in flight; raises as :meth:`check`."""
+        self.wait_until(lambda: self.nbytes <= nbytes)
+
     def check(self) -> None:
         """Raise the error of a failed store, once, after all others have ended or were dropped.
 
-        Raises:
-            DiskError: A store failed; its bytes are still in memory.
+        The bytes are still in memory.
         """
         if self._error is not None:
             self.drain()
@@ -329,10 +255,7 @@ class StoreQueue:
             self._changed.wait_for(lambda: not (self._in_flight or self._starting))
 
     def _start(self) -> None:
-        """Start stores while bytes may be in flight.
-
-        One thread at a time: a store that ends at once does not start the next one.
-        """
+        """Start stores; one thread at a time, so that one that ends at once does not start the next."""
         with self._lock:
             if self._starting:
                 return
@@ -351,16 +274,14 @@ class StoreQueue:
             self._stats.nbytes_stored += slot.nbytes
         try:
             transfer = slot.start_store()
-        except BaseException:  # nobody may wait for a store that was not begun
-            with self._lock:
-                self._starting = False
-                self._end(number)
-            raise
+        except BaseException as error:  # surfaces at the next wait, as one of the disk
+            transfer = Transfer()
+            transfer.finish(error.with_traceback(None))
         transfer.then(partial(self._ended, number, weakref.ref(slot), transfer))
         return True
 
     def _next(self) -> tuple[int, Slot | None]:
-        """Take the next slot that may go and whose graph still lives."""
+        """The next slot that may go and whose graph still lives."""
         while self._waiting:
             ref, (number, nbytes) = next(iter(self._waiting.items()))
             if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
@@ -378,13 +299,10 @@ class StoreQueue:
         except Exception as raised:  # also a budget's: the thread that waits for the end must hear of it
             error = raised.with_traceback(None)
         if (slot := ref()) is not None:
-            slot.end_store(well=error is None)
+            (slot.end_store if error is None else slot.cancel_store)()
         del slot  # a drained queue holds no slot
         with self._lock:
             self._error = self._error or error
-            self._end(number)
+            del self._in_flight[number]
+            self._changed.notify_all()
         self._start()
-
-    def _end(self, number: int) -> None:
-        del self._in_flight[number]
-        self._changed.notify_all()

@@ -3,9 +3,9 @@
 [Note: no copy]
 Without an accelerator the engine writes an activation from where it lies. The drive wants whole blocks at
 addresses that are multiples of a block, and an allocator gives neither: so the few bytes before the first
-and after the last whole block stay in memory, and the rest moves as it is: wherever the activation lies, as
-many blocks, so that a plan's bytes are exact. It comes back into fresh memory
-that begins at the same place of a block, so that alignment, which some kernels look at, stays the same.
+and after the last whole block stay in memory, and as many blocks move wherever the activation lies, so that a
+plan's bytes are exact. It comes back into fresh memory that begins at the same place of a block, so that
+alignment, which some kernels look at, stays the same.
 
 [Note: staging]
 Other ways go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One thread
@@ -60,17 +60,13 @@ class Loading(NamedTuple):
 
 
 class StoredActivation:
-    """Room for one storage, which is given back when it is freed and nothing is in flight.
-
-    Args:
-        give_back: Gives back extents or host memory; runs on any thread.
-    """
+    """Room for one storage, which ``give_back`` gives back, on any thread: freed, and nothing in flight."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back = give_back
         self._lock = threading.Lock()  # guards what follows
+        self._give_back: Callable[[], None] | None = give_back
         self._in_flight: dict[object, Storage] = {}
-        self._is_unwanted = self._is_given_back = False
+        self._is_unwanted = False
 
     def store(self, storage: Storage) -> Transfer:
         """Start storing ``storage``, once; it is held until the transfer has ended, and no longer."""
@@ -94,39 +90,34 @@ class StoredActivation:
         return transfer
 
     def _end(self, move: object) -> None:
+        give_back = None
         with self._lock:
             storage = self._in_flight.pop(move, None)
-            give_back = self._is_unwanted and not self._in_flight and not self._is_given_back
-            self._is_given_back |= give_back
+            if self._is_unwanted and not self._in_flight:
+                give_back, self._give_back = self._give_back, None
         del storage  # outside the lock: memory is given back
-        if give_back:
-            self._give_back()
+        if give_back is not None:
+            give_back()
 
 
 def open_stores(
     device: torch.device, pool: Pool, piece_nbytes: int, volume: Volume | None, engine: TransferEngine | None
 ) -> "dict[Place, ActivationStore]":
-    """Open the stores that there are for activations.
+    """Open the stores that there are for activations on ``device``.
 
     Without an accelerator activations are in host memory already: only NVMe is farther away.
 
     Args:
-        device: Where activations are.
-        pool: Host memory, pinned beside an accelerator.
-        piece_nbytes: Bytes of it that are staged at one time.
-        volume: Hands out extents; None: there is no NVMe.
-        engine: Moves bytes to and from them.
+        piece_nbytes: Bytes of ``pool`` that are staged at one time.
+        volume: None: there is no NVMe.
     """
     stores: dict[Place, ActivationStore] = {}
-    on_cpu = device.type == "cpu"
-    if not on_cpu:
+    if device.type != "cpu":
         stores[Place.HOST] = StagedStore(device, pool, piece_nbytes=piece_nbytes)
-    if volume is not None and engine is not None:
-        stores[Place.NVME] = (
-            DirectStore(volume, engine)
-            if on_cpu
-            else StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
-        )
+        if volume is not None:
+            stores[Place.NVME] = StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
+    elif volume is not None and engine is not None:
+        stores[Place.NVME] = DirectStore(volume, engine)
     return stores
 
 
@@ -136,10 +127,9 @@ def measure_hardware(
     """Measure the channels of this rank; takes some tenths of a second.
 
     Args:
-        device: Where activations are.
-        gds: Activations go from there to NVMe by GPUDirect Storage.
         directories: On NVMe, one for each drive; none: nothing can be stored there.
         host_nbytes: Host memory that activations may take.
+        gds: They go from ``device`` to NVMe by GPUDirect Storage.
 
     Raises:
         DiskError: A file system is full, or a drive reports an error.
@@ -180,20 +170,16 @@ def _host_bytes_per_s(device: torch.device) -> float:
 
 
 class DirectStore:
-    """NVMe for storages in host memory; see [Note: no copy].
+    """NVMe for storages in host memory; see [Note: no copy]."""
 
-    Attributes:
-        padding_nbytes: Bytes that a storage takes beyond its size once it has been loaded.
-    """
-
-    padding_nbytes = BLOCK_NBYTES
+    padding_nbytes = BLOCK_NBYTES  # what a storage takes beyond its size once it has been loaded
 
     def __init__(self, volume: Volume, engine: TransferEngine) -> None:
         self.volume, self.engine = volume, engine
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
         """Reserve room for ``storage``; DiskError: the file system is full."""
-        return _Direct(self, storage, who)
+        return _Direct(self.volume, self.engine, storage, who)
 
     def close(self) -> None:
         """Do nothing: volume and engine belong to others."""
@@ -205,28 +191,29 @@ def directly_moved_nbytes(nbytes: int) -> int:
 
 
 class _Direct(StoredActivation):
-    def __init__(self, store: DirectStore, storage: Storage, who: str) -> None:
-        self._engine, self._nbytes = store.engine, storage.nbytes()
-        self._head = -storage.data_ptr() % BLOCK_NBYTES
-        self._body = directly_moved_nbytes(self._nbytes)
-        self._extent = store.volume.allocate(self._body, what=who) if self._body else Extent(())
-        super().__init__(partial(_free, store.volume, [self._extent] if self._body else []))
-        self._ends: tuple[bytes, bytes] | None = None
-
     # Beside an operator that has emptied the caches every call of torch is slow: here are as few as possible.
 
+    def __init__(self, volume: Volume, engine: TransferEngine, storage: Storage, who: str) -> None:
+        self._engine, self._nbytes = engine, storage.nbytes()
+        self._head = -storage.data_ptr() % BLOCK_NBYTES
+        body = directly_moved_nbytes(self._nbytes)
+        self._tail = self._head + body
+        self._extent = volume.allocate(body, what=who) if body else Extent(())
+        super().__init__(partial(volume.free, self._extent))
+        self._ends: tuple[bytes, bytes] | None = None
+
     def store(self, storage: Storage) -> Transfer:
-        source, end = _memory(storage, 0, self._nbytes), self._head + self._body
-        self._ends = bytes(source[: self._head]), bytes(source[end:])
-        return self._hold(storage, self._engine.write(self._extent, source[self._head : end]))
+        source = _memory(storage, 0, self._nbytes)
+        self._ends = bytes(source[: self._head]), bytes(source[self._tail :])
+        return self._hold(storage, self._engine.write(self._extent, source[self._head : self._tail]))
 
     def load(self) -> Loading:
         storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8, device="cpu").untyped_storage()
         offset = -(storage.data_ptr() + self._head) % BLOCK_NBYTES
-        target, end = _memory(storage, offset, self._nbytes), self._head + self._body
+        target = _memory(storage, offset, self._nbytes)
         assert self._ends is not None
-        target[: self._head], target[end:] = self._ends
-        transfer = self._engine.read(self._extent, target[self._head : end], urgent=True)
+        target[: self._head], target[self._tail :] = self._ends
+        transfer = self._engine.read(self._extent, target[self._head : self._tail], urgent=True)
         return Loading(storage, offset, self._hold(storage, transfer))
 
 
@@ -235,72 +222,45 @@ def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(storage.data_ptr() + start)).cast("B")
 
 
-def _free(volume: Volume, extents: list[Extent]) -> None:
-    for extent in extents:
-        volume.free(extent)
-
-
 # --- through host memory -----------------------------------------------------------------------------
 
 
-class CopyThread:
-    """A thread that copies in the order of the calls, on an accelerator's stream of its own."""
+def copying(
+    thread: ThreadPoolExecutor, move: Callable[[], None], after: torch.Event | None, device: torch.device
+) -> tuple[StreamTransfer, Transfer]:
+    """Run ``move()`` on a thread that copies; its work on the accelerator comes after an event.
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._device = device
-        self._thread = ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,))
-
-    def run(self, move: Callable[[], None], after: torch.Event | None) -> "Copy":
-        """Start ``move()``, whose work on the accelerator comes after an event."""
-        copy = Copy(move)
-        self._thread.submit(copy.perform, after, self._device)
-        return copy
-
-    def close(self) -> None:
-        """Finish all moves."""
-        self._thread.shutdown()
-
-
-class Copy(Transfer):
-    """A move of a copy thread; once it has ended it holds nothing of what it moved.
-
-    Attributes:
-        issued: Ends earlier: when the copies are on their way.
+    Returns:
+        Its copies are on their way; they have ended, and nothing of what moved is held any more.
     """
+    issued, ended, moves = StreamTransfer(), Transfer(), [move]
+    del move
 
-    __slots__ = ("_moves", "issued")
+    def issue() -> None:
+        move = moves.pop()
+        wait_on_stream(after, device)
+        try:
+            move()
+        finally:
+            issued.record(device)
 
-    def __init__(self, move: Callable[[], None]) -> None:
-        super().__init__()
-        self._moves, self.issued = [move], StreamTransfer()
+    def end() -> None:
+        wait_on_host(record(device))
+        issued.wait()
 
-    def perform(self, after: torch.Event | None, device: torch.device) -> None:
-        """Make the move and wait for its copies, on the thread that copies."""
+    def perform() -> None:
+        issued.run(issue)
+        ended.run(end)
 
-        def issue() -> None:
-            move = self._moves.pop()
-            wait_on_stream(after, device)
-            try:
-                move()
-            finally:
-                self.issued.record(device)
-
-        def end() -> None:
-            wait_on_host(record(device))
-            self.issued.wait()
-
-        self.issued.run(issue)
-        self.run(end)
+    thread.submit(perform)
+    return issued, ended
 
 
 class StagedStore:
     """Host memory, or NVMe behind it; see [Note: staging].
 
     Args:
-        device: Where activations are.
-        pool: Host memory; pinned beside an accelerator.
-        volume: Hands out extents; None: stored bytes stay in ``pool``.
-        engine: Moves bytes to and from extents.
+        volume: None: bytes stay in ``pool``.
         piece_nbytes: Bytes that one buffer may take; larger ones than 16 MiB gain nothing.
     """
 
@@ -312,41 +272,44 @@ class StagedStore:
     ) -> None:  # fmt: skip
         self.pool, self.volume, self.engine = pool, volume, engine
         self.piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
-        self.storing, self.loading = CopyThread("store", device), CopyThread("load", device)
+        self.storing, self.loading = (
+            ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,)) for name in ("store", "load")
+        )
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
         """Reserve room for ``storage``; DiskError: the file system is full."""
         if self.volume is None or self.engine is None:
             return _InHost(self, storage, self.pool.lease(storage.nbytes(), who=who))
-        if self.engine.name == "gds":
-            extent = self.volume.allocate(aligned(storage.nbytes()), what=who)
-            return _Gds(self, storage, self.volume, self.engine, extent)
-        return _OnDisk(self, storage, self.volume, self.engine, who)
+        extent = self.volume.allocate(aligned(storage.nbytes()), what=who)
+        kind = _Gds if self.engine.name == "gds" else _OnDisk
+        return kind(self, storage, self.volume, self.engine, extent, who)
 
     def close(self) -> None:
-        self.storing.close()
-        self.loading.close()
+        """Finish all moves."""
+        self.storing.shutdown()
+        self.loading.shutdown()
 
 
 class _Staged(StoredActivation):
-    """A storage that a copy thread moves."""
+    """A storage that the copy threads move."""
 
     def __init__(self, store: StagedStore, storage: Storage, give_back: Callable[[], None]) -> None:
         super().__init__(give_back)
-        self.storing, self.loading = store.storing, store.loading
+        self._storing, self._loading = store.storing, store.loading
         self._nbytes, self._device = storage.nbytes(), storage.device
         self._packed = record(storage.device)  # a store may be started later, by another thread
 
     def store(self, storage: Storage) -> Transfer:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return self._hold(storage, self.storing.run(lambda: self.put(source), self._packed))
+        _, ended = copying(self._storing, partial(self.put, source), self._packed, self._device)
+        return self._hold(storage, ended)
 
     def load(self) -> Loading:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        allocated = record(self._device)
-        storage, copy = target.untyped_storage(), self.loading.run(lambda: self.get(target), allocated)
-        self._hold(storage, copy)
-        return Loading(storage, 0, copy.issued)
+        allocated, storage = record(self._device), target.untyped_storage()
+        issued, ended = copying(self._loading, partial(self.get, target), allocated, self._device)
+        self._hold(storage, ended)
+        return Loading(storage, 0, issued)
 
     def put(self, source: Tensor) -> None:
         """Begin to copy all of ``source`` away, on the thread that stores."""
@@ -372,55 +335,56 @@ class _InHost(_Staged):
 
 
 class _OnDisk(_Staged):
-    """A storage in extents, each of which is reached through a piece of host memory."""
+    """A storage in an extent, each part of which is reached through a piece of host memory."""
 
     def __init__(
-        self, store: StagedStore, storage: Storage, volume: Volume, engine: TransferEngine, who: str
+        self, store: StagedStore, storage: Storage, volume: Volume, engine: Any, extent: Extent, who: str
     ) -> None:
-        self._pool, self._piece_nbytes, self._engine, self._who = store.pool, store.piece_nbytes, engine, who
-        self._extents: list[Extent] = []
-        super().__init__(store, storage, partial(_free, volume, self._extents))
-        try:
-            for start in range(0, self._nbytes, self._piece_nbytes):
-                piece_nbytes = min(self._piece_nbytes, self._nbytes - start)
-                self._extents.append(volume.allocate(aligned(piece_nbytes), what=who))
-        except BaseException:
-            self.free()
-            raise
+        super().__init__(store, storage, partial(volume.free, extent))
+        self._engine, self._extent, self._who = engine, extent, who
+        self._pool, self._piece_nbytes = store.pool, store.piece_nbytes
+
+    def _pieces(self, tensor: Tensor) -> list[tuple[Tensor, Extent]]:
+        pieces, at = torch.split(tensor, self._piece_nbytes), range(0, self._nbytes, self._piece_nbytes)
+        return [
+            (piece, self._extent.part(start, aligned(len(piece))))
+            for piece, start in zip(pieces, at, strict=True)
+        ]
 
     def put(self, source: Tensor) -> None:
         """Copy the next piece while the one before it is copied, and those before that are written."""
         with ExitStack() as held:  # also after an error nothing is in flight at the end
             copied: deque[tuple[Lease, Extent]] = deque()
-            for piece, extent in zip(torch.split(source, self._piece_nbytes), self._extents, strict=True):
+
+            def write_copied() -> None:
+                while copied:
+                    lease, extent = copied.popleft()
+                    write = self._engine.write(extent, lease.memory)
+                    held.callback(write.wait)
+                    write.then(lease.release)
+
+            for piece, extent in self._pieces(source):
                 lease = self._pool.try_lease(extent.nbytes, who=self._who)
                 if lease is None:
-                    self._write(copied, held)
+                    write_copied()
                     lease = self._pool.lease(extent.nbytes, who=self._who)
                 held.callback(lease.release)
                 lease.tensor[: len(piece)].copy_(piece, non_blocking=True)
                 lease.record_use()
-                self._write(copied, held)
+                write_copied()
                 copied.append((lease, extent))
-            self._write(copied, held)
-
-    def _write(self, copied: deque[tuple[Lease, Extent]], held: ExitStack) -> None:
-        """Start to write what was copied."""
-        while copied:
-            lease, extent = copied.popleft()
-            write = self._engine.write(extent, lease.memory)
-            held.callback(write.wait)
-            write.then(lease.release)
+            write_copied()
 
     def get(self, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
-        pieces = [*zip(torch.split(target, self._piece_nbytes), self._extents, strict=True)]
+        pieces = self._pieces(target)
 
         def read(piece: tuple[Tensor, Extent], lease: Lease) -> Transfer:
-            return self._engine.read(piece[1], lease.memory[: piece[1].nbytes])
+            reading: Transfer = self._engine.read(piece[1], lease.memory[: piece[1].nbytes])
+            return reading
 
         with ExitStack() as held:
-            size = self._extents[0].nbytes
+            size = pieces[0][1].nbytes
             buffers = [held.enter_context(self._pool.lease(size, who=self._who)) for _ in pieces[:2]]
             landed = held.enter_context(closing(stream(pieces, buffers, read)))
             for (piece, _), lease in landed:
@@ -428,16 +392,11 @@ class _OnDisk(_Staged):
                 lease.record_use()
 
 
-class _Gds(_Staged):
-    """A storage in an extent, which moves to and from device memory with GPUDirect Storage."""
-
-    def __init__(
-        self, store: StagedStore, storage: Storage, volume: Volume, engine: Any, extent: Extent
-    ) -> None:
-        super().__init__(store, storage, partial(volume.free, extent))
-        self._engine, self._extent = engine, extent  # takes tensors, after what the thread's stream waits for
+class _Gds(_OnDisk):
+    """One that moves to and from device memory with GPUDirect Storage: the engine takes tensors."""
 
     def put(self, source: Tensor) -> None:
+        """Write after what the thread's stream waits for."""
         self._engine.write(self._extent.head(len(source)), source).wait()
 
     def get(self, target: Tensor) -> None:

@@ -6,14 +6,14 @@ keeps as long as the memory lives; we hold it weakly. Views and transposes share
 
 [Note: versions]
 Autograd refuses to read a saved tensor that was modified in place since, but only where no hooks are. So
-hooks must compare versions themselves, also after the bytes have left memory: a tensor without bytes that
-shares the counter of writes stays behind. Writes that torch does not count (through ``.data``, numpy or a
-kernel of one's own) reach the backward pass only while the storage is in memory.
+hooks compare versions themselves, also after the bytes have left memory: a tensor without bytes that shares
+the counter of writes stays behind. Writes that torch does not count (through ``.data``, numpy or a kernel of
+one's own) reach the backward pass only while the storage is in memory.
 
 [Note: one record per forward pass]
-Every forward pass has a record of its own: its slots by key, in the order of packing. Several may be in
-flight (interleaved micro-batches); backward of each asks its own record what to load. A slot belongs to
-graphs: it lives as long as one of them refers to it, so a step that is left half-way leaves nothing behind.
+Several forward passes may be in flight (interleaved micro-batches); backward of each asks its own record what
+to load. A slot belongs to graphs: it lives as long as one of them refers to it, so a step that is left
+half-way leaves nothing behind.
 
 [Note: readers]
 Several operators save one storage. It is loaded once, held until each of them has read it, and then dropped.
@@ -23,9 +23,12 @@ A graph that is kept (``retain_graph``) reads again: then it is loaded again.
 import math
 import time
 import weakref
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,81 +54,56 @@ def untraced(function: F) -> F:
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
-# --- policies ----------------------------------------------------------------------------------------
+# --- policies and records ----------------------------------------------------------------------------
 
 
-class PlannedPolicy:
-    """Follows a plan.
+@dataclass(frozen=True, slots=True)
+class ActivationPolicy:
+    """What slots and blocks do while the model runs.
 
     Attributes:
+        loads: The slots to load when backward first asks for one; by None, when it begins. No mapping: those
+            that were packed before the one that is asked for.
+        waits: The slot up to which all must have been stored when one is packed (False) or asked for (True).
         keeps_budget: Bytes of stores that have not ended count.
     """
 
-    def __init__(self, plan: ActivationPlan) -> None:
-        self.plan, self.place = plan, plan.place
-        self._loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
-        for load in plan.loads:
-            self._loads[load.after].append(load.slot)
-        self.keeps_budget = plan.capacity_nbytes is not None
-        self._waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
-
-    def recomputes(self, region: int) -> bool:
-        return region in self.plan.recomputed
-
-    def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
-        """Return the slots to load when backward first asks for ``after``."""
-        return self._loads.get(after, ())
-
-    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
-        """Return the slot up to which all must have been stored when ``key`` is packed or asked for."""
-        return self._waits.get((key, backward))
+    place: Callable[[SlotKey], Place]
+    recomputes: Callable[[int], bool]
+    loads: Mapping[SlotKey | None, Sequence[SlotKey]] | None = None
+    waits: Mapping[tuple[SlotKey, bool], SlotKey] = field(default_factory=dict)
+    keeps_budget: bool = False
 
 
-class UniformPolicy:
-    """Treats all slots and blocks alike.
+def planned(plan: ActivationPlan) -> ActivationPolicy:
+    loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
+    for load in plan.loads:
+        loads[load.after].append(load.slot)
+    waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
+    budget = plan.capacity_nbytes is not None
+    return ActivationPolicy(plan.place, plan.recomputed.__contains__, loads, waits, budget)
 
-    Args:
-        place: Where slots go.
-        recompute: Whether blocks are recomputed.
-        last: Region from which on nothing is stored or recomputed, since backward begins with it. Below 0,
-            as of a model without blocks: no such region.
+
+def uniform(place: Place, *, recompute: bool = False, last: int = -1) -> ActivationPolicy:
+    """Return the policy that treats all slots and blocks alike, but those from region ``last`` on.
+
+    Backward begins with these. Below 0, as of a model without blocks: there are none.
     """
-
-    keeps_budget = False
-
-    def __init__(self, place: Place, *, recompute: bool = False, last: int | None = None) -> None:
-        self._place, self._recompute = place, recompute
-        self._last = math.inf if last is None or last < 0 else last
-
-    def place(self, key: SlotKey) -> Place:
-        return self._place if key.region < self._last else Place.KEEP
-
-    def recomputes(self, region: int) -> bool:
-        return self._recompute and region < self._last
-
-    def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
-        """Return None: the slots that were packed before ``after`` are loaded."""
-        return None
-
-    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
-        return None
-
-
-#: Decides about slots and blocks while the model runs.
-ActivationPolicy = PlannedPolicy | UniformPolicy
-
-
-# --- records and handles -----------------------------------------------------------------------------
+    end = math.inf if last < 0 else last
+    return ActivationPolicy(
+        lambda key: place if key.region < end else Place.KEEP, lambda region: recompute and region < end
+    )
 
 
 class PassRecord:
     """One forward pass: its position, and its slots in the order of packing.
 
-    Args:
-        policy: Decides about its slots.
-
     Attributes:
         region: 2n - 1 in the n-th call of a block, 2n after it.
+        packed: Keys, which grow.
+        stores: The number that the queue gave to a slot's store.
+        asked, fetched: Slots that the backward pass asked for, and that were loaded ahead of it.
+        backward: The backward pass that runs now, by the number that autograd gave it.
     """
 
     def __init__(self, policy: ActivationPolicy) -> None:
@@ -133,28 +111,22 @@ class PassRecord:
         self.region = self._ordinal = 0
         self.slots: weakref.WeakValueDictionary[SlotKey, Slot] = weakref.WeakValueDictionary()
         self.packed: list[SlotKey] = []
-        self.positions: dict[SlotKey, int] = {}  # in ``packed``
         self.region_nbytes: Counter[int] = Counter()
-        self.stores: dict[SlotKey, int] = {}  # as the queue numbers them
-        self.asked: set[SlotKey] = set()  # by the backward pass
-        self.fetched: set[SlotKey] = set()  # for it
-        self.backward = -1  # the backward pass that runs now, by the number that autograd gave it
+        self.stores: dict[SlotKey, int] = {}
+        self.asked: set[SlotKey] = set()
+        self.fetched: set[SlotKey] = set()
+        self.backward = -1
         self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def enter(self) -> int:
         """Begin the next call of a block; return its region."""
-        self._move(self.region + 1 + self.region % 2)
+        self.region, self._ordinal = self.region + 1 + self.region % 2, 0
         return self.region
 
     def leave(self) -> None:
-        """End the call of a block."""
-        self._move(self.region + self.region % 2)
-
-    def _move(self, region: int) -> None:
-        self.region, self._ordinal = region, 0
+        self.region, self._ordinal = self.region + self.region % 2, 0
 
     def next_key(self) -> SlotKey:
-        """Return the key of what is packed next."""
         self._ordinal += 1
         return SlotKey(self.region, self._ordinal - 1)
 
@@ -169,23 +141,23 @@ class PassRecord:
 
     def add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot
-        self.positions[slot.key] = len(self.packed)
         self.packed.append(slot.key)
         self.region_nbytes[slot.key.region] += slot.nbytes
 
     def packed_before(self, key: SlotKey) -> list[SlotKey]:
-        """Slots that were packed before ``key``, latest first, as many bytes as the largest region has."""
-        if key not in self.positions:  # an earlier pass packed it
-            return []
-        found, nbytes = [], max(self.region_nbytes.values())
-        for position in range(self.positions[key] - 1, -1, -1):
-            slot = self.slots.get(self.packed[position])
-            if slot is not None:
-                nbytes -= slot.nbytes
+        """Slots packed before ``key`` in this pass, latest first, as many bytes as the largest region has."""
+        position, found = bisect_left(self.packed, key), []
+        is_own = position < len(self.packed) and self.packed[position] == key
+        left = max(self.region_nbytes.values()) if is_own else 0
+        while position > 0 and left > 0:
+            position -= 1
+            if (slot := self.slots.get(self.packed[position])) is not None:
+                left -= slot.nbytes
                 found.append(slot.key)
-            if nbytes <= 0:
-                break
         return found
+
+
+# --- handles -----------------------------------------------------------------------------------------
 
 
 class KeptTensor:
@@ -197,21 +169,13 @@ class KeptTensor:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def tensor(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: The tensor was modified in place since it was saved.
-        """
+        """Return the tensor; RuntimeError: it was modified in place since it was saved."""
         _check_version(self._tensor, self._version)
         return self._tensor
 
 
 class SlotHandle:
-    """Stands in autograd's graph for a tensor whose storage is in a slot; holds none of its memory.
-
-    Attributes:
-        is_read: Backward has read it.
-    """
+    """Stands in autograd's graph for a tensor whose storage is in a slot; holds none of its memory."""
 
     __slots__ = ("_counter", "_dtype", "_offset", "_size", "_stride", "_version", "is_read", "record", "slot")
 
@@ -235,10 +199,9 @@ class SlotHandle:
 
 
 def _check_version(counter: Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raise if ``counter``, which shares the count of writes of a tensor of ``shape``, is not at ``version``.
+    """Raise RuntimeError, as autograd does where no hooks are, if ``counter`` is not at ``version``.
 
-    Raises:
-        RuntimeError: As autograd raises it where no hooks are.
+    It shares the count of writes of a tensor of ``shape``.
     """
     if counter._version != version:
         what = "" if counter.is_nested else f" {list(counter.shape if shape is None else shape)}"
@@ -272,14 +235,12 @@ class TensorCache:
     """Packs and unpacks the saved tensors of one model; called by the training thread.
 
     Args:
-        device: Where activations are; tensors elsewhere pass through.
-        stores: Where slots may go.
+        device: Tensors elsewhere pass through.
         wait: Runs a function that waits, and counts its seconds as a stall.
 
     Attributes:
         backlog_nbytes: Bytes that may wait to be stored before packing waits; None: any.
         exempt: Storages that pass through: parameters and buffers, which live anyway.
-        profiler: Records the step; None: it is not recorded.
         record: Of the forward pass that runs; None: none does, and everything is kept.
     """
 
@@ -301,16 +262,12 @@ class TensorCache:
 
     @untraced
     def pack(self, tensor: Tensor) -> KeptTensor | SlotHandle:
-        """Return what autograd keeps in place of ``tensor``.
-
-        Raises:
-            DiskError: There is no room to store it, or an earlier store failed.
-        """
+        """Return what autograd keeps for ``tensor``; DiskError: no room, or an earlier store failed."""
         record = self.record
         if record is None or not self._takes(tensor):
             return KeptTensor(tensor)
         with self._unprofiled():
-            self.stats.free_deferred()
+            self.stats.free_dropped()
             storage = tensor.untyped_storage()
             slot = self._slots.get(storage._cdata)
             if slot is None or not slot.is_of(storage, tensor._version):
@@ -334,110 +291,81 @@ class TensorCache:
             self.profiler.packed(slot.key, tensor)
         place = record.policy.place(slot.key)
         if place is not Place.KEEP:
-            record.stores[slot.key] = slot.store_number = self.queue.put(slot, self.stores[place])
+            record.stores[slot.key] = self.queue.put(slot, self.stores[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
-                self._count_wait(lambda: self.queue.wait_below(self.backlog_nbytes or 0))
+                self._count_wait(partial(self.queue.wait_below, self.backlog_nbytes))
         self._wait_for_stores(record, slot.key, backward=False)
         return slot
 
     def _wait_for_stores(self, record: PassRecord, key: SlotKey, *, backward: bool) -> None:
         """Wait for the stores whose bytes have to be gone when ``key`` is packed or asked for."""
-        last = record.policy.stored_by(key, backward=backward)
+        last = record.policy.waits.get((key, backward))
         number = None if last is None else record.stores.get(last)
         if number is not None and not self.queue.has_ended(number):
-            self._count_wait(lambda: self.queue.wait_until(number))
+            self._count_wait(partial(self.queue.wait_until, partial(self.queue.has_ended, number)))
 
     # --- backward ----------------------------------------------------------------------------
 
     @untraced
     def unpack(self, packed: KeptTensor | SlotHandle) -> Tensor:
-        """Return the tensor that was packed, bitwise.
+        """Return the tensor that was packed, bitwise; RuntimeError: it was modified in place since.
 
-        Raises:
-            DiskError: Its bytes could not be read back, or a store failed.
-            RuntimeError: It was modified in place since.
+        DiskError: its bytes could not be read back, or a store failed.
         """
         self.queue.check()
-        self._note_backward()
-        if isinstance(packed, KeptTensor):
-            return packed.tensor()
-        packed.check()
-        with self._unprofiled():
-            self.stats.free_deferred()
-            tensor = self._read(packed)
-        if self.profiler is not None:
-            self.profiler.unpacked(packed.slot.key)
-            if packed.slot.was_loaded:
-                self.profiler.loaded(packed.slot.key, tensor)
-        return tensor
-
-    def _note_backward(self) -> None:
         backward = torch._C._current_graph_task_id()
         if self.profiler is not None and backward not in (-1, self._profiled_backward):
             self._profiled_backward = backward
             self.profiler.backward_begins()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.profiler.update_begins)
+            torch.autograd.Variable._execution_engine.queue_callback(self.profiler.update_begins)
+        if isinstance(packed, KeptTensor):
+            return packed.tensor()
+        packed.check()
+        with self._unprofiled():
+            self.stats.free_dropped()
+            tensor = self._read(packed)
+        if self.profiler is not None:
+            self.profiler.unpacked(packed.slot.key, tensor)
+        return tensor
 
     def _read(self, packed: SlotHandle) -> Tensor:
-        slot = packed.slot
+        slot, record = packed.slot, packed.record
         self.queue.cancel(slot)
-        self._start_loads(packed.record, slot.key)
-        if slot.state is SlotState.STORING and self._is_strict(packed.record):
-            self._count_wait(lambda: self.queue.wait_for(slot.store_number))
+        self._start_loads(record, slot.key)
+        if slot.state is SlotState.STORING and (self.profiler is not None or record.policy.keeps_budget):
+            # No store may hold bytes that backward has released: a profile or a budget counts them.
+            self._count_wait(lambda: self.queue.wait_until(lambda: slot.state is not SlotState.STORING))
         self.stats.forwarded += slot.state is SlotState.STORING
-        if self._fetch(slot):
-            self.stats.on_demand += 1
-        self._wait_for(slot)
-        storage, offset_nbytes = slot.read()
-        if not packed.is_read:
-            packed.is_read = True
-            slot.readers -= 1
+        self.stats.on_demand += slot.fetch()
+        storage, offset_nbytes = slot.read(self._count_wait)
+        slot.readers -= not packed.is_read
+        packed.is_read = True
         if not slot.readers:
             slot.drop()
         return packed.view(storage, offset_nbytes)
 
-    def _is_strict(self, record: PassRecord) -> bool:
-        """Whether no store may hold bytes that backward has released: a profile or a budget counts them."""
-        return self.profiler is not None or record.policy.keeps_budget
-
-    def _wait_for(self, slot: Slot) -> None:
-        # A frame of its own: an error whose frame holds its transfer keeps the step's graph alive.
-        arriving = slot.arriving()
-        if arriving is not None and not arriving.done():
-            with suppress(Exception):  # which read() raises, too
-                self._count_wait(arriving.wait)
-
     def _start_loads(self, record: PassRecord, key: SlotKey) -> None:
         """Start the loads that are due when backward asks for ``key``."""
-        backward = torch._C._current_graph_task_id()
+        backward, loads = torch._C._current_graph_task_id(), record.policy.loads
         begins = record.backward != backward
         if begins:
             record.backward = backward
             record.asked.clear()
             record.fetched.clear()
-        is_first = key not in record.asked
-        if is_first:
-            record.asked.add(key)
-            self._wait_for_stores(record, key, backward=True)
-        if begins:
-            self._load(record, record.policy.loads(None) or ())
-        if is_first:
-            keys = record.policy.loads(key)
-            self._load(record, record.packed_before(key) if keys is None else keys)
-
-    def _load(self, record: PassRecord, keys: Iterable[SlotKey]) -> None:
-        for key in keys:
-            slot = None if key in record.fetched else record.slots.get(key)
+        elif key in record.asked:
+            return
+        record.asked.add(key)
+        self._wait_for_stores(record, key, backward=True)
+        if loads is None:
+            due = record.packed_before(key)
+        else:
+            due = [*(loads.get(None, ()) if begins else ()), *loads.get(key, ())]
+        for each in due:
+            slot = None if each in record.fetched else record.slots.get(each)
             if slot is not None:
-                record.fetched.add(key)
+                record.fetched.add(each)
                 self.queue.cancel(slot)
-                self._fetch(slot)
-
-    def _fetch(self, slot: Slot) -> bool:
-        began = slot.fetch()
-        self.stats.nbytes_loaded += slot.nbytes * began
-        return began
+                slot.fetch()
 
     def _count_wait(self, wait: Callable[[], None]) -> None:
         began_s = time.perf_counter()
@@ -454,6 +382,6 @@ class TensorCache:
     def close(self) -> None:
         """Finish what is in flight. Graphs that still live can read only bytes that are in memory."""
         self.queue.drain()
-        self.stats.free_deferred()
+        self.stats.free_dropped()
         for store in self.stores.values():
             store.close()

@@ -5,9 +5,8 @@ the gap between the last use of a saved storage in forward and its first use in 
 
 [Note: keys of recomputed blocks]
 A plan names a saved storage by its region and its ordinal there. A recomputed block packs only its inputs,
-so ordinals count those inputs, without the ones that an earlier region packed. Where that moves a storage
-into a region that does not recompute, the ordinals of that region are unknown before it has run: its
-storages are kept, and a plan cannot name them.
+without those that an earlier region packed. Where that moves a storage into a region that does not recompute,
+the ordinals of that region are unknown before it has run: its storages are kept, and a plan cannot name them.
 
 Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
@@ -124,11 +123,9 @@ Places = Mapping[int, Place]
 def least_memory(
     lifetimes: Lifetimes, places: Iterable[int], loads: Mapping[int, int] = MappingProxyType({})
 ) -> np.ndarray:
-    """Bytes by position if the storages of ``places`` were stored in no time.
+    """Bytes by position if the storages of ``places``, as in :data:`Places`, were stored in no time.
 
-    Args:
-        places: Indices of inactive periods.
-        loads: Positions in which loads start; others start when they are needed.
+    ``loads`` are positions in which loads start; others start when they are needed.
     """
     change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
     for index in places:
@@ -145,7 +142,6 @@ class ProfileIndex:
     """Lookups in a profile for its lifetimes, whatever is recomputed.
 
     Attributes:
-        forward_end: The first operator after forward.
         last_use: By storage: the last operator of forward that touches it.
         touched: By region: the storages that its operators touch.
         born: By operator: the storages that the step itself allocates there.
@@ -212,8 +208,8 @@ class _Packing:
     """What the tensor cache packs, region by region, if backward recomputes ``blocks``.
 
     Attributes:
-        packed: By storage: its slot; whether its key is known; and the first operators of the backward of
-            the recomputed blocks that need it.
+        packed: By storage: its slot; whether its key is known; and where the backward of recomputed blocks
+            that need it begins.
         dropped: Slots that a block does not save any more, each with the block.
         twice: Likewise, but backward needs them besides: they are made a second time.
     """

@@ -57,10 +57,6 @@ TRIES = 7
 class ChannelTimeline:
     """Bytes that one channel can still carry while each operator runs; see [Note: bytes by operator].
 
-    Args:
-        times: Seconds of each operator.
-        latency_s: Added to every transfer.
-
     Attributes:
         latency_nbytes: Bytes of the timeline that a transfer takes beyond its own.
     """
@@ -79,18 +75,15 @@ class ChannelTimeline:
         return np.concatenate(([0], np.cumsum(self._free)))
 
     def earliest_end(self, begin: int, nbytes: int) -> int:
-        """The first operator that finds ``nbytes`` moved if they may start with operator ``begin``.
-
-        Beyond the end of the step if the rest of it has no room for them.
-        """
+        """The first operator that finds ``nbytes`` moved if they start with ``begin``; or beyond the end."""
         until = self.until()
         return max(begin, int(np.searchsorted(until, until[begin] + nbytes + self.latency_nbytes)))
 
     def book_from(self, begin: int, nbytes: int) -> None:
         """Book ``nbytes`` as early as possible from operator ``begin`` on.
 
-        Bytes without room at the end of the step go on at its beginning, as the bytes of the step before do.
-        Bytes that find no room in a whole step are dropped.
+        Bytes without room at the end of the step go on at its beginning, as those of the step before do; what
+        finds no room in a whole step is dropped.
         """
         order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
         free = self._free[order]
@@ -234,8 +227,7 @@ def within(
 ) -> tuple[ActivationPlan, Outcome] | None:  # fmt: skip
     """Bound the plan's backlog if it needs that to keep the capacity; see [Note: backlog].
 
-    Returns:
-        The plan and its predicted outcome; None if no backlog helps, or a step takes ``limit_s`` or more.
+    None if no backlog helps, or a step takes ``limit_s`` or more.
     """
     simulator = Simulator(lifetimes, plan, hardware)
     outcome = simulator.run()

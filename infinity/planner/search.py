@@ -48,11 +48,7 @@ class Candidate(NamedTuple):
 
 
 class PlanSearch:
-    """Finds plans for one profile on one machine.
-
-    Attributes:
-        keep: The plan that keeps everything.
-    """
+    """Finds plans for one profile on one machine; ``keep`` is the one that keeps everything."""
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -221,10 +217,7 @@ def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = Non
 def _uniform(
     policy: str, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
 ) -> ActivationPlan:
-    """The plan that recomputes every block, or stores on NVMe what regions up to the policy's last one save.
-
-    Raises BudgetError, which says what would keep the budget.
-    """
+    """The plan that recomputes every block, or stores on NVMe what regions save up to one's last."""
     again = frozenset(block.region for block in profile.blocks if policy == "recompute")
     lifetimes, last = lifetimes_of(profile, again), -1.0
     if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
@@ -312,8 +305,7 @@ def device_error(
 ) -> BudgetError:
     """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
 
-    Args:
-        logits: The way in which ``memory.logits=auto`` had them computed; None: it chose nothing.
+    ``logits`` is how ``memory.logits=auto`` had them computed.
     """
     least = smallest_budget(profile, hardware)
     return BudgetError(

@@ -1,22 +1,22 @@
 """Simulate a step under a plan: predict its time, stalls, peaks and bytes, and when each of them happens.
 
 [Note: a simulated step]
-Compute runs the positions of a step in order, and between them the tensor cache packs, stores, loads and
-releases. While more than the plan's backlog waits to be stored, packing waits; packing and asking wait for
+Compute runs the positions of a step in order; between them the tensor cache packs, stores, loads and
+releases. Packing waits while more than the plan's backlog waits to be stored, and packing and asking wait for
 the stores that the plan says: nothing else holds compute back where memory is short. When backward asks for
-a storage, the loads tied to it start, and its own load if that has not started; then compute waits for it.
-The time of stores that are left at the end is not the step's.
+a storage, the loads tied to it start, and its own if that has not; then compute waits for it. Stores that are
+left at the end do not count.
 
 [Note: where bytes are]
 A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
 when its store has ended and forward has used it for the last time, and is taken again as soon as its load is
-asked for. A slot that is asked for before it has left stays, and is not loaded; a store that still waits for
-others is cancelled (here all but the first wait; the cache has a few in flight). Storing what other code
-holds frees nothing. Host memory is taken when a slot is packed, and given back when backward has used it for
-the last time, or when its store is cancelled.
+asked for. A slot that is asked for before it has left stays; a store that still waits for others is cancelled
+(here all but the first wait; the cache has a few in flight). Storing what other code holds frees nothing.
+Host memory is taken when a slot is packed, and given back when backward has used it for the last time, or its
+store is cancelled.
 
 [Note: stops]
-The simulator stops only at positions where something is to be done; in between it lets compute run as far as
+The simulator stops only at positions where something is to be done; in between compute runs as far as
 transfers allow. Of the positions that run meanwhile the fullest counts, with what was away before them. With
 a timeline it stops at every position, which changes nothing else.
 """
@@ -38,7 +38,7 @@ from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
 
 class Interval(NamedTuple):
-    """Something that took from ``begin_s`` to ``end_s`` of the step (s)."""
+    """What took from ``begin_s`` to ``end_s`` of the step."""
 
     begin_s: float
     end_s: float
@@ -46,7 +46,7 @@ class Interval(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample: from ``at_s`` on, ``nbytes`` are in device memory."""
+    """From ``at_s`` on, ``nbytes`` are in device memory."""
 
     at_s: float
     nbytes: int
@@ -59,9 +59,9 @@ class StepTimeline:
     Attributes:
         memory: Bytes of the step's own storages on the device; a step function.
         channels: Transfers of each channel that moved something, in order.
-        stalls: Intervals in which compute waited, and for which slot.
-        recomputed: Intervals in which a block's forward ran again.
-        backward_s: The time at which backward began (s).
+        stalls: When compute waited, and for which slot.
+        recomputed: When a block's forward ran again.
+        backward_s: When backward began.
     """
 
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
@@ -142,10 +142,9 @@ class _Slot:
 
 
 class _Slots:
-    """The slots of one simulated step, by index of their inactive period.
+    """The slots that a plan stores, by index of their inactive period.
 
     Attributes:
-        all: The slots that the plan stores.
         loads: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
         away_nbytes: Device memory that slots do not take.
         backlog: Bytes whose store has not ended.
@@ -171,7 +170,6 @@ class _Slots:
         self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
 
     def pack(self, index: int) -> None:
-        """Start to store the slot, which forward saves."""
         slot = self.all[index]
         slot.state = SlotState.STORING
         self.backlog.add(slot.period.nbytes)
@@ -179,7 +177,7 @@ class _Slots:
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
-        """Return whether the slot and all that were packed before it need not be stored any more."""
+        """Whether the slot and all that were packed before it need not be stored any more."""
         last = self.all[index].period.key
         return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
 
@@ -195,7 +193,7 @@ class _Slots:
             self.fetch(index)
 
     def is_resident(self, index: int) -> bool:
-        """Return whether backward can read the slot now."""
+        """Whether backward can read the slot now."""
         return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
@@ -255,12 +253,8 @@ class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
     Args:
-        lifetimes: Lifetimes in the step that recomputes the plan's blocks.
-        plan: Names slots of ``lifetimes`` only.
+        lifetimes: In the step that recomputes the plan's blocks; has all slots that the plan names.
         timeline: Filled while the step runs.
-
-    Attributes:
-        peak_nbytes: The most that the step's own storages have taken of device memory so far.
 
     Raises:
         RecipeError: The plan uses a channel that moves nothing.
@@ -280,7 +274,7 @@ class Simulator:
         self._slots = _Slots(lifetimes, plan, self._queues)
         self._agenda = self._actions(plan.waits)
         self._stall_s = 0.0
-        self.peak_nbytes = 0
+        self._peak_nbytes = 0
         for place in {slot.place for slot in self._slots.all.values()}:
             for channel in (STORE[place], LOAD[place]):
                 if not self._queues.rates[channel] > 0:
@@ -295,7 +289,6 @@ class Simulator:
         return self._slots.backlog.peak_nbytes
 
     def run(self) -> Outcome:
-        """Run the step."""
         lifetimes, queues, slots, end = self._lifetimes, self._queues, self._slots, len(self._memory)
         begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
         ends = {again.end for again in begun.values()}
@@ -323,7 +316,7 @@ class Simulator:
             step_s=step_s,
             stall_s=self._stall_s,
             recompute_s=sum(again.end_s - again.begin_s for again in again_s),
-            peak_nbytes=self.peak_nbytes,
+            peak_nbytes=self._peak_nbytes,
             host_peak_nbytes=slots.host.peak_nbytes,
             nbytes_stored=slots.nbytes_stored,
             nbytes_loaded=slots.nbytes_loaded,
@@ -411,7 +404,7 @@ class Simulator:
     def _note(self, nbytes: int) -> None:
         """The device would hold ``nbytes`` if nothing were away."""
         there = nbytes - self._slots.away_nbytes
-        self.peak_nbytes = max(self.peak_nbytes, there)
+        self._peak_nbytes = max(self._peak_nbytes, there)
         if self._timeline is not None and there != self._timeline.memory[-1].nbytes:
             self._timeline.memory.append(Sample(self._queues.now_s, there))
 

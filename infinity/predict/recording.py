@@ -146,7 +146,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
 
     def finished(self) -> "Record":
         """Return this record; call after ``with``, when nothing of the step but its weights is held."""
-        self._end_backward()
+        self.update_begins()
         return self
 
     def profile(self, seconds: list[float]) -> Profile:
@@ -310,7 +310,7 @@ class _RecordedHooks(Hooks):
             self._enter_backward()
             self._use_in_backward(packed.unit)
         elif packed.key is not None:
-            self.profiler.unpacked(packed.key)
+            self.profiler.unpacked(packed.key, packed.tensor)
         return cast(Tensor, packed.tensor)
 
     def _hook_parameter(self, param: nn.Parameter) -> None:

@@ -17,8 +17,8 @@ from infinity.activations.tensor_cache import (
     ActivationPolicy,
     PassRecord,
     TensorCache,
-    UniformPolicy,
     storages_of,
+    uniform,
 )
 from infinity.core.plan import Place
 from infinity.device.memory import HostPool
@@ -28,7 +28,7 @@ from tests.helpers.faulty import FaultyEngine
 from tests.helpers.limits import HANG_S, comes_true
 
 CPU = torch.device("cpu")
-STORE = UniformPolicy(Place.NVME)
+STORE = uniform(Place.NVME)
 
 
 class Stage:
@@ -75,7 +75,7 @@ class Stage:
     def assert_empty(self) -> None:
         """Nothing is left of any step; no garbage collection was needed."""
         self.cache.queue.drain()
-        self.cache.stats.free_deferred()
+        self.cache.stats.free_dropped()
         comes_true(lambda: not self.volume.allocated_nbytes + self.pool.leased_nbytes)  # loads without a wait
         assert self.cache.stats.resident_nbytes == 0
         assert self.volume.allocated_nbytes == 0

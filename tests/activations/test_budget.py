@@ -94,8 +94,8 @@ def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_pat
     trained = Trained()
     activations, division = steps(overrides, trained=trained)
     assert activations.planning.predicted.peak_nbytes <= activations_nbytes
-    assert activations.instruments.metered_nbytes <= activations_nbytes
-    assert division.total + activations.instruments.metered_nbytes <= units + activations_nbytes
+    assert activations.metered_nbytes <= activations_nbytes
+    assert division.total + activations.metered_nbytes <= units + activations_nbytes
     assert_bitwise(trained, reference(factory, batch, steps=STEPS))
 
 
@@ -134,10 +134,10 @@ def test_stores_that_end_as_late_as_possible_take_nothing_beyond_the_budget(
         return lambda queue, *args: (engines[-1].end(), wait(queue, *args))[1]
 
     monkeypatch.setattr(runtime_module, "open_stores", open_late)
-    for name in ("_wait_until", "drain"):
+    for name in ("wait_until", "drain"):
         monkeypatch.setattr(StoreQueue, name, ending_first(getattr(StoreQueue, name)))
     activations, division = steps(overrides)
-    assert division.total + activations.instruments.metered_nbytes <= device_nbytes
+    assert division.total + activations.metered_nbytes <= device_nbytes
     assert activations.planning.plan.waits
 
 
@@ -157,7 +157,7 @@ def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path
     [said] = re.findall(r"at least .*?\((\d+) bytes\)", str(refused.value))
     assert int(said) == pytest.approx(units + least, rel=0.05)
     activations, division = steps(streaming(tmp_path, f"memory.device={said}", "memory.activations=plan"))
-    assert division.total + activations.instruments.metered_nbytes <= int(said)
+    assert division.total + activations.metered_nbytes <= int(said)
     with pytest.raises(infinity.BudgetError, match=said):
         steps(streaming(tmp_path, f"memory.device={int(said) - 1}", "memory.activations=plan"))
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.tensor_cache import PlannedPolicy, UniformPolicy
+from infinity.activations.tensor_cache import planned, uniform
 from infinity.core.plan import ActivationPlan, Load, Place
 from tests.activations.stage import assert_same, live_slots
 
 WIDTH = 24
 POLICIES = {
-    "store": UniformPolicy(Place.NVME),
-    "recompute": UniformPolicy(Place.KEEP, recompute=True),
-    "both": UniformPolicy(Place.NVME, recompute=True),
+    "store": uniform(Place.NVME),
+    "recompute": uniform(Place.KEEP, recompute=True),
+    "both": uniform(Place.NVME, recompute=True),
 }
 
 
@@ -116,13 +116,13 @@ def test_interleaved_passes(stage, policy):
 def test_a_pass_is_loaded_as_it_was_stored_whatever_is_planned_since(stage):
     """Its loads are those of its own policy: none is left to be asked for at the last moment."""
     model = Model()
-    with stage.forward(model, UniformPolicy(Place.NVME)) as record:
+    with stage.forward(model, uniform(Place.NVME)) as record:
         first = model(batch(0))
     keys = list(record.packed)
     begins = ActivationPlan("plan", dict.fromkeys(keys, Place.NVME), tuple(Load(None, key) for key in keys))
-    with stage.forward(model, PlannedPolicy(begins)):
+    with stage.forward(model, planned(begins)):
         second = model(batch(1))
-    with stage.forward(model, PlannedPolicy(ActivationPlan("keep"))):
+    with stage.forward(model, planned(ActivationPlan("keep"))):
         third = model(batch(2))
     stage.all_stored()
     second.backward()

@@ -166,7 +166,7 @@ def test_a_model_on_which_nobody_calls_backward(tmp_path, engines):
                 model(batch(seed))
         cache = activations.cache
         cache.queue.drain()
-        cache.stats.free_deferred()
+        cache.stats.free_dropped()
         assert cache.stats.resident_nbytes == 0
         assert engines[0].volume.allocated_nbytes == 0
         assert cache.stats.nbytes_loaded == 0
@@ -310,7 +310,7 @@ def test_a_disk_error_is_raised_in_the_step_and_the_step_can_be_repeated(
         model.zero_grad()
         assert_same(loop(model), plain)
         activations.cache.queue.drain()
-        activations.cache.stats.free_deferred()
+        activations.cache.stats.free_dropped()
         assert activations.cache.stats.resident_nbytes == 0
 
 

@@ -66,12 +66,11 @@ class Cache:
     def unpack(self, packed: Any) -> Tensor:
         key, tensor = packed
         if key is not None:
-            self.profiler.unpacked(key)
             if self.moves:
                 dtype, *view = tensor
                 with self.profiler.paused():
                     tensor = torch.empty(0, dtype=dtype).set_(self.away[key], *view)
-                self.profiler.loaded(key, tensor)
+            self.profiler.unpacked(key, tensor)
         return tensor
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:

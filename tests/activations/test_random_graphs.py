@@ -7,7 +7,7 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from infinity.activations.tensor_cache import PlannedPolicy
+from infinity.activations.tensor_cache import planned
 from infinity.core.plan import ActivationPlan, Load, Place, SlotKey, StoreWait
 from tests.activations.stage import Stage, assert_same
 from tests.helpers.cases import examples
@@ -141,7 +141,7 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
     try:
         with stage.forward(model) as record:
             loss = run(model)
-        keys = list(record.positions)
+        keys = list(record.packed)
         ours = outcome(model, loss)
         del loss, record
         assert_outcome(ours, plain)
@@ -150,7 +150,7 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         plan = data.draw(plans(keys, len(blocks)))
         stage.cache.backlog_nbytes = plan.backlog_nbytes
         stage.engine.delay_s = data.draw(st.sampled_from([0.0, 0.002]))
-        with stage.forward(model, PlannedPolicy(plan)):
+        with stage.forward(model, planned(plan)):
             loss = run(model)
         ours = outcome(model, loss)
         del loss

@@ -24,7 +24,7 @@ def make_slot(stats: ActivationStats, ordinal: int = 0, nbytes: int = 20_000) ->
 
 
 def values(slot: Slot) -> Tensor:
-    storage, offset = slot.read()
+    storage, offset = slot.read(lambda load: load())
     return torch.empty(0, dtype=torch.uint8).set_(storage)[offset : offset + slot.nbytes]
 
 
@@ -49,19 +49,19 @@ def test_a_slot_goes_all_the_way_and_back(any_stage):
     transfer = slot.start_store()
     del tensor
     transfer.wait()
-    slot.end_store(well=True)
+    slot.end_store()
     assert (slot.state, stats.resident_nbytes) == (S.STORED, 0)
     assert slot.fetch()
     assert not slot.fetch()
     assert (slot.state, stats.resident_nbytes) == (S.LOADING, slot.nbytes)
     assert torch.equal(values(slot), wanted)
-    assert (slot.state, slot.was_loaded) == (S.RESIDENT, True)
+    assert slot.state is S.RESIDENT
     slot.drop()
     assert (slot.state, stats.resident_nbytes) == (S.STORED, 0)
     slot.fetch()
     assert torch.equal(values(slot), wanted)
     del slot
-    stats.free_deferred()
+    stats.free_dropped()
     assert stats.resident_nbytes == 0
     assert stats.peak_nbytes == 20_000
     any_stage.assert_empty()
@@ -105,7 +105,7 @@ def test_a_slot_whose_graph_is_dropped_leaves_nothing_wherever_it_is(any_stage, 
     if where in ("loading", "resident"):
         assert slot.fetch()
     if where == "resident":
-        slot.read()
+        slot.read(lambda load: load())
     del slot, ahead
     any_stage.assert_empty()
 
@@ -146,11 +146,12 @@ def test_a_wait_for_a_slot_covers_all_that_were_put_before_it(stage):
     numbers = [queue.put(slot, stage.store) for slot in slots]
     assert not queue.has_ended(numbers[0])
     stage.engine.let_go()
-    queue.wait_until(numbers[1])
+    queue.wait_until(lambda: queue.has_ended(numbers[1]))
     assert [slot.state for slot in slots[:2]] == [S.STORED, S.STORED]
     assert queue.has_ended(numbers[1])
     queue.cancel(slots[2])
-    queue.wait_for(numbers[2])  # whether it had begun or not
+    queue.wait_until(lambda: slots[2].state is not S.STORING)  # whether it had begun or not
+    queue.drain()
     assert queue.has_ended(numbers[2])
 
 
@@ -271,16 +272,17 @@ def test_an_error_that_is_not_the_disks_is_told_and_nothing_hangs(tmp_path):
     stage.close()
 
 
-def test_an_interrupt_while_a_store_begins_leaves_nobody_waiting(stage):
-    def interrupted(extent, memory):
-        raise KeyboardInterrupt
+def test_a_store_that_cannot_begin_is_told_and_leaves_nobody_waiting(stage):
+    def broken(extent, memory):
+        raise RuntimeError("the device")
 
     slot, _ = make_slot(stage.cache.stats)
-    write, stage.engine.write = stage.engine.write, interrupted
-    with pytest.raises(KeyboardInterrupt):
-        stage.cache.queue.put(slot, stage.store)
+    write, stage.engine.write = stage.engine.write, broken
+    stage.cache.queue.put(slot, stage.store)
+    with pytest.raises(RuntimeError, match="the device"):
+        stage.all_stored()
+    assert slot.state is S.RESIDENT
     stage.engine.write = write
-    stage.cache.queue.drain()
     other, _ = make_slot(stage.cache.stats, 1)
     stage.cache.queue.put(other, stage.store)
     stage.all_stored()
@@ -296,5 +298,5 @@ def test_slots_that_die_inside_any_lock_do_not_wait_for_it(stage):
     del slot, ring
     with stats._lock, stage.cache.queue._lock:
         assert collected(gone)
-    stats.free_deferred()
+    stats.free_dropped()
     assert stats.resident_nbytes == 0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.activations.store import DirectStore, directly_moved_nbytes
+from infinity.activations.store import DirectStore, copying, directly_moved_nbytes
 from infinity.core.errors import DiskError
 from infinity.core.nbytes import BLOCK_NBYTES
 from tests.activations.stage import Stage
@@ -99,23 +99,6 @@ def test_room_is_given_back_only_when_nothing_is_in_flight(stage):
     assert stage.volume.allocated_nbytes == 0
 
 
-def test_a_store_reserves_all_pieces_or_none(tmp_path):
-    stage = Stage(tmp_path, "disk")
-    allocate, calls = stage.volume.allocate, []
-
-    def full(nbytes, *, what):
-        calls.append(nbytes)
-        if len(calls) == 3:
-            raise DiskError(28, "reservation", "a.bin", offset=0, nbytes=nbytes)
-        return allocate(nbytes, what=what)
-
-    stage.volume.allocate = full
-    with pytest.raises(DiskError):
-        stage.store.reserve(torch.zeros(40_000, dtype=torch.uint8).untyped_storage(), "test")
-    assert stage.volume.allocated_nbytes == 0
-    stage.close()
-
-
 def test_direct_stores_close_nothing_of_others(stage):
     DirectStore(stage.volume, stage.engine).close()
     stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
@@ -129,8 +112,7 @@ def test_a_device_that_fails_ends_the_copies_that_wait_for_it(tmp_path, monkeypa
     stored = stage.store.reserve(torch.empty(5000, dtype=torch.uint8).untyped_storage(), "test")
     for module in ("activations.store", "device.accelerator"):
         monkeypatch.setattr(f"infinity.{module}.record", fail)
-    copy = stage.store.storing.run(lambda: None, None)
-    for transfer in (copy.issued, copy):
+    for transfer in copying(stage.store.storing, lambda: None, None, torch.device("cpu")):
         until = time.monotonic() + HANG_S
         while not transfer.done() and time.monotonic() < until:
             time.sleep(0.01)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from infinity.activations.tensor_cache import (
     KeptTensor,
-    PlannedPolicy,
-    UniformPolicy,
     is_plain,
+    planned,
     storages_of,
+    uniform,
 )
 from infinity.core.plan import ActivationPlan, Load, Place, SlotKey
 from tests.activations.stage import STORE, assert_parity, cached_gradients, gradients
@@ -307,28 +307,28 @@ def test_a_plan_is_played_as_it_says():
         (Load(None, third), Load(third, second)),
         frozenset({1}),
     )
-    policy = PlannedPolicy(plan)
+    policy = planned(plan)
     assert [policy.place(key) for key in (first, second, third)] == [Place.KEEP, Place.NVME, Place.HOST]
     assert [policy.recomputes(region) for region in range(3)] == [False, True, False]
-    assert (policy.loads(None), policy.loads(third), policy.loads(first)) == ([third], [second], ())
+    assert policy.loads == {None: [third], third: [second]}
 
 
 def test_one_rule_for_all_spares_what_backward_begins_with():
-    policy = UniformPolicy(Place.NVME, recompute=True, last=3)
+    policy = uniform(Place.NVME, recompute=True, last=3)
     assert policy.place(SlotKey(2, 9)) is Place.NVME
     assert policy.place(SlotKey(3, 0)) is Place.KEEP
-    assert policy.loads(None) is None
-    assert UniformPolicy(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
+    assert policy.loads is None
+    assert uniform(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
 
 
 def test_the_last_block_is_not_recomputed_for_nothing():
-    policy = UniformPolicy(Place.KEEP, recompute=True, last=3)
+    policy = uniform(Place.KEEP, recompute=True, last=3)
     assert [policy.recomputes(region) for region in (1, 3, 5)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
     "policy",
-    [STORE, PlannedPolicy(ActivationPlan("plan", {SlotKey(0, 0): Place.NVME}, capacity_nbytes=1))],
+    [STORE, planned(ActivationPlan("plan", {SlotKey(0, 0): Place.NVME}, capacity_nbytes=1))],
     ids=["uniform", "planned"],
 )
 def test_a_pass_reads_a_slot_that_only_an_earlier_pass_packed(stage, policy):

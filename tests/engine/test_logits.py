@@ -269,7 +269,7 @@ def test_auto_trains_within_a_budget_that_whole_logits_exceed(tmp_path: Path) ->
     with pytest.raises(BudgetError, match=re.escape("memory.device")):
         wide(tmp_path, device, "memory.logits=whole")
     losses, activations = wide(tmp_path, device)
-    assert activations.instruments.metered_nbytes < logits_nbytes // 2
+    assert activations.metered_nbytes < logits_nbytes // 2
     assert losses == pytest.approx(wide(tmp_path, "memory.logits=whole")[0], rel=1e-5)
     # Where whole logits fit, auto computes them whole.
     plenty = wide(tmp_path, "memory.device=64MiB")[0]
