@@ -280,17 +280,17 @@ ROOM_BUDGETS = {
     "app": 1604,
     "checkpoint": 4961,
     "comm": 931,
-    "core": 2443,
+    "core": 2299,
     "device": 1151,
     "engine": 3183,
-    "nvme": 1558,
+    "nvme": 1378,
     "observe": 778,
     "optim": 994,
     "partition": 3045,
     "planner": 4334,
     "predict": 2593,
     "recipes": 2214,
-    "shards": 5137,
+    "shards": 4815,
 }
 
 

@@ -1,7 +1,6 @@
 """The errors of this package. A message says what was wanted, what was got, where, and what to change.
 
-A wrong value is also a :class:`ValueError`, and an error of a drive also an :class:`OSError`, so that code
-which catches these keeps working.
+A wrong value is also a :class:`ValueError`, and an error of a drive also an :class:`OSError`.
 """
 
 import copy
@@ -64,16 +63,10 @@ class LockedError(FileError):
 
 
 class DiskError(FileError):
-    """A transfer did not move every byte.
-
-    Attributes:
-        path: File of the transfer.
-        offset: First byte of the request in the file.
-        nbytes: Bytes that were asked for.
-    """
+    """A transfer did not move every byte: of ``nbytes`` that were asked for at ``offset`` of a file."""
 
     def __init__(
-        self, errno: int, action: str, path: Path | str, *, offset: int, nbytes: int, moved: int = 0
+        self, errno: int, action: str, path: Path | str, *, offset: int = 0, nbytes: int = 0, moved: int = 0
     ) -> None:
         which = f" of {nbytes} bytes at offset {offset} failed after {moved} bytes" if nbytes else " failed"
         text = (
@@ -83,7 +76,6 @@ class DiskError(FileError):
         self._say(errno, text, path, offset, nbytes)
 
     def _say(self, errno: int, text: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
-        """Set what every error of a drive has."""
         self.path, self.offset, self.nbytes = str(path), offset, nbytes
         OSError.__init__(self, errno, text, self.path)
 
@@ -165,7 +157,6 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
 
 
 def _remade(kind: type[DiskError], errno: int, text: str, attributes: dict[str, object]) -> DiskError:
-    """Return the error that was pickled or copied."""
     error = kind.__new__(kind)
     OSError.__init__(error, errno, text, attributes["path"])
     error.__dict__.update(attributes)
@@ -179,8 +170,7 @@ def _named(errno: int) -> str:
 def copied(error: BaseException) -> BaseException:
     """Return a copy of an error that is kept, to be raised in its place.
 
-    An error holds every frame that it was raised through: one that outlives them keeps the model of a
-    training loop that is long over.
+    An error holds every frame that it was raised through, and with them the model of a loop that is over.
     """
     try:
         found = copy.copy(error)

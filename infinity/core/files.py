@@ -1,31 +1,28 @@
 """Paths that users write, files where other users may write, locks, and names that survive a power cut.
 
 [Note: a name is not a file]
-In a directory that several users write, a name may be another user's link to a third file. So nothing is
-written through a name that was found: a file is made anew, exclusively and without following a link, after
-whatever has its name is removed (:func:`create_file`). Files lie in directories that belong to this user and
-are closed to all others (:func:`own_directory`), in a directory where no other user can replace them
-(:func:`shared_directory`). Where a file must be found, a lock or a sealed base, its owner is checked on the
-open descriptor (:func:`open_locked`). What a user names is followed, but only a regular file is read, and
-only up to a limit (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
+In a directory that several users write, a name may be another user's link to a third file. So a file is made
+anew, without following a link, after whatever has its name is removed (:func:`create_file`), in a directory
+that is this user's alone (:func:`own_directory`), in one where no other user can replace it
+(:func:`shared_directory`). Where a file must be found, its owner is checked on the open descriptor
+(:func:`open_found`). What a user names is followed, but only a regular file of limited size is read
+(:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
 
 [Note: one kind of lock]
-Every lock of the package is ``flock`` on an open descriptor, exclusive or shared. The kernel gives it back
-however the process ends, so a lock that can be taken was left by a dead process of this machine. A holder may
-unlink the file while it holds the lock: the next one then finds that its descriptor has no name any more, and
-opens the path again.
+Every lock of the package is ``flock`` on an open descriptor. The kernel gives it back however the process
+ends, so a lock that can be taken was left by a dead process of this machine. A holder may unlink the file:
+the next one then finds that its descriptor has no name any more, and opens the path again.
 """
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from infinity.core.errors import LockedError, RecipeError, UnsafePathError
 
@@ -46,20 +43,13 @@ def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
     """Return a descriptor of a new file of mode 0600, which takes the place of what had its name.
 
     The directory is this user's own; see [Note: a name is not a file].
-
-    Raises:
-        OSError: It cannot be made.
     """
     path.unlink(missing_ok=True)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of mode 0600 that takes the place of what had its name; a kill leaves one of the two.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a file of mode 0600 that takes the place of what had its name; a kill leaves one of the two."""
     draft = path.with_name(f"{path.name}.new")
     with open(create_file(draft), "w", encoding="utf-8") as file:
         file.write(text)
@@ -67,23 +57,14 @@ def write_file(path: Path, text: str) -> None:
 
 
 def append_file(path: Path) -> TextIO:
-    """Open the text file ``path`` for adding to it; it is this user's, or made with mode 0600.
-
-    Raises:
-        UnsafePathError: It is another user's file, or a link to some file.
-        OSError: It cannot be opened.
-    """
-    fd = open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        _require_one_name(fd, path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return open(fd, "a", encoding="utf-8")
+    """Open the text file ``path`` for adding to it, as :func:`open_found`; it may be made with mode 0600."""
+    return open(open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
 
 def open_found(path: Path, flags: int) -> int:
     """Open what has a name in a directory that others may write, if it is this user's and no link.
+
+    With ``os.O_CREAT`` it may be made; what is there must be a file without another name.
 
     Raises:
         UnsafePathError: It is a link, or another user's.
@@ -95,21 +76,21 @@ def open_found(path: Path, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise UnsafePathError(path, "is a symbolic link, not a file of this run: remove it") from error
-    owner = os.fstat(fd).st_uid
-    if owner != os.geteuid():
+    found, why = os.fstat(fd), ""
+    if found.st_uid != os.geteuid():
+        why = f"belongs to another user (uid {found.st_uid}): remove it, or give another directory"
+    elif flags & os.O_CREAT and (not stat.S_ISREG(found.st_mode) or found.st_nlink > 1):
+        why = "is a link to another file, or no file: remove it"
+    if why:
         os.close(fd)
-        raise UnsafePathError(
-            path, f"belongs to another user (uid {owner}): remove it, or give another directory"
-        )
+        raise UnsafePathError(path, why)
     return fd
 
 
 def own_directory(path: Path) -> None:
     """Make the directory ``path``, or see that it is this user's; afterwards its mode is 0700.
 
-    Raises:
-        UnsafePathError: It is a link, another user's, or writable by all users.
-        OSError: It cannot be made.
+    Raises an UnsafePathError if it is a link, another user's, or writable by all users.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -133,9 +114,7 @@ def own_directory(path: Path) -> None:
 def shared_directory(path: Path) -> None:
     """Make the directory ``path``, or see that only this user and root can replace what lies in it.
 
-    Raises:
-        UnsafePathError: It belongs to another user, or all users may replace what lies in it.
-        OSError: It cannot be made.
+    Raises an UnsafePathError otherwise.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
@@ -154,21 +133,13 @@ def shared_directory(path: Path) -> None:
         )
 
 
-def _require_one_name(fd: int, path: Path) -> None:
-    """Raise before anything is written to a file that has another name, too, or is no file."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        raise UnsafePathError(path, "is a link to another file, or no file: remove it")
-
-
 # --- reading what a user or a checkpoint names -----------------------------------------------------
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor for reading ``path``, a regular file; links are followed, and nothing blocks.
+    """Return a descriptor for reading ``path``; links are followed, and nothing blocks.
 
-    Raises:
-        OSError: It is not there, not to be read, or a directory, pipe, device or socket.
+    Raises an OSError if it is no regular file that may be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -183,11 +154,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_file(path: Path, most_nbytes: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: It cannot be read, or has more than ``most_nbytes``.
-    """
+    """Return the bytes of a regular file, or raise an OSError, also if it has more than ``most_nbytes``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # It may be growing; room for the most that it may have would be taken at once.
@@ -201,11 +168,7 @@ def read_file(path: Path, most_nbytes: int) -> bytes:
 
 
 def expand_user(path: str) -> str:
-    """Return a path, or a pattern of paths, with ``~`` expanded.
-
-    Raises:
-        ValueError: No file can have this path; says why.
-    """
+    """Return a path, or a pattern, with ``~`` expanded; raise a ValueError if no file can have this path."""
     if "\0" in path:
         raise ValueError("the character NUL cannot be in it")
     if path.startswith("~"):
@@ -221,11 +184,7 @@ def expand_user(path: str) -> str:
 
 
 def user_path(path: str | Path, what: str) -> Path:
-    """Return the path that a user gave as ``what``, with ``~`` expanded.
-
-    Raises:
-        RecipeError: No file can have this path; says why.
-    """
+    """Return the path that a user gave as ``what``, with ``~`` expanded, or raise a RecipeError."""
     try:
         return Path(expand_user(os.fspath(path)))
     except ValueError as error:
@@ -246,26 +205,11 @@ def is_file(path: str | Path) -> bool:
 def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
     """Make the file ``path``, lock it exclusively, and write into it which process holds it.
 
-    Args:
-        patience_s: Time for which a conflicting lock is waited for (s); ``math.inf``: until it is free.
-
-    Returns:
-        A descriptor; the lock lasts until it is closed.
-
-    Raises:
-        LockedError: Another process holds the lock; says which.
-        UnsafePathError: It is another user's file, or a link to some file.
-        OSError: The file cannot be made.
+    The lock lasts until the descriptor that is returned is closed. Raises as :func:`open_locked`.
     """
     lock = open_locked(path, os.O_RDWR | os.O_CREAT, patience_s=patience_s)
-    try:
-        _require_one_name(lock, path)
-    except BaseException:
-        os.close(lock)
-        raise
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(owner).encode() + b"\n", 0)
+    os.pwrite(lock, f"{_this_process()}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
     return lock
 
 
@@ -273,9 +217,8 @@ def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: flo
     """Open this user's ``path`` and lock it; the descriptor is that of the file which has this name now.
 
     Raises:
-        LockedError: Another process holds a conflicting lock for longer than ``patience_s``.
-        UnsafePathError: It is a link, or another user's.
-        OSError: It cannot be opened.
+        LockedError: Another process, which is named, holds a conflicting lock for longer than ``patience_s``.
+        UnsafePathError: See :func:`open_found`.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -317,7 +260,6 @@ def is_locked(path: Path, *, shared: bool = False) -> bool:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether ``path`` is there, no link, and this user's."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -326,7 +268,6 @@ def is_own(path: Path) -> bool:
 
 
 def is_named(fd: int, path: Path) -> bool:
-    """Return whether an open file still is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -338,31 +279,27 @@ def lock_owner(path: Path) -> str:
     if path.is_symlink():
         return f"a link in the place of {path.name}, which is to be removed"
     owner = _read_owner(path)
-    if owner is None:
-        return "another process"
-    return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+    return owner if owner.startswith("process ") else "another process"
 
 
 def is_locked_here(path: Path) -> bool:
     """Return whether this process wrote itself into a lock file."""
-    owner = _read_owner(path)
-    return owner is not None and (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
+    return _read_owner(path).startswith(_this_process())
 
 
-def _read_owner(path: Path) -> dict[str, Any] | None:
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}, started "
+
+
+def _read_owner(path: Path) -> str:
     try:
-        owner = json.loads(read_file(path, _MOST_OWNER_NBYTES))
-        return {key: owner[key] for key in ("pid", "host", "started")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return read_file(path, _MOST_OWNER_NBYTES).decode().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def sync(path: Path) -> None:
-    """Return when a file's bytes, or the names in a directory, survive a power cut.
-
-    Raises:
-        OSError: The drive reports an error.
-    """
+    """Return when a file's bytes, or the names in a directory, survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

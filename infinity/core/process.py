@@ -1,32 +1,28 @@
 """This process: its place among ranks, what it must close, and Ctrl-C, held back while tables change.
 
 [Note: ranks]
-Rank and number of ranks are taken from one launcher; the place on the machine from the first that says it,
-because scripts often set ``RANK`` and ``WORLD_SIZE`` themselves and leave the rest to SLURM.
+Rank and number of ranks are taken from one launcher; the place on the machine from the first that says it:
+scripts often set ``RANK`` and ``WORLD_SIZE`` themselves and leave the rest to SLURM.
 
 [Note: forked children]
-A forked child has a copy of every object, none of the threads, and the same files. If it closed what it
-inherited, it would wait for threads that it does not have, remove the files of its parent, and speak to other
-ranks in the parent's name. So everything that must be closed hangs on an :class:`OwnedStack`.
+A forked child has a copy of every object, none of the threads, and the same files: closing them it would wait
+for ever, and remove its parent's files. So everything that must be closed hangs on an :class:`OwnedStack`.
 
 [Note: dropped without close]
-The garbage collector calls finalizers on any thread, inside any lock. So a finalizer waits for nothing: it
-hands the stack to a thread of its own, which closes it. The stack must not refer to its holder, or the holder
-is never collected: what holds threads and files knows those that it serves :func:`weakly`.
+The garbage collector calls finalizers on any thread, inside any lock. So a finalizer hands the stack to a
+thread that closes it. The stack must not refer to its holder, or the holder is never collected: what holds
+threads and files knows those that it serves :func:`weakly`.
 
 [Note: Ctrl-C]
-A signal's handler raises between any two bytecodes of the main thread, and only there. In the model's compute
-nothing of ours is half done: what the step has so far is dropped when the next one begins. What is left are
-lines between which tables do not agree: a buffer is leased and not noted yet, or half of the units are
-committed. They run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called when
-the outermost section ends, so nothing is left half done, and nothing is repaired.
+A signal's handler raises between any two bytecodes of the main thread, and only there. What an interrupted
+step has so far is dropped when the next one begins. Lines between which tables do not agree (half of the
+units are committed) run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called
+when the outermost section ends, so nothing is half done or repaired. Handlers are called through ours, which
+a section puts in place of those that it finds.
 
 A section may wait for a disk or for other ranks. If that hangs, a second signal is not held back, if it comes
 some time after the first. Models that were built before it raise
 :class:`~infinity.core.errors.StateError` from then on.
-
-Handlers are called through ours, which a section puts in place of those that it finds. On other threads a
-section does nothing: no signal raises there.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
@@ -37,13 +33,14 @@ import signal
 import threading
 import time
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from infinity.core.errors import LaunchError
 
@@ -105,15 +102,8 @@ def _close_dropped() -> None:
         del call
 
 
-class _Launcher(NamedTuple):
-    """The names of a launcher's variables."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
+#: The names of a launcher's variables.
+_Launcher = namedtuple("_Launcher", "name rank world_size local_rank local_world_size")
 
 #: The first that is there counts: torchrun may be started by srun, and mpirun starts processes through it.
 #: SLURM_NTASKS is not among them, as it is also set where a batch script runs, which is one process.
@@ -140,8 +130,6 @@ class Launch:
     """This process among those that a launcher started.
 
     Attributes:
-        rank: The number of this process, from 0.
-        world_size: Number of ranks.
         local_rank: Number of this rank on its machine, from 0; None: no launcher says so.
         local_world_size: Ranks on this machine; None likewise.
         launcher: Who said it; empty: nothing did, and this is the only process.
@@ -155,10 +143,7 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launch:
-    """Return the place of this process.
-
-    Args:
-        environment: Variables; None: those of this process.
+    """Return the place of this process, as its ``environment`` says.
 
     Raises:
         LaunchError: A variable is missing, or has no valid value.
@@ -179,11 +164,7 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def check_meeting_point(found: Launch, environment: Mapping[str, str] | None = None) -> None:
-    """Raise unless the environment says where the ranks meet.
-
-    Raises:
-        LaunchError: It does not.
-    """
+    """Raise a LaunchError unless the environment says where the ranks meet."""
     env = os.environ if environment is None else environment
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
@@ -198,23 +179,19 @@ def check_meeting_point(found: Launch, environment: Mapping[str, str] | None = N
 
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "")
-    if name.endswith("TASKS_PER_NODE"):
-        text = _on_this_node(text, env.get("SLURM_NODEID", "0"))
+    if name.endswith("TASKS_PER_NODE"):  # a list, such as 4(x2),3
+        counts: list[str] = []
+        for part in text.split(","):
+            count, _, times = part.removesuffix(")").partition("(x")
+            counts += [count] * (int(times) if times.isdecimal() else 1)
+        node = env.get("SLURM_NODEID", "0")
+        text = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else text
     if not text.isdecimal():
         raise LaunchError(
             f"{name}: got {env.get(name)!r}; wanted a number, as torchrun, srun and mpirun set it. Start the "
             "ranks with one of them, or unset its other variables"
         )
     return int(text)
-
-
-def _on_this_node(text: str, node: str) -> str:
-    """Return this node's part of SLURM's list of tasks per node, such as ``4(x2),3``."""
-    counts: list[str] = []
-    for part in text.split(","):
-        count, _, times = part.removesuffix(")").partition("(x")
-        counts += [count] * (int(times) if times.isdecimal() else 1)
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else text
 
 
 #: A signal that comes so long after one that is held back is not (s): launchers send several at once.
@@ -224,8 +201,6 @@ HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 class _Handler:
-    """Handler that calls ``handler`` when no section is open."""
-
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self.handler = handler
 
@@ -247,6 +222,8 @@ class _Handler:
 class Section:
     """Context of lines that no signal's handler comes between; may be nested, and used as a decorator.
 
+    On other threads than the main one it does nothing: no signal raises there.
+
     Attributes:
         depth: Sections that the main thread is in.
         pending: The handlers' calls that are held back, by signal, and when these came (s).
@@ -261,8 +238,10 @@ class Section:
     def __enter__(self) -> None:
         if get_ident() == self._main:
             self.depth += 1
-            if self.depth == 1:
-                _take_over_handlers()
+            for number in HELD_BACK if self.depth == 1 else ():
+                handler = _signal.getsignal(number)
+                if callable(handler) and type(handler) is not _Handler:
+                    _signal.signal(number, _Handler(handler))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -301,13 +280,6 @@ class UninterruptedExit(ExitStack):
     def __exit__(self, *exc: Any) -> bool | None:
         with uninterrupted:
             return super().__exit__(*exc)
-
-
-def _take_over_handlers() -> None:
-    for number in HELD_BACK:
-        handler = _signal.getsignal(number)
-        if callable(handler) and type(handler) is not _Handler:
-            _signal.signal(number, _Handler(handler))
 
 
 uninterrupted = Section()

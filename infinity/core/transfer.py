@@ -19,8 +19,7 @@ _SLICE_S = 0.5
 class Transfer:
     """A move in flight: submitted by one thread, ended by another, waited for by any.
 
-    All moves of the package are of this class. Once it has ended it holds neither what it moved nor the
-    calls that were to follow it.
+    Once it has ended it holds neither what it moved nor the calls that were to follow it.
     """
 
     __slots__ = ("_calls", "_done", "_error", "_event", "_lock", "_traceback")
@@ -34,11 +33,7 @@ class Transfer:
         self._event: threading.Event | None = None  # made by the first that waits: most never do
 
     def wait(self) -> None:
-        """Return when every byte has moved. May be called again, from any thread.
-
-        Raises:
-            DiskError: A request failed, or moved fewer bytes than it was asked to.
-        """
+        """Return when every byte has moved, or raise what went wrong. May be called again; any thread."""
         event = None
         with self._lock:
             if not self._done:
@@ -53,7 +48,7 @@ class Transfer:
         """Raise if the end will not come; called again and again while a thread waits."""
 
     def done(self) -> bool:
-        """Return whether ``wait`` would return (or raise) at once."""
+        """Whether ``wait`` would return (or raise) at once."""
         return self._done
 
     def then(self, call: Callable[[], None]) -> None:
@@ -101,38 +96,41 @@ class Transfer:
             self.finish()
 
 
-class ChainedTransfer(Transfer):
-    """A second transfer that begins when a first one has ended well; ends with it, or with either's error.
+def chained(first: Transfer, begin: Callable[[], Transfer]) -> Transfer:
+    """Return a transfer that ends with a second one, which begins when ``first`` has ended well.
 
-    Args:
-        first: Comes before.
-        begin: Starts the second, on the thread that saw the first end.
+    Either's error is its own. ``begin`` starts the second, on the thread that saw the first end.
     """
+    chain = Transfer()
 
-    __slots__ = ()
-
-    def __init__(self, first: Transfer, begin: Callable[[], Transfer]) -> None:
-        super().__init__()
-        first.then(lambda: self._begin(first, begin))
-
-    def _begin(self, first: Transfer, begin: Callable[[], Transfer]) -> None:
+    def go_on() -> None:
         try:
             first.wait()
             second = begin()
         except BaseException as error:  # surfaces at wait
-            self.finish(error)
+            chain.finish(error)
         else:
-            second.then(lambda: self.run(second.wait))
+            second.then(lambda: chain.run(second.wait))
+
+    first.then(go_on)
+    return chain
 
 
 class TransferEngine(Protocol):
-    """Moves bytes between extents and memory. Any thread may call."""
+    """Moves bytes between extents and memory, and counts those of transfers that ended well; any thread.
+
+    ``close`` waits for what is in flight, then gives back threads and kernel contexts.
+    """
 
     @property
     def name(self) -> str: ...
+    @property
+    def nbytes_read(self) -> int: ...
+    @property
+    def nbytes_written(self) -> int: ...
 
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
-        """Start reading ``extent`` into ``memory``.
+        """Start reading ``extent`` into ``memory``; ``write`` has the same rules.
 
         Args:
             extent: Aligned to ``BLOCK_NBYTES``.
@@ -142,21 +140,9 @@ class TransferEngine(Protocol):
         """
         ...
 
-    def write(self, extent: Extent, memory: memoryview) -> Transfer:
-        """Start writing ``memory`` to ``extent``; the same rules as :meth:`read`."""
-        ...
+    def write(self, extent: Extent, memory: memoryview) -> Transfer: ...
 
-    @property
-    def nbytes_read(self) -> int:
-        """Bytes of all reads that ended well, since the engine was made."""
-        ...
-
-    @property
-    def nbytes_written(self) -> int: ...
-
-    def close(self) -> None:
-        """Wait for what is in flight, then give back threads and kernel contexts."""
-        ...
+    def close(self) -> None: ...
 
 
 P = TypeVar("P")
@@ -169,10 +155,6 @@ def stream(
     """Read pieces through a few buffers, so that the next ones are read while one is used.
 
     Close the generator before the buffers are given back: then nothing is written to them any more.
-
-    Args:
-        buffers: Each large enough for any piece.
-        read: Starts to read a piece into a buffer.
 
     Yields:
         Each piece in order, and the buffer that has it until the next one is asked for.

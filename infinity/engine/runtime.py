@@ -338,7 +338,7 @@ class Runtime:
             return None
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
-        records, world_size = self._executor.updates.records, self.ranks.world_size
+        records = self._executor.updates.records
         try:
             with all_ranks_or_raise(self.ranks, "resuming the run"):
                 left = restore(saved, self.units, self.tiers, volume)
@@ -346,7 +346,7 @@ class Runtime:
         except BaseException:
             self.tiers.pending = True  # so closing the model keeps what another start can go on with
             raise
-        records.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
+        records.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store))
         return saved
 
     def check_resumed(self) -> None:

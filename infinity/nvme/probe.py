@@ -53,7 +53,6 @@ def measure(
     """Write a file of ``nbytes``, write it again, read it, and remove it.
 
     Args:
-        nbytes: Bytes of the file.
         allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
             the CPU ordinary pages are pinned one by one: about half of the speed for several times the
             processor's time. From and to an accelerator bytes move by GPUDirect Storage.
@@ -70,10 +69,7 @@ def measure(
         name = "auto" if allocated_on is None or allocated_on.type == "cpu" else "gds"
         engine: Any = stack.enter_context(contextlib.closing(make_engine(name, volume)))
         extent = volume.allocate(nbytes, what="the probe of the drive's speed")
-        if name == "gds":
-            memory: Any = torch.ones(nbytes, dtype=torch.uint8, device=allocated_on)
-        else:
-            memory = _huge(nbytes) if allocated_on is None else _allocated(nbytes)
+        memory = _memory(nbytes, allocated_on)
         engine.write(extent, memory).wait()  # finds the blocks their place: not timed
         processor_s = -time.process_time()
         began = time.perf_counter()
@@ -103,27 +99,21 @@ def _both_s(engine: Any, extent: Extent, memory: memoryview) -> float:
     return (time.perf_counter() - began) * extent.nbytes / (2 * half)
 
 
-def _huge(nbytes: int) -> memoryview:
-    """Memory as pools have it, written to: untouched memory is one page of zeros, which is no test."""
-    buffer = HostBuffer(rounded(nbytes))
-    buffer.tensor.fill_(1)
-    return buffer.memory[:nbytes]
-
-
-def _allocated(nbytes: int) -> memoryview:
-    """Whole blocks of a tensor's memory, which lives as long as this does."""
+def _memory(nbytes: int, allocated_on: torch.device | None) -> Any:
+    """Memory as pools have it, or of torch's allocator; written to: untouched memory is one page of zeros."""
+    if allocated_on is None:
+        buffer = HostBuffer(rounded(nbytes))
+        buffer.tensor.fill_(1)
+        return buffer.memory[:nbytes]
+    if allocated_on.type != "cpu":
+        return torch.ones(nbytes, dtype=torch.uint8, device=allocated_on)
     tensor = torch.ones(nbytes + BLOCK_NBYTES, dtype=torch.uint8, device="cpu")
     start = -tensor.data_ptr() % BLOCK_NBYTES
-    return tensor.numpy().data[start : start + nbytes]
+    return tensor.numpy().data[start : start + nbytes]  # keeps the tensor
 
 
 def stripe_weights(directories: Sequence[Path]) -> list[float]:
-    """Share of the bytes for each directory; drives are measured once per process.
-
-    Raises:
-        DirectoryError: A directory cannot be written.
-        DiskError: A file system is full, or a drive reports an error.
-    """
+    """Share of the bytes for each directory; drives are measured once (:func:`measure`) per process."""
     if len(directories) == 1:
         return [1.0]
     with _lock:

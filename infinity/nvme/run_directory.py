@@ -45,9 +45,6 @@ def new_run_id() -> str:
 class RunDirectory:
     """The directory ``root/run_id``, made or joined, and locked for one rank of the run.
 
-    Attributes:
-        path: The directory.
-
     Raises:
         LockedError: A live process holds the rank's place in it: another run has this id.
         UnsafePathError: It, or ``root``, is another user's or writable by all users; nothing was changed.
@@ -87,7 +84,7 @@ class RunDirectory:
         return path
 
     def is_empty(self) -> bool:
-        """Return whether it holds nothing but locks."""
+        """Whether it holds nothing but locks."""
         with contextlib.suppress(OSError):  # it was removed, or no descriptor is left to list it with
             return {*self.path.iterdir()} == {*self.path.glob(_LOCKS)}
         return False
@@ -117,14 +114,20 @@ class RunDirectory:
     def remove_finished(self, world_size: int) -> None:
         """Give the lock back, and remove the files of all ranks if all that are here have finished.
 
-        Until the last one has, another may die, and need the states of all to go on. Ranks look in turns:
-        of two at a time, each could find a lock that the other holds to look, and no file would go.
+        Until the last one has, another may die, and need the states of all to go on. Ranks look in turns, the
+        directory locked: of two at a time, each could find a lock that the other holds to look, and no
+        file would go.
         """
         if self._lock < 0:
             return
         self.leave()
+        directory = os.O_RDONLY | os.O_DIRECTORY
         with contextlib.ExitStack() as held, contextlib.suppress(LockedError, FileNotFoundError):
-            held.callback(os.close, self._turn())
+            try:
+                held.callback(os.close, open_locked(self.path, directory, patience_s=_TURN_S))
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
             ranks = {int(path.stem[len("rank") :]): path for path in self.path.glob(_LOCKS)}
             for path in ranks.values():
                 held.callback(os.close, open_locked(path, os.O_RDWR, patience_s=0))
@@ -136,21 +139,6 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # another program put a file there
                     self.path.rmdir()
 
-    def _turn(self) -> int:
-        """Lock the directory, so that no other rank looks; return a descriptor of it.
-
-        Raises:
-            LockedError: Another rank has it for long: it removes all files.
-            FileNotFoundError: Another rank has removed all files.
-        """
-        directory = os.O_RDONLY | os.O_DIRECTORY
-        try:
-            return open_locked(self.path, directory, patience_s=_TURN_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return os.open(self.path, directory | os.O_CLOEXEC)
-
     def leave(self) -> None:
         """Give the lock back, and leave the files to the process that goes on with the run."""
         if self._lock >= 0:
@@ -159,7 +147,6 @@ class RunDirectory:
 
 
 def finished_path(folder: Path, rank: int) -> Path:
-    """The file that says that a rank has finished."""
     return folder / f"rank{rank}.finished"
 
 
@@ -174,11 +161,7 @@ def find_leftovers(root: Path) -> list[Path]:
 
 
 def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
-    """Lines for people about files that no run uses, and how to remove them; empty when there are none.
-
-    Args:
-        own: The id of the run that asks, which may go on with its own files.
-    """
+    """Lines for people about files that no run uses, those of the run ``own`` left out; may be empty."""
     places = [Path(root).resolve() for root in roots]
     lines = []
     try:
@@ -192,13 +175,13 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
         names = ", ".join(sorted({path.name for path in kept}))
         lines.append(
             f"{runs} {_size_of(kept)} to go on from ({names}): start the same program again, or `infinity "
-            f"resume RUN` for a run of infinity train; to remove them: {_removal_of(kept)}"
+            f"resume RUN` for a run of infinity train; to remove them: rm -r {shlex.join(map(str, kept))}"
         )
     if dead:
         runs = "a run" if len(dead) == 1 else f"{len(dead)} runs"
         lines.append(
             f"{runs} ended without removing {_size_of(dead)} of files, which no run uses; "
-            f"to remove them: {_removal_of(dead)}"
+            f"to remove them: rm -r {shlex.join(map(str, dead))}"
         )
     return "\n".join(lines)
 
@@ -209,7 +192,3 @@ def _size_of(folders: Iterable[Path]) -> str:
         with contextlib.suppress(OSError):  # its run, or a person, removes it just now
             nbytes += file.stat().st_blocks * 512
     return format_nbytes(nbytes)
-
-
-def _removal_of(folders: Iterable[Path]) -> str:
-    return "rm -r " + " ".join(shlex.quote(str(path)) for path in folders)

@@ -24,46 +24,6 @@ _GROWTH_NBYTES = 64 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
-class SealedFile:
-    """A file that is only read.
-
-    Attributes:
-        fd: Open for reading; the volume that takes the file in closes it.
-        direct: It bypasses the page cache.
-        nbytes: Bytes of its extents, which lie at its beginning.
-        stamp: The stamp (:func:`stamp_of`) of a file that is not the run's own; None: the file is the run's.
-    """
-
-    path: Path
-    fd: int
-    direct: bool
-    nbytes: int
-    stamp: tuple[int, ...] | None = None
-
-
-def stamp_of(found: os.stat_result) -> tuple[int, ...]:
-    """The identity and state of a file: device, inode, size, time of the last change."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def open_sealed(path: Path, fd: int) -> SealedFile:
-    """Open a file that another program made, and that is open as ``fd``, for reading past the page cache.
-
-    Raises:
-        OSError: It cannot be opened again.
-    """
-    own, flags, direct = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC, True  # the same file, surely
-    try:
-        again = os.open(own, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        again, direct = os.open(own, flags), False
-    found = os.fstat(again)
-    return SealedFile(path, again, direct, found.st_size, stamp_of(found))
-
-
-@dataclass(frozen=True, slots=True)
 class Range:
     """Bytes ``[offset, offset + nbytes)`` of a file; ``fresh`` if they are allocated for the first time."""
 
@@ -74,13 +34,10 @@ class Range:
 
 @dataclass(slots=True)
 class Space:
-    """Taken ranges of one file: best fit among what was given back, else at the end.
-
-    Pure arithmetic: no file is touched.
+    """Taken ranges of one file: best fit among what was given back, else at the end. No file is touched.
 
     Attributes:
         end: The first byte that was never taken.
-        taken_nbytes: Bytes that are taken now.
     """
 
     end: int = 0
@@ -89,11 +46,7 @@ class Space:
 
     @classmethod
     def of(cls, taken: Iterable[tuple[int, int]]) -> "Space":
-        """The space of a file in which these ranges (offset and bytes, none of them twice) are taken.
-
-        Raises:
-            ValueError: Two overlap.
-        """
+        """The space in which these ranges (offset and bytes) are taken; a ValueError if two overlap."""
         space = cls()
         for offset, nbytes in sorted(taken):
             if offset < space.end:
@@ -110,8 +63,11 @@ class Space:
         if nbytes:
             self.give(start, nbytes)
 
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so many bytes were given back in one place."""
+        return any(size >= nbytes for size in self._free.values())
+
     def take(self, nbytes: int) -> Range:
-        """A contiguous range of ``nbytes``."""
         self.taken_nbytes += nbytes
         fitting = [(size, offset) for offset, size in self._free.items() if size >= nbytes]
         if not fitting:
@@ -123,20 +79,8 @@ class Space:
             self._free[offset + nbytes] = size - nbytes
         return Range(offset, nbytes, fresh=False)
 
-    def untake(self, taken: Range) -> None:
-        """Undo the latest :meth:`take`: a fresh range is fresh again."""
-        if taken.fresh:
-            self.end -= taken.nbytes
-            self.taken_nbytes -= taken.nbytes
-        else:
-            self.give(taken.offset, taken.nbytes)
-
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back; it joins its free neighbors.
-
-        Raises:
-            ValueError: Some of it is not taken.
-        """
+        """Give a range back, which joins its free neighbors; a ValueError if some of it is not taken."""
         before = next((start for start, size in self._free.items() if start + size == offset), None)
         inside = any(start < offset + nbytes and offset < start + size for start, size in self._free.items())
         if inside or offset + nbytes > self.end:
@@ -147,6 +91,149 @@ class Space:
             offset = before
         nbytes += self._free.pop(offset + nbytes, 0)
         self._free[offset] = nbytes
+
+
+@dataclass(slots=True)
+class VolumeFile:
+    """One file of a volume, and the space in it.
+
+    Attributes:
+        direct: It bypasses the page cache.
+        nbytes: Bytes that it has: those that the file system has reserved, or that are only read.
+        sealed: It is never written again, and may lose its name.
+        stamp: The stamp (:func:`_stamp_of`) of a checkpoint's file; None: the file is the run's.
+    """
+
+    path: Path
+    fd: int
+    direct: bool
+    nbytes: int = 0
+    space: Space = field(default_factory=Space)
+    sealed: bool = False
+    stamp: tuple[int, ...] | None = None
+
+    def take(self, nbytes: int, what: str) -> Range:
+        """Take a range for which the file system has promised room."""
+        if not self.space.fits(nbytes) and self.space.end + nbytes > self.nbytes:
+            self._reserve(self.space.end + nbytes, what)
+        return self.space.take(nbytes)
+
+    def _reserve(self, end: int, what: str) -> None:
+        for reserved in (aligned(end, _GROWTH_NBYTES), end):
+            nbytes = reserved - self.nbytes
+            try:
+                os.posix_fallocate(self.fd, self.nbytes, nbytes)
+            except OSError as error:
+                os.ftruncate(self.fd, self.nbytes)  # a failed call may have reserved a part of it
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                    os.ftruncate(self.fd, end)  # no promise to be had: a full disk shows at a write
+                    reserved = end
+                elif reserved == end:
+                    action = f"reservation of room for {what}"
+                    raise DiskError(
+                        error.errno or errno.EIO, action, self.path, offset=self.nbytes, nbytes=nbytes
+                    ) from error
+                else:
+                    continue
+            self.nbytes = reserved
+            return
+
+    def zero(self, piece: Range) -> None:
+        """Write zeros, or raise a DiskError; blocking."""
+        with mmap.mmap(-1, min(_MIB, piece.nbytes)) as zeros, memoryview(zeros) as view:
+            at, end = piece.offset, piece.offset + piece.nbytes
+            while at < end:
+                try:
+                    at += os.pwrite(self.fd, view[: min(len(view), end - at)], at)
+                except OSError as error:
+                    raise DiskError(
+                        error.errno or errno.EIO, "write of zeros", self.path, offset=at, nbytes=end - at
+                    ) from error
+
+    def check(self) -> None:
+        if self.fd < 0:
+            return
+        try:
+            if self.stamp is not None:
+                self._check_stamp(self.stamp)
+                return
+            named = self.sealed or is_named(self.fd, self.path)
+            # `nbytes` first: another thread makes the file larger before it.
+            reserved, size = self.nbytes, os.fstat(self.fd).st_size
+        except OSError as error:
+            if isinstance(error, DiskError):
+                raise
+            raise DiskError(error.errno or errno.EIO, "check", self.path) from error
+        if not named:
+            raise ChangedFileError(self.path, "was removed or replaced")
+        if size < reserved:
+            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
+
+    def _check_stamp(self, stamp: tuple[int, ...]) -> None:
+        try:
+            named = _stamp_of(self.path.stat())
+        except FileNotFoundError:
+            raise ChangedCheckpointError(self.path, "was removed") from None
+        if named[:2] != stamp[:2]:
+            raise ChangedCheckpointError(self.path, "was replaced")
+        if named != stamp:
+            raise ChangedCheckpointError(self.path, f"was written ({stamp[2]} bytes before, {named[2]} now)")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _stamp_of(found: os.stat_result) -> tuple[int, ...]:
+    """The identity and state of a file: device, inode, size, time of the last change."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def open_sealed(path: Path, fd: int | None = None) -> VolumeFile:
+    """Open a file to read past the page cache: one of a run before, or, open as ``fd``, a checkpoint's."""
+    if fd is None:
+        again, direct = open_direct(path, open_found, "opening")
+        nbytes = os.fstat(again).st_size
+        return VolumeFile(path, again, direct, nbytes, Space(nbytes, nbytes), sealed=True)
+    own, flags, direct = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC, True  # the same file, surely
+    try:
+        again = os.open(own, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        again, direct = os.open(own, flags), False
+    found = os.fstat(again)
+    return VolumeFile(path, again, direct, found.st_size, sealed=True, stamp=_stamp_of(found))
+
+
+def _open_found(path: Path, space: Space) -> VolumeFile:
+    """Open a file that an interrupted run of this rank has left, in which ``space`` is taken."""
+    file = VolumeFile(path, *open_direct(path, open_found, "opening"), space=space)
+    file.nbytes = os.fstat(file.fd).st_size
+    if file.nbytes < space.end:
+        file.close()
+        raise ChangedFileError(path, f"was cut to {file.nbytes} bytes of at least {space.end}")
+    space.extend(file.nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
+    return file
+
+
+def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
+    """Open a file for reading and writing; its descriptor, and whether it bypasses the page cache.
+
+    Raises a DirectoryError, which says ``how`` (making or opening), if that cannot be.
+    """
+    try:
+        try:
+            return open_file(path, os.O_RDWR | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        return open_file(path, os.O_RDWR), False
+    except UnsafePathError:
+        raise
+    except OSError as error:
+        raise DirectoryError(error.errno or errno.EIO, f"{how} the file {path}", path) from error
 
 
 class Volume:
@@ -160,13 +247,13 @@ class Volume:
         weights: Relative speeds of their drives; equal when None.
         found: The files are there; for each the space that its extents take. None: they are made.
 
+    Attributes:
+        on_zeros: Called with the number of a file and a range of it that was allocated, and reads as zeros.
+        peak_nbytes: The most that was allocated at one time.
+
     Raises:
         DirectoryError: A file cannot be made, or opened.
         ChangedFileError: A file that was found is shorter than its extents.
-        ValueError: ``paths`` and ``weights`` do not fit each other.
-
-    Attributes:
-        on_zeros: Called with the number of a file and a range of it that was allocated, and reads as zeros.
     """
 
     def __init__(
@@ -181,33 +268,33 @@ class Volume:
         self.on_zeros: Callable[[int, Range], object] = lambda file, zeros: None
         self._weights = [weight / sum(weights) for weight in weights]
         self._lock = threading.Lock()
-        self._peak_nbytes = 0
-        self._files: list[_File] = []
+        self._files: list[VolumeFile] = []
         try:
             for number, path in enumerate(paths):
-                made = _File(path, *_create(path)) if found is None else _found(path, found[number])
-                self._files.append(made)
+                if found is None:
+                    self._files.append(VolumeFile(path, *open_direct(path, create_file, "making")))
+                else:
+                    self._files.append(_open_found(path, found[number]))
         except BaseException:
             self.close()
             raise
-        self._peak_nbytes = self.allocated_nbytes
+        self.peak_nbytes = self.allocated_nbytes
 
     def __len__(self) -> int:
-        """Number of files."""
         return len(self._files)
 
-    def add_sealed(self, files: Sequence[SealedFile]) -> int:
-        """Take in files that are only read; returns the number of the first."""
+    def add_sealed(self, files: Sequence[VolumeFile]) -> int:
+        """Take in files that are only read (:func:`open_sealed`); returns the number of the first."""
         first = len(self._files)
-        self._files += [_sealed(file) for file in files]
-        self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
+        self._files += files
+        self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         return first
 
     def drop_sealed(self, first: int, count: int) -> None:
         """Close files that :meth:`add_sealed` took in, which nothing reads any more; they stay on disk."""
         for file in self._files[first : first + count]:
             file.close()
-            file.seal(0, None)
+            file.space = Space()
 
     def fd(self, file: int) -> int:
         return self._files[file].fd
@@ -217,7 +304,6 @@ class Volume:
 
     @property
     def buffered(self) -> bool:
-        """Return whether some file goes through the page cache."""
         return any(not file.direct for file in self._files)
 
     @property
@@ -235,33 +321,33 @@ class Volume:
         """Bytes of all extents that were allocated and not freed."""
         return sum(file.space.taken_nbytes for file in self._files)
 
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that was allocated at one time (bytes)."""
-        return self._peak_nbytes
-
     def allocate(self, nbytes: int, *, what: str, zeroed: bool = False) -> Extent:
-        """Take ``nbytes`` that no other extent has; the file system has reserved them.
+        """Take ``nbytes``, whole blocks that no other extent has; the file system has reserved them.
 
         From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps
         of 1 MiB; a smaller one lies whole on the file that holds least for its weight.
 
         Args:
-            nbytes: A positive multiple of ``BLOCK_NBYTES``.
             what: The owner of the bytes, for messages.
             zeroed: Write zeros where the range held something before.
 
         Raises:
             DiskError: The file system is full, or the process may not write that large a file.
-            ValueError: ``nbytes`` is not such a multiple.
         """
         if nbytes <= 0 or nbytes % BLOCK_NBYTES:
             raise ValueError(
                 f"{what}: an extent has a positive multiple of {BLOCK_NBYTES} bytes; got {nbytes}"
             )
+        taken: list[tuple[int, Range]] = []
         with self._lock:
-            taken = self._take(nbytes, what)
-            self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
+            try:
+                for file, part in self._parts(nbytes):
+                    taken.append((file, self._files[file].take(part, what)))
+            except BaseException:
+                for file, piece in taken:
+                    self._files[file].space.give(piece.offset, piece.nbytes)
+                raise
+            self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         if zeroed:
             for file, piece in taken:
                 if not piece.fresh:
@@ -269,62 +355,12 @@ class Volume:
                 self.on_zeros(file, piece)
         return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back; nothing may be in flight to or from it.
-
-        Raises:
-            ValueError: It was given back before.
-        """
-        with self._lock:
-            for piece in extent.pieces:
-                self._files[piece.file].space.give(piece.offset, piece.nbytes)
-
-    def sync(self) -> None:
-        """Return when everything written so far survives a power cut.
-
-        Raises:
-            DiskError: The drive reports an error.
-        """
-        for file in self._files[: len(self._weights)]:
-            if file.fd < 0:  # it was dropped
-                continue
-            try:
-                os.fdatasync(file.fd)
-            except OSError as error:
-                raise DiskError(error.errno or errno.EIO, "sync", file.path, offset=0, nbytes=0) from error
-
-    def check(self) -> None:
-        """See that the files are those that were made, and no shorter; two system calls each.
-
-        Raises:
-            ChangedFileError: Another program truncated, replaced or removed one.
-            ChangedCheckpointError: One of a checkpoint is not what it was.
-            DiskError: The file system does not answer.
-        """
-        for file in self._files:
-            file.check()
-
-    def close(self) -> None:
-        """Close the files; they stay on disk. May be called twice."""
-        for file in self._files:
-            file.close()
-
-    def _take(self, nbytes: int, what: str) -> list[tuple[int, Range]]:
-        taken: list[tuple[int, Range]] = []
-        try:
-            for file, part in self._parts(nbytes):
-                taken.append((file, self._files[file].take(part, what)))
-        except BaseException:
-            for file, piece in taken:
-                self._files[file].space.untake(piece)
-            raise
-        return taken
-
     def _parts(self, nbytes: int) -> list[tuple[int, int]]:
         """``(file, nbytes)`` of each part of an extent, in order."""
         count = len(self._weights)
         if count > 1 and nbytes < 2 * _MIB * count:
-            return [(min(range(count), key=self._load), nbytes)]
+            load = [self._files[file].space.taken_nbytes / self._weights[file] for file in range(count)]
+            return [(load.index(min(load)), nbytes)]
         parts, start, share = [], 0, 0.0
         for file, weight in enumerate(self._weights):
             share += weight
@@ -335,149 +371,31 @@ class Volume:
                 start = stop
         return parts
 
-    def _load(self, file: int) -> float:
-        return self._files[file].space.taken_nbytes / self._weights[file]
+    def free(self, extent: Extent) -> None:
+        """Give an extent back, once; nothing may be in flight to or from it."""
+        with self._lock:
+            for piece in extent.pieces:
+                self._files[piece.file].space.give(piece.offset, piece.nbytes)
 
-
-class _File:
-    """One file of a volume and the space in it."""
-
-    def __init__(self, path: Path, fd: int, direct: bool) -> None:
-        self.path, self.fd, self.direct = path, fd, direct
-        self.space, self._reserved, self._sealed = Space(), 0, False
-        self._stamp: tuple[int, ...] | None = None
-
-    def take(self, nbytes: int, what: str) -> Range:
-        taken = self.space.take(nbytes)
-        try:
-            self._reserve(self.space.end, what)
-        except BaseException:
-            self.space.untake(taken)
-            raise
-        return taken
-
-    def _reserve(self, end: int, what: str) -> None:
-        """Make the file system promise room up to ``end``."""
-        if end <= self._reserved:
-            return
-        ends = (aligned(end, _GROWTH_NBYTES), end)
-        for attempt, reserved in enumerate(ends):
-            nbytes = reserved - self._reserved
+    def sync(self) -> None:
+        """Return when everything written so far survives a power cut, or raise a DiskError."""
+        for file in self._files[: len(self._weights)]:
             try:
-                os.posix_fallocate(self.fd, self._reserved, nbytes)
+                os.fdatasync(file.fd)
             except OSError as error:
-                # A failed call may have reserved a part of it.
-                os.ftruncate(self.fd, self._reserved)
-                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                    os.ftruncate(self.fd, end)  # no promise to be had: a full disk shows at a write
-                    self._reserved = end
-                    return
-                if attempt + 1 < len(ends):
-                    continue
-                action = f"reservation of room for {what}"
-                raise DiskError(
-                    error.errno or errno.EIO, action, self.path, offset=self._reserved, nbytes=nbytes
-                ) from error
-            self._reserved = reserved
-            return
-
-    def zero(self, piece: Range) -> None:
-        """Write zeros; blocking.
-
-        Raises:
-            DiskError: They could not be written.
-        """
-        with mmap.mmap(-1, min(_MIB, piece.nbytes)) as zeros, memoryview(zeros) as view:
-            at, end = piece.offset, piece.offset + piece.nbytes
-            while at < end:
-                try:
-                    moved = os.pwrite(self.fd, view[: min(len(view), end - at)], at)
-                except OSError as error:
-                    raise DiskError(
-                        error.errno or errno.EIO, "write of zeros", self.path, offset=at, nbytes=end - at
-                    ) from error
-                at += moved
-
-    def seal(self, nbytes: int, stamp: tuple[int, ...] | None) -> None:
-        """Take the file as one that is never written again, and whose name may go unless it has a stamp."""
-        self._sealed, self._stamp = True, stamp
-        if stamp is None:
-            self.space, self._reserved = Space(nbytes, nbytes), nbytes
+                raise DiskError(error.errno or errno.EIO, "sync", file.path) from error
 
     def check(self) -> None:
-        """See :meth:`Volume.check`."""
-        if self.fd < 0:
-            return
-        if self._stamp is not None:
-            self._check_stamp(self._stamp)
-            return
-        try:
-            named = self._sealed or is_named(self.fd, self.path)
-            reserved, size = self._reserved, os.fstat(self.fd).st_size
-        except OSError as error:
-            raise DiskError(error.errno or errno.EIO, "check", self.path, offset=0, nbytes=0) from error
-        if not named:
-            raise ChangedFileError(self.path, "was removed or replaced")
-        if size < reserved:
-            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
+        """See that the files are those that were made, and no shorter; two system calls each.
 
-    def _check_stamp(self, stamp: tuple[int, ...]) -> None:
-        try:
-            named = stamp_of(self.path.stat())
-        except FileNotFoundError:
-            raise ChangedCheckpointError(self.path, "was removed") from None
-        except OSError as error:
-            raise DiskError(error.errno or errno.EIO, "check", self.path, offset=0, nbytes=0) from error
-        if named[:2] != stamp[:2]:
-            raise ChangedCheckpointError(self.path, "was replaced")
-        if named != stamp:
-            raise ChangedCheckpointError(self.path, f"was written ({stamp[2]} bytes before, {named[2]} now)")
+        Raises:
+            ChangedFileError: Another program truncated, replaced or removed one, or changed a checkpoint's.
+            DiskError: The file system does not answer.
+        """
+        for file in self._files:
+            file.check()
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _sealed(file: SealedFile) -> _File:
-    taken = _File(file.path, file.fd, file.direct)
-    taken.seal(file.nbytes, file.stamp)
-    return taken
-
-
-def _found(path: Path, space: Space) -> _File:
-    file = _File(path, *open_direct(path, open_found, "opening"))
-    file.space, file._reserved = space, os.fstat(file.fd).st_size
-    if file._reserved < space.end:
-        file.close()
-        raise ChangedFileError(path, f"was cut to {file._reserved} bytes of at least {space.end}")
-    space.extend(file._reserved // BLOCK_NBYTES * BLOCK_NBYTES)
-    return file
-
-
-def _create(path: Path) -> tuple[int, bool]:
-    """Descriptor of a new file, and whether it bypasses the page cache."""
-    return open_direct(path, create_file, "making")
-
-
-def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
-    """Open a file for reading and writing; its descriptor, and whether it bypasses the page cache.
-
-    Args:
-        open_file: Called with the path and the flags.
-        how: The word in messages, ``making`` or ``opening``.
-
-    Raises:
-        DirectoryError: It cannot be opened.
-    """
-    try:
-        try:
-            return open_file(path, os.O_RDWR | os.O_DIRECT), True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        return open_file(path, os.O_RDWR), False
-    except UnsafePathError:
-        raise
-    except OSError as error:
-        raise DirectoryError(error.errno or errno.EIO, f"{how} the file {path}", path) from error
+        """Close the files; they stay on disk. May be called twice."""
+        for file in self._files:
+            file.close()

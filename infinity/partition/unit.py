@@ -37,7 +37,7 @@ from torch.utils._mode_utils import no_dispatch
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.transfer import ChainedTransfer, Transfer
+from infinity.core.transfer import Transfer, chained
 from infinity.device.memory import Lease
 from infinity.planner.updates import ShardUpdate
 
@@ -112,7 +112,7 @@ class Home:
         update = self.updating
         if update is None or update.update.speculated:  # which writes the next version
             return self.fetch(memory, start)
-        return ChainedTransfer(update, lambda: self.fetch(memory, start))
+        return chained(update, lambda: self.fetch(memory, start))
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading the shard, in the form that it travels in, from byte ``start`` on."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent
-from infinity.core.transfer import ChainedTransfer, Transfer
+from infinity.core.transfer import Transfer, chained
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
 from infinity.optim.layout import StateLayout
@@ -351,7 +351,7 @@ class HostHome(ShardHome):
             self.storing = self._move(copy, store.engine.write)
             return
         self.storing = self._move(
-            copy, lambda extent, memory: ChainedTransfer(updated, lambda: store.engine.write(extent, memory))
+            copy, lambda extent, memory: chained(updated, lambda: store.engine.write(extent, memory))
         )
 
     def _move(self, home: DiskHome, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import math
-import re
 import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from infinity.nvme.volume import Space
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import ADAMW, RULES
 from infinity.shards.journal import (
+    MALFORMED,
     MOST_PLACES,
     CommitRecord,
     Contents,
@@ -32,10 +32,6 @@ from infinity.shards.journal import (
     whole_numbers,
 )
 
-_JOURNAL = re.compile(r"rank(\d+)-(\d+)\.commits")
-_DATA = re.compile(r"rank(\d+)-(\d+)-\d+\.bin")
-_OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
-
 
 @dataclass(frozen=True, slots=True)
 class SavedRank:
@@ -44,27 +40,29 @@ class SavedRank:
     Attributes:
         files: Names of its files.
         journal: Path of its journal.
-        layout: The layout of versions; see :func:`describe`.
+        layout: The layout of versions; see :func:`infinity.shards.restore.describe`.
         data: The data files, by number of the drive.
+        spaces: The space that the extents of its units take in each data file.
     """
 
     files: RankFiles
     journal: Path
     record: CommitRecord
     layout: Mapping[str, Any]
-    data: tuple[Path, ...]
+    data: Sequence[Path]
+    spaces: Sequence[Space]
 
     def committed(self) -> Iterator[tuple[str, Piece]]:
         """Each piece of the committed versions, with a parameter of its unit; files are numbered by drive."""
         for unit, which in zip(self.layout["units"], self.record.versions, strict=True):
             versions = unit["versions"] or [[]]
-            for chunk in versions[which % len(versions)]:
-                for piece in (piece for extent in chunk[2:] for piece in extent):
-                    yield unit["segments"][0][0] if unit["segments"] else "padding", Piece(*piece)
+            for piece in _pieces_of(versions[which % len(versions)]):
+                yield unit["segments"][0][0] if unit["segments"] else "padding", Piece(*piece)
 
-    def spaces(self) -> list[Space]:
-        """The space that the extents of its units take in each data file."""
-        return spaces_of(self.layout)
+
+def _pieces_of(version: Any) -> Iterator[Any]:
+    """File, offset and bytes of each piece of a version."""
+    return (piece for chunk in version for extent in chunk[2:] for piece in extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,6 @@ class SavedRun:
 
     Attributes:
         step: Steps that were committed.
-        run: The number of the run; see :class:`RankFiles`.
-        world_size: Ranks that the run had.
         own: The saved state of this rank, if there are as many ranks now: it goes on in its own files.
         ranks: The saved states of old ranks; all of them, if there are others now.
     """
@@ -94,28 +90,24 @@ class SavedRun:
 def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], object]) -> SavedRun | None:
     """Return the newest commit in a run's directories that all ranks hold whole; None: there is none.
 
-    Every rank must call, with its directories locked.
-
-    Args:
-        note: Called with a line about each record that is damaged, though there is another.
+    Every rank must call, with its directories locked. ``note`` gets a line about each damaged record.
 
     Raises:
         LockedError: A process of the old run still lives.
         StateError: Files of the run are missing, or no commit is whole.
         ChangedFileError: A file of the run was cut.
     """
-    journals = list(_journals(folders))
-    begun = [each for each in journals if each.has_commits]
-    over = all(finished_path(each.path.parent, each.rank).exists() for each in begun)
-    lost = _without_journal(folders, journals)
-    heads = [each.contents.head for each in journals if each.contents is not None]
-    in_place = any(head is not None and head.in_place for head in heads)
+    journals = _journals(folders)
+    begun = [(files, each) for files, each in journals if each.commits or each.problems]
+    over = all(finished_path(each.path.parent, files.rank).exists() for files, each in begun)
+    lost = _without_journal(folders, [files for files, _ in journals])
+    in_place = any(each.head is not None and each.head.in_place for _, each in journals)
     if ranks.least(over and not lost and not in_place, "whether the run is over"):
         return None
-    newest = max((each.generation for each in begun), default=0)
-    problems = [each.problem for each in journals if each.problem]
+    newest, problems = max((files.generation for files, _ in begun), default=0), list[str]()
     for generation in range(_most(newest, ranks), 0, -1):
-        found = _in_generation(folders, ranks, [e for e in begun if e.generation == generation], problems)
+        of_ranks = [each for files, each in begun if files.generation == generation]
+        found = _in_generation(folders, ranks, of_ranks, problems)
         if found is not None:
             for problem in problems:
                 note(f"{problem}. The run goes on from its commit of step {found.step}, which is whole")
@@ -135,47 +127,35 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
             f"{lost} is of a run that has commits, but its journal is not in {where}: name every directory "
             f"that it had in memory.nvme; {BEGIN_ANEW}"
         )
-    _require_none(folders, ranks, begun)
+    # Some ranks may have its first commit already and others, whose data files are there, none: then there is
+    # nothing to lose.
+    records = [record for _, each in begun for record in each.commits.values()]
+    number, step, old_ranks = (
+        _most(max((getattr(record, name) for record in records), default=0), ranks)
+        for name in ("number", "step", "world_size")
+    )
+    needed = [ranks.rank] if old_ranks == ranks.world_size else range(old_ranks)
+    has_data = all([*folder.glob(f"rank{rank}-*.bin")] for rank in needed for folder in folders)
+    if number > 1 or (step > 1 and not ranks.least(has_data, "the interrupted run's files")):
+        raise StateError(
+            f"the run in {where} has no commit that is whole on all ranks (the newest is of step {step}): "
+            f"give every directory and every rank that it had; {BEGIN_ANEW}"
+        )
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A journal in a directory.
-
-    Attributes:
-        contents: The contents of the journal; None: it cannot be read.
-        problem: Why not, or empty.
-    """
-
-    rank: int
-    generation: int
-    path: Path
-    contents: Contents | None
-    problem: str = ""
-
-    @property
-    def has_commits(self) -> bool:
-        return self.contents is None or bool(self.contents.commits or self.contents.problems)
-
-
-def _journals(folders: Iterable[Path]) -> Iterator[_Found]:
-    """Yield every journal, those of a process that ended while it made the first files left out."""
+def _journals(folders: Iterable[Path]) -> list[tuple[RankFiles, Contents]]:
+    """Return every journal, those of a process that ended while it made the first files left out."""
+    found = []
     for path in (path for folder in folders for path in sorted(folder.glob("rank*.commits"))):
-        if match := _JOURNAL.fullmatch(path.name):
-            rank, generation = int(match[1]), int(match[2])
+        files = RankFiles.of(path)
+        if files is not None:
             try:
-                contents = read_journal(path)
+                found.append((files, read_journal(path)))
             except CorruptJournalError as error:
-                if any(path.parent.glob(f"rank{rank}-{generation}-*.bin")):
-                    yield _Found(rank, generation, path, None, str(error))
-                continue
-            owner = RankFiles(rank, generation) if contents.head is None else contents.head.owner
-            if (owner.rank, owner.generation) != (rank, generation):
-                problem = f"{path}: put in the place of another rank's, or generation's, journal"
-                yield _Found(rank, generation, path, None, problem)
-            else:
-                yield _Found(rank, generation, path, contents)
+                if any(path.parent.glob(f"{files.stem}-*.bin")):
+                    found.append((files, Contents(path, problems=[str(error)])))
+    return found
 
 
 def committed_step(folders: Sequence[Path]) -> int | None:
@@ -185,46 +165,22 @@ def committed_step(folders: Sequence[Path]) -> int | None:
     """
     steps: dict[int, dict[int, int]] = {}  # by generation and rank
     complete: dict[int, bool] = {}
-    for each in _journals(folders):
-        if each.contents is not None and each.contents.commits:
-            record, _ = each.contents.commits[max(each.contents.commits)]
-            of_ranks = steps.setdefault(each.generation, {})
-            of_ranks[each.rank] = record.step
-            complete[each.generation] = len(of_ranks) >= record.world_size
+    for files, each in _journals(folders):
+        if each.commits:
+            record = each.commits[max(each.commits)]
+            of_ranks = steps.setdefault(files.generation, {})
+            of_ranks[files.rank] = record.step
+            complete[files.generation] = len(of_ranks) >= record.world_size
     # a rank that went on with another number of ranks may be ahead of the others
     newest = max(steps, key=lambda generation: (complete[generation], generation), default=None)
     return None if newest is None else min(steps[newest].values())
 
 
-def _require_none(folders: Sequence[Path], ranks: Ranks, begun: Iterable[_Found]) -> None:
-    """Raise if a run has commits, none of which is whole on all ranks.
-
-    Some ranks may have its first commit already and others, whose data files are there, none: then there is
-    nothing to lose.
-    """
-    records = [r for e in begun if e.contents is not None for r, _ in e.contents.commits.values()]
-    number, step, old_ranks = (
-        _most(max((getattr(record, name) for record in records), default=0), ranks)
-        for name in ("number", "step", "world_size")
-    )
-    needed = [ranks.rank] if old_ranks == ranks.world_size else range(old_ranks)
-    has_data = all([*folder.glob(f"rank{rank}-*.bin")] for rank in needed for folder in folders)
-    if number > 1 or (step > 1 and not ranks.least(has_data, "the interrupted run's files")):
-        where = ", ".join(map(str, folders))
-        raise StateError(
-            f"the run in {where} has no commit that is whole on all ranks (the newest is of step {step}): "
-            f"give every directory and every rank that it had; {BEGIN_ANEW}"
-        )
-
-
-def _without_journal(folders: Sequence[Path], journals: Iterable[_Found]) -> Path | None:
+def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) -> Path | None:
     """Return a data file of an interrupted run whose journal is in none of these directories."""
-    known = {(each.rank, each.generation) for each in journals}
     for path in (path for folder in folders for path in sorted(folder.glob("rank*.bin"))):
-        match = _DATA.fullmatch(path.name)
-        if match is None or (int(match[1]), int(match[2])) in known:
-            continue
-        if not finished_path(path.parent, int(match[1])).exists():
+        files = RankFiles.of(path)
+        if files and files not in journals and not finished_path(path.parent, files.rank).exists():
             return path
     return None
 
@@ -236,12 +192,12 @@ def clear(folders: Iterable[Path], ranks: Ranks, keep: Container[int] = ()) -> N
     """
     for folder in folders:
         for path in folder.glob("rank*"):
-            match = _OF_RANK.fullmatch(path.name)
-            if match is None or int(match[1]) % ranks.world_size != ranks.rank or int(match[2]) in keep:
+            files = RankFiles.of(path)
+            if files is None or files.rank % ranks.world_size != ranks.rank or files.generation in keep:
                 continue
             path.unlink(missing_ok=True)
-            if int(match[1]) >= ranks.world_size:
-                (folder / f"rank{match[1]}.lock").unlink(missing_ok=True)
+            if files.rank >= ranks.world_size:
+                (folder / f"rank{files.rank}.lock").unlink(missing_ok=True)
 
 
 def _most(value: int, ranks: Ranks) -> int:
@@ -249,20 +205,18 @@ def _most(value: int, ranks: Ranks) -> int:
 
 
 def _in_generation(
-    folders: Sequence[Path], ranks: Ranks, journals: Sequence[_Found], problems: list[str]
+    folders: Sequence[Path], ranks: Ranks, journals: Iterable[Contents], problems: list[str]
 ) -> SavedRun | None:
     found: dict[int, dict[int, SavedRank]] = {}  # by rank and step
     for each in journals:
-        if each.contents is None:
-            continue
-        problems += each.contents.problems
-        for step, (record, layout) in each.contents.commits.items():
+        problems += each.problems
+        for step, record in each.commits.items():
             try:
-                saved = _saved(folders, each.contents, record, layout)
+                saved = _saved(folders, each, record)
             except CorruptJournalError as error:
                 problems.append(str(error))
                 continue
-            found.setdefault(each.rank, {})[step] = saved
+            found.setdefault(saved.files.rank, {})[step] = saved
     sizes = (saved.record.world_size for each in found.values() for saved in each.values())
     world_size = _most(max(sizes, default=0), ranks)
     as_before = world_size == ranks.world_size
@@ -287,106 +241,75 @@ def _in_generation(
     return SavedRun(step, generation, run, world_size, ours[ranks.rank] if as_before else None, ours)
 
 
-def _saved(
-    folders: Sequence[Path], contents: Contents, record: CommitRecord, layout: Mapping[str, Any]
-) -> SavedRank:
-    """Return a commit and all that belongs to it, checked.
-
-    Raises:
-        CorruptJournalError: The layout contradicts itself or the commit.
-        StateError: A data file is missing.
-        ChangedFileError: A data file was cut.
-    """
+def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) -> SavedRank:
+    """Return a commit and all that belongs to it, checked; raises as :func:`find_saved`."""
     assert contents.head is not None  # it comes before the first commit
-    files = contents.head.owner
+    files, layout = contents.head.owner, record.layout or {}
     try:
-        spaces = check_layout(layout, record)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        spaces = _check_layout(layout, record)
+    except MALFORMED as error:
         raise CorruptJournalError(
             f"{contents.path}: step {record.step} contradicts itself ({first_line(error)})"
         ) from error
     data = []
     for drive, space in enumerate(spaces):
-        paths = [folder / files.data(drive) for folder in folders if (folder / files.data(drive)).exists()]
+        paths = [path for path in (folder / files.data(drive) for folder in folders) if path.exists()]
         if len(paths) != 1:
-            where = ", ".join(str(folder) for folder in folders)
+            where = ", ".join(map(str, folders))
             what = "is missing from" if not paths else "is there more than once in"
             raise StateError(
                 f"{files.data(drive)} of the interrupted run {what} {where}: name its directories in "
                 f"memory.nvme; {BEGIN_ANEW}"
             )
-        if paths[0].stat().st_size < space.end:
-            raise ChangedFileError(
-                paths[0], f"was cut to {paths[0].stat().st_size} bytes of at least {space.end}"
-            )
-        data.append(paths[0])
-    return SavedRank(files, contents.path, record, layout, tuple(data))
+        size = paths[0].stat().st_size
+        if size < space.end:
+            raise ChangedFileError(paths[0], f"was cut to {size} bytes of at least {space.end}")
+        data += paths
+    return SavedRank(files, contents.path, record, layout, data, spaces)
 
 
-def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
+def _check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
     """Return what extents take of each drive; they must be as large as what they hold, and apart.
 
-    Raises:
-        ValueError: They are not, or contradict the record; another error if something is missing.
+    Raises one of ``MALFORMED`` if they are not, or contradict the record.
     """
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
     [drives] = whole_numbers([layout["drives"]], most=2**12)
-    units, base = layout["units"], layout.get("base", {})
-    if type(base) is not dict:
-        raise ValueError("no files of a base")
-    if not drives or not len(units) == len(record.versions) == len(record.counts):
-        raise ValueError(f"{len(units)} units on {drives} drives")
-    for unit, counts in zip(units, record.counts, strict=True):
-        [numel] = whole_numbers([unit["numel"]])
-        if numel % record.world_size or len(unit["segments"]) != len(counts):
-            raise ValueError(f"a unit of {numel} elements and {len(unit['segments'])} parameters")
-        for name, offset, shape in unit["segments"]:
-            whole_numbers([offset])
-            if type(name) is not str or offset + math.prod(whole_numbers(shape)) > numel:
-                raise ValueError(f"parameter {name} outside its unit")
-        if unit["versions"] is not None:
-            _check_versions(unit["versions"], numel // record.world_size, sizes)
-    return spaces_of(layout)
-
-
-def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None:
-    """Raise unless each version has the bytes of a shard, chunk after chunk."""
-    if not 1 <= len(versions) <= MOST_PLACES:
-        raise ValueError(f"{len(versions)} versions")
-    for version in versions:
-        at = 0
-        for start, numel, *extents in version:
-            whole_numbers([start, numel])
-            allowed = (
-                (sizes.weight_nbytes(numel),),
-                (0, sizes.only(exact=True).state_nbytes(numel)),
-                (0, sizes.only(moments=True).state_nbytes(numel)),
-            )
-            found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
-            if start != at or not numel or any(n not in most for n, most in zip(found, allowed, strict=True)):
-                raise ValueError(f"extents of {found} bytes for elements {start} to {start + numel}")
-            at += numel
-        if at != shard_numel:
-            raise ValueError(f"{at} of {shard_numel} elements")
-
-
-def spaces_of(layout: Mapping[str, Any]) -> list[Space]:
-    """The space that extents take in each data file.
-
-    Raises:
-        ValueError: Two overlap, or one is not whole blocks.
-    """
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(layout["drives"])]
-    for unit in layout["units"]:
-        for version in unit["versions"] or []:
-            for extent in (extent for chunk in version for extent in chunk[2:]):
-                for piece in extent:
-                    file, offset, nbytes = whole_numbers(piece)
-                    if offset % BLOCK_NBYTES or nbytes % BLOCK_NBYTES or not nbytes or file >= len(taken):
-                        raise ValueError(f"an extent of {nbytes} bytes at {offset} of drive {file}")
-                    taken[file].append((offset, nbytes))
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
+    whole = drives > 0 and len(layout["units"]) == len(record.versions)
+    whole &= type(layout.get("base", {})) is dict
+    for unit, counts in zip(layout["units"], record.counts, strict=True):
+        [numel], segments, versions = whole_numbers([unit["numel"]]), unit["segments"], unit["versions"]
+        whole &= not numel % record.world_size and len(segments) == len(counts)
+        for name, offset, shape in segments:
+            [offset] = whole_numbers([offset])
+            whole &= type(name) is str and offset + math.prod(whole_numbers(shape)) <= numel
+        whole &= versions is None or 1 <= len(versions) <= MOST_PLACES
+        for version in versions or ():
+            whole &= _has_shard(version, numel // record.world_size, sizes)
+            for file, offset, nbytes in map(whole_numbers, _pieces_of(version)):
+                whole &= nbytes > 0 and not (offset % BLOCK_NBYTES or nbytes % BLOCK_NBYTES)
+                taken[file].append((offset, nbytes))
+    if not whole:
+        raise ValueError("numbers that do not fit together")
     return [Space.of(ranges) for ranges in taken]
+
+
+def _has_shard(version: Any, shard_numel: int, sizes: StateLayout) -> bool:
+    """Return whether a version has the bytes of a shard, chunk after chunk."""
+    at, whole = 0, True
+    for start, numel, *extents in version:
+        whole_numbers([start, numel])
+        allowed = (
+            (sizes.weight_nbytes(numel),),
+            (0, sizes.only(exact=True).state_nbytes(numel)),
+            (0, sizes.only(moments=True).state_nbytes(numel)),
+        )
+        found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
+        whole &= start == at and numel > 0 and all(n in m for n, m in zip(found, allowed, strict=True))
+        at += numel
+    return whole and at == shard_numel
 
 
 class RunFiles:
@@ -404,10 +327,6 @@ class RunFiles:
         journal: The journal of this rank's commits; None: no process will look for them.
         paths: Paths of the data files, one on each drive.
         keep: Leave the files on disk at the end, if a process can go on with the run.
-
-    Raises:
-        DiskError: A directory cannot be written.
-        StateError: The run cannot go on; says why.
     """
 
     def __init__(
@@ -415,37 +334,34 @@ class RunFiles:
         stack: contextlib.ExitStack, *, synced: bool, note: Callable[[str], object],
     ) -> None:  # fmt: skip
         self._looked = False  # for a commit: from then on files without one may go
-        self._unused = ""  # what files of this run begin with that are of no use before it has a commit
         self.saved: SavedRun | None = None
         self.journal: Journal | None = None
         self.keep = False
-        directories = []
+        self._files, directories = RankFiles(ranks.rank), list[RunDirectory]()
         for root in memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
             stack.callback(self._end_directory, directories[-1], ranks.world_size)
         stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
-        files = RankFiles(ranks.rank)
         if resume is not None:
-            self.saved, files = self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
+            self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
         own = None if self.saved is None else self.saved.own
         # It comes before the data files: those without a journal are of a run that has it elsewhere.
         if resume is not None:
-            self.journal = Journal(folders[0] if own is None else own.journal.parent, files, synced=synced)
+            folder = folders[0] if own is None else own.journal.parent
+            self.journal = Journal(folder, self._files, synced=synced)
             stack.callback(self.journal.close)
-        named = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
+        named = [directory.file(self._files.data(drive)) for drive, directory in enumerate(directories)]
         self.paths: Sequence[Path] = named if own is None else own.data
-        if own is None and self.saved is not None:
-            self._unused = f"rank{ranks.rank}-{files.generation}"
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object], *,
         versions: int,
-    ) -> tuple[SavedRun | None, RankFiles]:  # fmt: skip
-        """Return the last commit, and the names of this rank's files; remove what belongs to no commit."""
+    ) -> None:  # fmt: skip
+        """Find the last commit, name this rank's files, and remove what belongs to no commit."""
         where = ", ".join(map(str, folders))
         saved = None if resume == "never" else find_saved(folders, ranks, note)
         if saved is None:
@@ -456,35 +372,36 @@ class RunFiles:
                     "there"
                 )
             clear(folders, ranks)
-            return None, RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+            self._files = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+            return
         if versions == 1:
             raise StateError(
                 f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
                 f"memory.versions=2 to go on; {BEGIN_ANEW}"
             )
         clear(folders, ranks, keep=(saved.generation,))
-        return saved, RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
-
-    @property
-    def _has_commit(self) -> bool:
-        return self.journal is not None and self.journal.any
+        self.saved = saved
+        self._files = RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
 
     def _finish(self, directories: list[RunDirectory]) -> None:
         """Say in every directory that the run is over, before the first file goes."""
-        if self._looked and (self.saved is not None or self._has_commit) and not self.keep:
+        if self._looked and self._can_go_on and not self.keep:
             for directory in directories:
                 directory.finish()
 
+    @property
+    def _can_go_on(self) -> bool:
+        return self.saved is not None or (self.journal is not None and self.journal.any)
+
     def _end_directory(self, directory: RunDirectory, world_size: int) -> None:
-        committed = self.saved is not None or self._has_commit
         if not self._looked and directory.is_empty():
             directory.remove()  # this process made it
-        elif not self._looked or (self.keep and committed):
-            if self._unused and not self._has_commit:
-                for path in directory.path.glob(f"{self._unused}[-.]*"):
+        elif not self._looked or (self.keep and self._can_go_on):
+            if self.saved is not None and self.saved.own is None and self.journal and not self.journal.any:
+                for path in directory.path.glob(f"{self._files.stem}[-.]*"):  # of no use without a commit
                     path.unlink(missing_ok=True)
             directory.leave()
-        elif committed:
+        elif self._can_go_on:
             directory.remove_finished(world_size)
         else:
             directory.remove()

@@ -1,11 +1,10 @@
 """Exact values of all units after one step, which are read while training goes on.
 
 [Note: what keeps the values]
-A unit on NVMe keeps the place that holds them: its updates take turns between the other places, and where two
-are too few, in one more (:meth:`infinity.shards.tiers.Tiers.spare_place`). If the drive has no room for that,
-or there is one place only, the update waits until the unit has been read.
-
-A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its own waits.
+A unit on NVMe keeps the place that holds them: its updates take turns between the others, of which one more
+is made if needed (:meth:`infinity.shards.tiers.Tiers.spare_place`). Without room for that, or with one place
+only, the update waits until the unit has been read. A unit that is read where it lies in a checkpoint does
+not change; one that is to get a home of its own waits.
 
 A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
 them, or copied if the host budget has room; else the update waits. With the first copy the snapshot takes
@@ -14,7 +13,7 @@ the memory through which units on NVMe are read: else these could wait for copie
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,11 +36,10 @@ class Source:
     Attributes:
         chunks: Start and elements of the parts in which they are read.
         values: Weights and all fields of the state in host memory; None: only on NVMe.
-        version: The version on NVMe; None: the values are only in host memory.
+        version: The version on NVMe, number ``place``; None: the values are only in host memory.
         landing: Transfers that must end before: the update, and writes.
-        place: The number of ``version`` among the unit's places.
-        copied: ``values`` are the snapshot's own.
         lasting: Reads all chunks of a unit whose values do not change; None: they may.
+        copy: Holds ``values``, where they are the snapshot's own.
     """
 
     chunks: Sequence[tuple[int, int]] = ()
@@ -49,8 +47,8 @@ class Source:
     version: Version | None = None
     place: int | None = None
     landing: Sequence[Transfer] = ()
-    copied: bool = False
     lasting: Generator[tuple[int, tuple[Tensor, ...]]] | None = None
+    copy: Lease | None = None
 
 
 class Snapshot:
@@ -58,7 +56,6 @@ class Snapshot:
 
     Args:
         sources: Sources by index of the unit.
-        layout: The layout of their state.
         pool: Host memory for copies.
         reading: Gives weights and state of a chunk on NVMe inside the context: in the memory that is given,
             or in some of the pool.
@@ -71,19 +68,15 @@ class Snapshot:
         self._layout, self._pool, self._reading = layout, pool, reading
         self._changed = threading.Condition()  # guards what follows
         self._sources = dict(sources)  # of units that were not read yet
-        self._copies = {index: ExitStack() for index in sources}
         self._room: Lease | None = None  # in which chunks are read
         self._cancelled = self._busy = False
 
     # --- the thread that reads ---------------------------------------------------------------
 
     def read(self, index: int) -> Generator[tuple[int, tuple[Tensor, ...]]]:
-        """This shard's exact values and moments, fp32, in chunks that stay until the next one is asked for.
+        """Yield first element and fields of each chunk of this shard's exact values and moments, fp32.
 
-        Once for each unit: it may be overwritten afterwards.
-
-        Yields:
-            The chunk's first element in the shard, and its fields.
+        They stay until the next ones are asked for. Once for each unit: it may be overwritten afterwards.
 
         Raises:
             DiskError: A read failed, or the update that wrote the values.
@@ -98,7 +91,9 @@ class Snapshot:
             for transfer in source.landing:
                 transfer.wait()
             for number, (start, numel) in enumerate(source.chunks):
-                fields = self._from_memory(index, start, start + numel)
+                with self._changed:
+                    self._check()
+                    fields = self._from_memory(source, start, numel)
                 if fields is not None:
                     yield start, fields
                 elif source.version is not None:
@@ -109,16 +104,13 @@ class Snapshot:
             self._busy = False
             self._release(index)
 
-    def _from_memory(self, index: int, start: int, stop: int) -> tuple[Tensor, ...] | None:
+    def _from_memory(self, source: Source, start: int, numel: int) -> tuple[Tensor, ...] | None:
         """Copies of a chunk's fields; None: they are on NVMe only."""
-        with self._changed:
-            self._check()
-            values = self._sources[index].values
-            if values is None:
-                return None
-            weight, *fields = (each[start:stop] for each in values)
-            state = self._layout.complete(fields, stop - start)
-            return tuple(each.clone() for each in self._layout.full_values(weight, state))
+        if source.values is None:
+            return None
+        weight, *fields = (each[start : start + numel] for each in source.values)
+        state = self._layout.complete(fields, numel)
+        return tuple(each.clone() for each in self._layout.full_values(weight, state))
 
     def _check(self) -> None:
         if self._cancelled:
@@ -126,8 +118,9 @@ class Snapshot:
 
     def _release(self, index: int) -> None:
         with self._changed:
-            self._sources.pop(index, None)
-            self._copies[index].close()
+            source = self._sources.pop(index, None)
+            if source is not None and source.copy is not None:
+                source.copy.release()
             if not self._sources and self._room is not None:
                 self._room.release()
                 self._room = None
@@ -139,7 +132,7 @@ class Snapshot:
             self._cancelled = True
             while self._busy:
                 self._changed.wait(_SLICE_S)
-        for index in self._copies:
+        for index in list(self._sources):
             self._release(index)
 
     # --- threads that train ------------------------------------------------------------------
@@ -153,38 +146,32 @@ class Snapshot:
         """Return when the values of a unit in host memory may be overwritten there."""
         with self._changed:
             source = self._sources.get(index)
-            if source is None or source.values is None or source.copied:
+            if source is None or source.values is None or source.copy is not None:
                 return
             if source.version is not None:
                 source.values = None
                 return
-            if self._copy(index, source, source.values):
+            if self._copy(source, source.values):
                 return
         self.wait_for(index)
 
-    def _copy(self, index: int, source: Source, values: Sequence[Tensor]) -> bool:
+    def _copy(self, source: Source, values: Sequence[Tensor]) -> bool:
         """Copy a unit's values into memory of the pool; False: there is no room."""
-        if self._room is None:
-            self._room = self._pool.try_lease(self._chunk_nbytes(), who="a checkpoint")
+        if self._room is None:  # for the largest chunk
+            versions = [each.version for each in self._sources.values() if each.version is not None]
+            numel = max((chunk.numel for version in versions for chunk in version.chunks), default=0)
+            nbytes = self._layout.weight_nbytes(numel) + self._layout.state_nbytes(numel)
+            self._room = self._pool.try_lease(nbytes, who="a checkpoint")
         nbytes = sum(rounded(each.nbytes) for each in values)
         lease = None if self._room is None else self._pool.try_lease(nbytes, who="a checkpoint")
         if lease is None:
             return False
-        self._copies[index].callback(lease.release)
         copies, at = [], 0
         for each in values:
             copies.append(lease.tensor[at : at + each.nbytes].view(each.dtype).copy_(each))
             at += rounded(each.nbytes)
-        source.values, source.copied = tuple(copies), True
+        source.values, source.copy = tuple(copies), lease
         return True
-
-    def _chunk_nbytes(self) -> int:
-        """Return what reading the largest chunk takes."""
-        versions = (source.version for source in self._sources.values())
-        numel = max(
-            (c.numel for version in versions if version is not None for c in version.chunks), default=0
-        )
-        return self._layout.weight_nbytes(numel) + self._layout.state_nbytes(numel)
 
     def wait_for(self, index: int) -> None:
         """Return when a unit has been read, or will not be."""
@@ -194,5 +181,5 @@ class Snapshot:
 
     def wait(self) -> None:
         """The same of all units."""
-        for index in self._copies:
+        for index in list(self._sources):
             self.wait_for(index)

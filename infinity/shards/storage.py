@@ -36,7 +36,7 @@ from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout, store_master
 from infinity.optim.rules import UpdateRule, default_rule
-from infinity.shards.journal import Commits, Resume
+from infinity.shards.journal import Journal, Resume
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
 
@@ -247,7 +247,7 @@ class Storage:
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
-        commits: Writes this rank's commit records; None if no process could go on with the run.
+        commits: The journal of this rank's commits; None if no process could go on with the run.
         files: This rank's directories of the run; None without one.
         sums: Sums of the blocks in the files, by which every read is checked; None: without
             ``memory.verify``.
@@ -269,7 +269,7 @@ class Storage:
         self.units_engine: WatchedEngine | None = None
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
-        self.commits: Commits | None = None
+        self.commits: Journal | None = None
         self.files: RunFiles | None = None
         self.sums: BlockSums | None = None
         staging = 0
@@ -305,7 +305,7 @@ class Storage:
         self.files = files
         own = None if files.saved is None else files.saved.own
         weights = stripe_weights([path.parent for path in files.paths])
-        self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces())
+        self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces)
         self._stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
             if line:
@@ -324,13 +324,19 @@ class Storage:
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
-            sums = tuple if self.sums is None else partial(self.sums.snapshot, len(files.paths))
-            self.commits = Commits(files.journal, self.volume.sync if synced else None, sums)
-            self._stack.callback(self.commits.close)
+            self.commits = files.journal
+            self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
+            self._stack.callback(self.commits.close)  # before the files that it syncs
         self.store = ShardStore(
             self.volume, self.units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
+
+    def _land_commit(self, drives: int, *, synced: bool) -> list[bytes]:
+        """Let the drives keep what was written; the sums of blocks on each. See :class:`Journal`."""
+        if synced and self.volume is not None:
+            self.volume.sync()
+        return [] if self.sums is None else self.sums.snapshot(drives)
 
     @property
     def saved(self) -> SavedRun | None:

@@ -35,7 +35,7 @@ from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome, ShardHome
-from infinity.shards.journal import Commits
+from infinity.shards.journal import Journal
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
@@ -175,7 +175,7 @@ class Updates:
 
     def __init__(
         self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None, pipeline: UpdatePipeline | None,
-        units: Sequence[Unit], order: StepOrder, speculation: Speculation, *, commits: Commits | None,
+        units: Sequence[Unit], order: StepOrder, speculation: Speculation, *, commits: Journal | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline

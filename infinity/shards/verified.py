@@ -1,12 +1,11 @@
 """``memory.verify``: every block that is read is compared with a sum that was made when it was written.
 
 [Note: sums of blocks]
-Each block of 4,096 bytes in the files of this rank has 32 bits in memory, a thousandth of the bytes on disk:
-0 while it is unknown what the block holds, else the sum of its content, of its place and of whose file it is.
-So blocks that changed places are found, and blocks that a drive acknowledged and did not write. A transfer
-ends when its sums are made, or compared, on threads beside the engine's: nothing uses bytes that were not.
-With each commit the sums are written, too, for the process that goes on and for :func:`verify`. Of what is
-read from a checkpoint's own files nothing is known.
+Each block of 4,096 bytes in this rank's files has 32 bits in memory: 0 while it is unknown what the block
+holds, else the sum of its content, of its place and of whose file it is. So blocks that changed places are
+found, and writes that a drive acknowledged and lost. A transfer ends when its sums are made, or compared, on
+threads beside the engine's. With each commit the sums are written, too, for the process that goes on and for
+:func:`verify`. Of what is read from a checkpoint's own files nothing is known.
 """
 
 import contextlib
@@ -24,11 +23,10 @@ import torch
 
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import DamagedDataError, StateError
-from infinity.core.files import open_found
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.device.machine import background_threads
-from infinity.nvme.volume import Range, Volume, open_direct
+from infinity.nvme.volume import Range, Volume, open_sealed
 from infinity.shards.journal import CorruptJournalError, read_sums
 from infinity.shards.saved import SavedRank, find_saved
 
@@ -79,26 +77,22 @@ class BlockSums:
             self._files[file] = salt, np.zeros(0, np.uint32)
 
     def drop(self, first: int, count: int) -> None:
-        """Forget files."""
         with self._lock:
             for file in range(first, first + count):
                 self._files.pop(file, None)
 
     def set(self, extent: Extent, memory: memoryview) -> None:
-        """``memory`` is written to ``extent``."""
         for piece, salt, part in self._parts(extent, memory):
             first = piece.offset // BLOCK_NBYTES
             self.put(piece.file, first, sums_of(part, salt, first))
 
     def set_zeros(self, file: int, zeros: Range) -> None:
-        """A range reads as zeros."""
         memory = memoryview(bytearray(min(zeros.nbytes, _READ_NBYTES)))
         for at in range(0, zeros.nbytes, len(memory)):
             nbytes = min(len(memory), zeros.nbytes - at)
             self.set(Extent((Piece(file, zeros.offset + at, nbytes),)), memory[:nbytes])
 
     def put(self, file: int, first: int, sums: Sums) -> None:
-        """Set the sums of the blocks from number ``first`` on."""
         with self._lock:
             if file not in self._files:
                 return
@@ -111,26 +105,18 @@ class BlockSums:
             known[first:end] = sums
 
     def check(self, extent: Extent, memory: memoryview, path: Callable[[int], Path]) -> None:
-        """Raise unless ``memory``, which was read from ``extent``, is what was written there.
-
-        Raises:
-            DamagedDataError: It is not; names the first place.
-        """
+        """Raise a DamagedDataError if ``memory``, read from ``extent``, is not what was written there."""
         for piece, salt, part in self._parts(extent, memory):
-            first = piece.offset // BLOCK_NBYTES
-            wanted, found = self._known(piece, first), sums_of(part, salt, first)
-            for begin, count in _different(found, wanted):
+            first, count = piece.offset // BLOCK_NBYTES, piece.nbytes // BLOCK_NBYTES
+            with self._lock:
+                wanted = self._files[piece.file][1][first : first + count].copy()
+            for begin, bad in _different(sums_of(part, salt, first), wanted):
                 at = (first + begin) * BLOCK_NBYTES
-                raise DamagedDataError(path(piece.file), offset=at, nbytes=count * BLOCK_NBYTES)
+                raise DamagedDataError(path(piece.file), offset=at, nbytes=bad * BLOCK_NBYTES)
 
     def snapshot(self, count: int) -> list[bytes]:
-        """The sums of each of the first ``count`` files, for a commit."""
         with self._lock:
             return [self._files[file][1].tobytes() for file in range(count)]
-
-    def _known(self, piece: Piece, first: int) -> Sums:
-        with self._lock:
-            return self._files[piece.file][1][first : first + piece.nbytes // BLOCK_NBYTES].copy()
 
     def _parts(self, extent: Extent, memory: memoryview) -> Iterator[tuple[Piece, int, memoryview]]:
         """Each piece in a file with sums, with the file's salt and the piece's part of ``memory``."""
@@ -143,11 +129,7 @@ class BlockSums:
 
 
 class VerifiedEngine:
-    """Transfer engine that makes the sums of what is written, and compares those of what is read.
-
-    Args:
-        volume: The volume of ``engine``.
-    """
+    """Transfer engine that makes the sums of what is written, and compares those of what is read."""
 
     def __init__(self, engine: TransferEngine, sums: BlockSums, volume: Volume) -> None:
         self._engine, self.name, self._sums, self._path = engine, engine.name, sums, volume.path
@@ -160,7 +142,13 @@ class VerifiedEngine:
             read.wait()  # ended: raises at once if it failed
             self._sums.check(extent, memory, self._path)
 
-        read.then(lambda: self._submit(verified, check))
+        def submit() -> None:
+            try:
+                self._threads.submit(verified.run, check)
+            except RuntimeError as error:  # the interpreter ends: it takes no more work
+                verified.finish(error)
+
+        read.then(submit)
         return verified
 
     def write(self, extent: Extent, memory: memoryview) -> Transfer:
@@ -175,15 +163,8 @@ class VerifiedEngine:
         return written
 
     def close(self) -> None:
-        """Close the engine, then end the threads."""
         self._engine.close()
         self._threads.shutdown()
-
-    def _submit(self, transfer: Transfer, call: Callable[[], None]) -> None:
-        try:
-            self._threads.submit(transfer.run, call)
-        except RuntimeError as error:  # the interpreter ends: it takes no more work
-            transfer.finish(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -195,23 +176,19 @@ class VerifiedEngine:
 def load_sums(
     sums: BlockSums, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
 ) -> None:
-    """Take in what a rank of an interrupted run knew of its committed versions.
+    """Take in what a rank of an interrupted run knew of its committed versions, or raise a StateError.
 
     Args:
         first: Number of the volume's file that is its first.
         note: Gets a line for people if it knew nothing.
-
-    Raises:
-        StateError: The sums are damaged.
     """
-    rank = saved.files.rank
     for drive in range(len(saved.data)):
-        sums.add(first + drive, salt_of(rank, drive))
+        sums.add(first + drive, salt_of(saved.files.rank, drive))
     try:
         kept = _kept_sums(saved)
     except CorruptJournalError as error:
         raise StateError(f"{error}. memory.verify=false goes on without the sums of blocks") from error
-    if kept is None:
+    if not kept:
         note("memory.verify: the interrupted run kept no sums, so what it wrote is not checked")
         return
     for _, piece in saved.committed():  # the other versions may have been written since
@@ -219,20 +196,13 @@ def load_sums(
         sums.put(first + piece.file, begin, kept[piece.file][begin : begin + count])
 
 
-def _kept_sums(saved: SavedRank) -> list[Sums] | None:
-    parts = read_sums(saved.journal, saved.record)
-    return [np.frombuffer(part, np.uint32) for part in parts] or None
+def _kept_sums(saved: SavedRank) -> list[Sums]:
+    return [np.frombuffer(part, np.uint32) for part in read_sums(saved.journal, saved.record)]
 
 
 @dataclass(slots=True)
 class RankCheck:
-    """The findings of :func:`verify` in the files of one rank.
-
-    Attributes:
-        nbytes: Bytes of the committed versions.
-        checked_nbytes: Bytes of which a sum was kept.
-        damage: A line about each damaged place.
-    """
+    """The findings of :func:`verify` in the files of one rank; ``damage`` has a line about each place."""
 
     rank: int
     step: int
@@ -245,18 +215,11 @@ class RankCheck:
 def verify(folders: Sequence[Path]) -> tuple[list[RankCheck], list[str]]:
     """Check the last commit of an interrupted run: records, descriptions, and each block whose sum was kept.
 
-    Nothing is changed, and one buffer is used.
-
-    Args:
-        folders: The run's directories in ``memory.nvme``.
+    Nothing is changed, and one buffer is used. Raises as :func:`find_saved`, and a StateError without a
+    commit.
 
     Returns:
         What was found of each rank, and lines about records that are damaged though another commit is whole.
-
-    Raises:
-        LockedError: A process of the run lives.
-        StateError: No commit is whole, or there is none.
-        ChangedFileError: A file was cut.
     """
     lines: list[str] = []
     saved = find_saved(folders, Ranks(0, 1, torch.device("cpu")), lines.append)
@@ -272,22 +235,21 @@ def _check_rank(saved: SavedRank) -> RankCheck:
     try:
         kept = _kept_sums(saved)
     except CorruptJournalError as error:
-        kept = None
         check.damage.append(str(error))
-    if kept is None:
+        return check
+    if not kept:
         return check
     damage: list[str] = []
     with contextlib.ExitStack() as stack:
         buffer = stack.enter_context(mmap.mmap(-1, _READ_NBYTES))  # aligned, for O_DIRECT
-        fds = []
-        for path in saved.data:
-            fds.append(open_direct(path, open_found, "opening")[0])
-            stack.callback(os.close, fds[-1])
+        files = [open_sealed(path) for path in saved.data]
+        for file in files:
+            stack.callback(file.close)
         for name, piece in pieces:
             begin, salt = piece.offset // BLOCK_NBYTES, salt_of(check.rank, piece.file)
             wanted = kept[piece.file][begin : begin + piece.nbytes // BLOCK_NBYTES]
             check.checked_nbytes += int(np.count_nonzero(wanted)) * BLOCK_NBYTES
-            for offset, nbytes, why in _bad_ranges(fds[piece.file], piece, wanted, salt, buffer):
+            for offset, nbytes, why in _bad_ranges(files[piece.file].fd, piece, wanted, salt, buffer):
                 where = f"{saved.data[piece.file]}: {nbytes} bytes from offset {offset} on"
                 damage.append(f"{where} {why} (the unit of {name})")
     check.damage += damage[:_MOST_LISTED]

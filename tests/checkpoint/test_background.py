@@ -172,7 +172,7 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
 
     stored = Source([(0, 8)], version=Version((ChunkExtents(0, 8, Extent(())),)))
     snapshot = Snapshot({0: Source([(0, 8)], values), 1: stored}, layout, pool, reading)
-    assert snapshot._copy(0, snapshot._sources[0], values) is copied
+    assert snapshot._copy(snapshot._sources[0], values) is copied
     assert pool.leased_nbytes == (5 if copied else 1) * 4096
     assert len(list(snapshot.read(1))) == 1
     assert rooms[0] is not None

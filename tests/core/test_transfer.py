@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.transfer import ChainedTransfer, Transfer, stream
+from infinity.core.transfer import Transfer, chained, stream
 from tests.helpers.fakes import FakePool
 from tests.helpers.limits import HANG_S
 
@@ -108,19 +108,19 @@ def test_ctrl_c_gets_through_to_a_thread_that_waits():
 
 def test_a_chained_transfer_begins_only_when_the_first_has_ended():
     first, second, begun = Transfer(), Transfer(), []
-    chained = ChainedTransfer(first, lambda: begun.append(1) or second)
+    chain = chained(first, lambda: begun.append(1) or second)
     called = []
-    chained.then(lambda: called.append(1))
+    chain.then(lambda: called.append(1))
     assert not begun
-    assert not chained.done()
+    assert not chain.done()
     first.finish()
     assert begun == [1]
-    assert not chained.done()
+    assert not chain.done()
     assert not called
     second.finish()
-    assert chained.done()
+    assert chain.done()
     assert called == [1]
-    chained.wait()
+    chain.wait()
 
 
 @pytest.mark.parametrize("where", ["first", "begin", "second"])
@@ -133,21 +133,21 @@ def test_an_error_anywhere_in_a_chain_is_raised_by_wait(where):
             raise OSError("begin")
         return second
 
-    chained = ChainedTransfer(first, begin)
-    chained.then(lambda: called.append(1))
+    chain = chained(first, begin)
+    chain.then(lambda: called.append(1))
     first.finish(OSError("first") if where == "first" else None)
     second.finish(OSError("second"))
-    assert chained.done()
+    assert chain.done()
     assert called == [1]
     assert begun == ([] if where == "first" else [1])
     with pytest.raises(OSError, match=where):
-        chained.wait()
+        chain.wait()
 
 
 def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
     for _ in range(200):
         first, second, start = Transfer(), Transfer(), threading.Barrier(3)
-        chained = ChainedTransfer(first, lambda second=second: second)
+        chain = chained(first, lambda second=second: second)
         called = threading.Event()
 
         def end(transfer, start=start):
@@ -157,12 +157,12 @@ def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
         with ThreadPoolExecutor(3) as threads:
             jobs = [threads.submit(end, first), threads.submit(end, second)]
             start.wait()
-            chained.then(called.set)
-            chained.wait()
+            chain.then(called.set)
+            chain.wait()
             for job in jobs:
                 job.result()
         assert called.wait(HANG_S)
-        assert chained.done()
+        assert chain.done()
 
 
 # --- streams of pieces ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def journals(folder: Path) -> list[Path]:
 
 def records(folder: Path) -> list[CommitRecord]:
     """Return the commits that are whole in all journals below ``folder``, the oldest first."""
-    found = [record for path in journals(folder) for record, _ in read_journal(path).commits.values()]
+    found = [record for path in journals(folder) for record in read_journal(path).commits.values()]
     return sorted(found, key=lambda record: record.step)
 
 

@@ -63,7 +63,7 @@ def test_what_was_written_is_read(engine: QueuedEngine, volume: Volume, lease: H
     ],
 )
 def test_no_request_is_left_with_a_few_blocks(volume: Volume, nbytes: int, sizes: list[int]) -> None:
-    engine, move = QueuedEngine(volume, "none", MIB), Move(memoryview(bytearray(nbytes)), writes=False)
+    engine, move = QueuedEngine(volume, MIB), Move(memoryview(bytearray(nbytes)), writes=False)
     requests = engine.cut(move, Extent((Piece(0, 8192, nbytes),)))
     assert [request.nbytes for request in requests] == sizes
     ends = list(itertools.accumulate(sizes))
@@ -262,18 +262,18 @@ def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Vol
     writes = [volume.allocate(MIB, what="unit") for _ in range(4)]
     wanted, back = volume.allocate(64 * 1024, what="wanted"), lease(64 * 1024)
     out = lease(MIB)
-    take, taken, asked = engine.queue.take, [], threading.Event()
+    take, taken, asked = engine.take, [], threading.Event()
 
     def taking() -> Request | None:
         request = take() if asked.is_set() else None
         taken.extend([] if request is None else [request.move])
         return request
 
-    engine.queue.take = taking  # type: ignore[method-assign]
+    engine.take = taking  # type: ignore[method-assign]
     moves = [engine.write(extent, out.memory) for extent in writes]
     urgent = engine.read(wanted, back.memory, urgent=True)
     asked.set()
-    with engine.queue.lock:
+    with engine.lock:
         engine.wake()
     for move in [*moves, urgent]:
         move.wait()

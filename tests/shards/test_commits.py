@@ -12,7 +12,6 @@ import infinity
 from infinity.core.transfer import Transfer
 from infinity.shards.journal import (
     CommitRecord,
-    Commits,
     CorruptJournalError,
     Journal,
     RankFiles,
@@ -74,10 +73,10 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    commits = Commits(Journal(tmp_path, RankFiles(0)))
+    commits = Journal(tmp_path, RankFiles(0))
     good, bad = Transfer(), Transfer()
     good.finish(None)
-    commits.add(CommitRecord(1, (0,)), [good], {})
+    commits.add(CommitRecord(1, (0,), layout={}), [good])
     commits.wait()
     commits.add(CommitRecord(2, (1,)), [good, bad])
     bad.finish(infinity.DiskError(errno.EIO, "write", tmp_path / "x", offset=0, nbytes=1))
@@ -88,8 +87,8 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
 
 
 def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
-    commits = Commits(Journal(tmp_path, RankFiles(0)))
-    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}})), [], {})
+    commits = Journal(tmp_path, RankFiles(0))
+    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}}), layout={}), [])
     commits.wait()
     commits.add(CommitRecord(2, (1,), state=pack({"follow": {"loader": tmp_path}})), [])
     with pytest.raises(infinity.StateError, match=r"what it follows, cannot be kept with a commit"):
@@ -105,11 +104,12 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
     journal = Journal(tmp_path, RankFiles(0, run=7))
     assert records(tmp_path) == []
     for step in (1, 2, 3):
-        record = CommitRecord(step, tuple(number % 3 for number in range(step, 1000)))
-        journal.append(record, {"step": step} if step != 2 else None)
+        layout = {"step": step} if step != 2 else None
+        record = CommitRecord(step, tuple(number % 3 for number in range(step, 1000)), layout=layout)
+        journal.append(record)
         assert newest(tmp_path) == replace(record, number=step)
     contents = read_journal(journal.path)
-    assert {step: layout for step, (_, layout) in contents.commits.items()} == {
+    assert {step: record.layout for step, record in contents.commits.items()} == {
         2: {"step": 1},
         3: {"step": 3},
     }
@@ -125,9 +125,9 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
 
 def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path, monkeypatch) -> None:
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(1, (0, 1)), {})
+    journal.append(CommitRecord(1, (0, 1), layout={}))
 
-    def crash(self, run, number):
+    def crash(self, number):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -142,7 +142,7 @@ def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path, mo
 def test_a_commit_is_synced_before_versions_are_written_over(tmp_path: Path, monkeypatch) -> None:
     journal = Journal(tmp_path, RankFiles(0), synced=True)
     assert run_sql(journal.path, "SELECT 1") == [(1,)]
-    journal.append(CommitRecord(1, (0,)), {})
+    journal.append(CommitRecord(1, (0,), layout={}))
     journal.append(CommitRecord(2, (1,)))
     calls: list[int] = []
     fsync = os.fsync
@@ -154,16 +154,19 @@ def test_a_commit_is_synced_before_versions_are_written_over(tmp_path: Path, mon
 def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     """Wherever it is: a damaged commit is not read as another one."""
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(7, (1, 0, 1), state=b"s" * 300), {"units": list(range(30))})
+    layout = {"units": list(range(30))}
+    journal.append(CommitRecord(7, (1, 0, 1), state=b"s" * 300, layout=layout))
     journal.close()
-    whole, [(record, layout)] = journal.path.read_bytes(), read_journal(journal.path).commits.values()
+    whole, [record] = journal.path.read_bytes(), read_journal(journal.path).commits.values()
     for at in range(0, len(whole), 7):
         journal.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         try:
             contents = read_journal(journal.path)
         except CorruptJournalError:
             continue
-        assert contents.problems or list(contents.commits.values()) == [(record, layout)]
+        assert contents.problems or [(each, each.layout) for each in contents.commits.values()] == [
+            (record, layout)
+        ]
     head = journal.path.with_name(f"{journal.path.name}-head")
     journal.path.write_bytes(whole)
     for broken in (b"", head.read_bytes()[:20], b"\xff" * 30):
@@ -175,7 +178,7 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
 def test_a_journal_that_lost_its_end_is_found_out(tmp_path: Path) -> None:
     """An unsynced one, by a power cut: its older commit has been written over since."""
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(1, (0,)), {})
+    journal.append(CommitRecord(1, (0,), layout={}))
     before = journal.path.read_bytes()
     journal.append(CommitRecord(2, (1,)))
     journal.retire()

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import infinity
 from infinity.core.errors import StateError
-from infinity.shards.journal import Commits
+from infinity.shards.journal import Journal
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Loader, Net
@@ -445,13 +445,13 @@ def test_weights_are_as_they_were_if_the_block_that_writes_them_raises(tmp_path,
 def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):
     waited = []
 
-    def add(commits, record, landing, layout=None):
+    def add(commits, record, landing):
         updating = {unit.home.updating for unit in loop.optimizer.runtime.units}
         waited.append(updating - {None} <= {*landing})
-        return plain(commits, record, landing, layout)
+        return plain(commits, record, landing)
 
-    plain = Commits.add
-    monkeypatch.setattr(Commits, "add", add)
+    plain = Journal.add
+    monkeypatch.setattr(Journal, "add", add)
     loop = RareChoosy(tmp_path, 1)
     loop.run()
     assert len(waited) > 1

@@ -192,7 +192,7 @@ def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path
     if steps:
         go_on([tmp_path], steps)
 
-    def full(journal, run, number):
+    def full(journal, number):
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patched:

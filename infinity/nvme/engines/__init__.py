@@ -24,27 +24,20 @@ def make_engine(
 
     Raises:
         SettingError: The engine that was asked for cannot be used here; says why.
-        ValueError: There is no such engine.
     """
     if name not in ("auto", "libaio", "threads", "gds"):
         raise ValueError(f"memory.engine: got {name!r}; wanted auto | libaio | threads | gds")
     if name == "auto":
         return _fastest(volume, note)
     try:
-        return _make(name, volume, note)
+        if name == "gds":
+            from infinity.nvme.engines.gds_engine import GdsEngine
+
+            return GdsEngine(volume, lambda: _fastest(volume, note))
+        return LibaioEngine(volume) if name == "libaio" else ThreadsEngine(volume)
     except (ImportError, OSError, AttributeError) as error:
         wanted = f"auto, or threads: {name} cannot be used here ({_why(error)})"
         raise SettingError("memory.engine", name, wanted) from error
-
-
-def _make(name: str, volume: Volume, note: Callable[[str], object]) -> TransferEngine:
-    if name == "libaio":
-        return LibaioEngine(volume)
-    if name == "gds":
-        from infinity.nvme.engines.gds_engine import GdsEngine
-
-        return GdsEngine(volume, lambda: _fastest(volume, note))
-    return ThreadsEngine(volume)
 
 
 def _fastest(volume: Volume, note: Callable[[str], object]) -> TransferEngine:

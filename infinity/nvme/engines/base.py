@@ -1,11 +1,10 @@
 """The base of every engine: a transfer is cut into requests, queued, and ends with its last request.
 
 [Note: the life of a request]
-``queued`` (in one of two queues, urgent first) -> ``with the kernel`` -> ``settled``. An engine takes
-requests with :meth:`RequestQueue.take`, moves their bytes and tells :meth:`QueuedEngine.settle` the
-result, as the kernel gave it: a count, or a negative errno. Settling compares the count with what was
-asked; what is missing goes back to the front of the queue. A transfer ends when each of its requests
-is settled, also after an error, because until then the kernel may still touch the memory.
+An engine takes a queued request, urgent ones first, with :meth:`QueuedEngine.take`, moves its bytes and tells
+:meth:`QueuedEngine.settle` the result, as the kernel gave it: a count, or a negative errno. What is missing
+of the count goes back to the front of the queue. A transfer ends when each of its requests is settled, also
+after an error, because until then the kernel may still touch the memory.
 
 [Note: Ctrl-C]
 A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing
@@ -17,7 +16,7 @@ import errno
 import resource
 import threading
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -53,17 +52,25 @@ class Move(Transfer):
         self.finish(self.error)
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """A contiguous part of a move, small enough for one system call."""
+    """A contiguous part of a move, small enough for one system call.
 
-    __slots__ = ("fd", "file", "move", "moved", "nbytes", "note", "offset", "start", "tries")
+    Attributes:
+        offset: In the file.
+        start: In the move's memory.
+        note: What a library said beyond an errno.
+    """
 
-    def __init__(self, move: Move, file: int, fd: int, offset: int, start: int, nbytes: int) -> None:
-        self.move, self.file, self.fd = move, file, fd
-        self.offset = offset  # in the file
-        self.start = start  # in the move's memory
-        self.nbytes, self.moved, self.tries = nbytes, 0, 0
-        self.note = ""  # what a library said beyond an errno
+    move: Move
+    file: int
+    fd: int
+    offset: int
+    start: int
+    nbytes: int
+    moved: int = 0
+    tries: int = 0
+    note: str = ""
 
     def memory(self) -> Any:
         """The part of the move's memory that is still to be moved."""
@@ -71,110 +78,49 @@ class Request:
         return self.move.memory[self.start + self.moved : self.start + self.nbytes]
 
 
-def _too_large(request: Request) -> bool:
-    """Return whether the process may not write so far (``ulimit -f``).
-
-    The kernel cuts such a write at the limit. Then it says that its length is not one of O_DIRECT's, or,
-    without O_DIRECT, writes the same part of a block again and again.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit
-
-
-class RequestQueue:
-    """Requests that wait, urgent ones first, and the bytes of those that an engine has taken.
-
-    Attributes:
-        lock: Guards everything here; an engine guards its own counts with it, too.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._urgent: deque[Request] = deque()
-        self._others: deque[Request] = deque()
-        self._taken_nbytes = 0
-
-    def __len__(self) -> int:
-        """Return the number of requests that wait."""
-        return len(self._urgent) + len(self._others)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of requests that wait or were taken."""
-        return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._others) for r in queue)
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no request waits, and none is with the kernel."""
-        return not (self._taken_nbytes or self._urgent or self._others)
-
-    def put(self, requests: Sequence[Request], *, urgent: bool) -> None:
-        """Append requests, in their order."""
-        (self._urgent if urgent else self._others).extend(requests)
-
-    def take(self) -> Request | None:
-        """Return the next request; None: no request waits."""
-        queue = self._urgent or self._others
-        if not queue:
-            return None
-        request = queue.popleft()
-        self._taken_nbytes += request.nbytes
-        return request
-
-    def put_back(self, request: Request) -> None:
-        """Let a request that was taken go first."""
-        self.drop(request)
-        self._urgent.appendleft(request)
-
-    def drop(self, request: Request) -> None:
-        """Count a request that was taken as over."""
-        self._taken_nbytes -= request.nbytes
-
-
 class QueuedEngine:
     """Queues, results, counters; an engine adds :meth:`wake` and :meth:`stop`, and threads.
 
     Args:
-        volume: Owns the files.
-        name: The name in ``memory.engine``.
         request_nbytes: Bytes of a request; an eighth more where that saves one.
 
     Attributes:
-        queue: The queue from which the threads of the engine take their requests.
-        nbytes_read: Bytes of reads that ended well.
-        nbytes_written: Bytes of writes that ended well.
+        name: The name in ``memory.engine``.
+        lock: Guards the queues and counts here; an engine guards its own with it, too.
         stopping: Threads of the engine end.
     """
 
-    def __init__(self, volume: Volume, name: str, request_nbytes: int) -> None:
-        self.name, self._volume, self._request_nbytes = name, volume, request_nbytes
-        self.queue = RequestQueue()
-        self._idle = threading.Condition(self.queue.lock)
-        self.nbytes_read = self.nbytes_written = 0
+    name: str
+
+    def __init__(self, volume: Volume, request_nbytes: int) -> None:
+        self._volume, self._request_nbytes = volume, request_nbytes
+        self.lock = threading.Lock()
+        self._urgent: deque[Request] = deque()
+        self._others: deque[Request] = deque()
+        self._idle = threading.Condition(self.lock)
+        self._taken_nbytes = self.nbytes_read = self.nbytes_written = 0
         self._closed = self.stopping = False
 
     # --- the protocol ------------------------------------------------------------------------
 
     def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Move:
-        """Start reading ``extent`` into ``memory``; see the protocol."""
         return self._start(extent, memory, urgent=urgent, writes=False)
 
     def write(self, extent: Extent, memory: Memory) -> Move:
-        """Start writing ``memory`` to ``extent``; see the protocol."""
         return self._start(extent, memory, urgent=False, writes=True)
 
     @property
     def in_flight_nbytes(self) -> int:
         """Bytes of requests that are queued or with the kernel."""
-        with self.queue.lock:
-            return self.queue.nbytes
+        with self.lock:
+            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._others) for r in queue)
 
     def close(self) -> None:
-        """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
-        with self.queue.lock:
+        """Wait for what is in flight, then give back threads and kernel contexts. May be called twice."""
+        with self.lock:
             self._closed = True
             self.wake()
-            self._idle.wait_for(lambda: self.queue.is_idle)
+            self._idle.wait_for(lambda: not (self._taken_nbytes or self.waiting))
             first, self.stopping = not self.stopping, True
             self.wake()
         if first:
@@ -195,20 +141,34 @@ class QueuedEngine:
 
     # --- what an engine calls ----------------------------------------------------------------
 
+    @property
+    def waiting(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    def take(self) -> Request | None:
+        """Return the next request; None: no request is queued. The lock is held."""
+        queue = self._urgent or self._others
+        if not queue:
+            return None
+        request = queue.popleft()
+        self._taken_nbytes += request.nbytes
+        return request
+
     def put_back(self, request: Request) -> None:
         """Let a request that was taken go first; the lock is held, on a thread of the engine."""
-        self.queue.put_back(request)
+        self._taken_nbytes -= request.nbytes
+        self._urgent.appendleft(request)
         self.wake()
 
     def settle(self, request: Request, result: int) -> None:
         """Take in the result of a request: bytes moved, or a negative errno. No lock is held."""
         move = request.move
         if self._unfinished(request, result):
-            with self.queue.lock:
+            with self.lock:
                 self.put_back(request)
             return
-        with self.queue.lock:
-            self.queue.drop(request)
+        with self.lock:
+            self._taken_nbytes -= request.nbytes
             move.pending -= 1
             ended = not move.pending
             if ended and move.error is None:
@@ -217,7 +177,7 @@ class QueuedEngine:
         if ended:
             move.end()
         if self._closed:
-            with self.queue.lock:
+            with self.lock:
                 self._idle.notify_all()
 
     def _unfinished(self, request: Request, result: int) -> bool:
@@ -240,8 +200,12 @@ class QueuedEngine:
         return False
 
     def _error(self, request: Request, code: int) -> DiskError:
-        if code in (errno.EINVAL, errno.EIO) and request.move.writes and _too_large(request):
-            code = errno.EFBIG
+        if code in (errno.EINVAL, errno.EIO) and request.move.writes:
+            # The kernel cuts a write at the limit of `ulimit -f`. Then it says that its length is none for
+            # O_DIRECT, or, without that, writes the same part of a block again and again.
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit:
+                code = errno.EFBIG
         error = DiskError(
             code,
             "write" if request.move.writes else "read",
@@ -270,10 +234,10 @@ class QueuedEngine:
             move.end()
             return move
         move.pending = len(requests)
-        with self.queue.lock:
+        with self.lock:
             if self._closed:
                 raise StateError(f"the {self.name} engine is closed")
-            self.queue.put(requests, urgent=urgent)
+            (self._urgent if urgent else self._others).extend(requests)
             self.wake()
         return move
 

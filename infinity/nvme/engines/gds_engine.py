@@ -1,10 +1,9 @@
 """GPUDirect Storage: drive and accelerator exchange bytes without host memory between them.
 
 [Note: on streams of our own]
-kvikio's synchronous calls wait for the default stream before each transfer, and with it for all that
-computes. Its asynchronous ones wait for the stream that they are given. So each thread of the engine has
-one: it waits for what the caller's stream had been given when the transfer was asked for, then moves the
-bytes. The thread waits until they have moved, as every transfer of an engine does.
+kvikio's synchronous calls wait for the default stream, and with it for all that computes; its asynchronous
+ones for the stream that they are given. So each thread of the engine has one, which waits for what the
+caller's stream had been given when the transfer was asked for. The thread waits until the bytes have moved.
 """
 
 import threading
@@ -26,8 +25,7 @@ class GdsEngine:
     """kvikio's asynchronous cuFile calls for tensors of the accelerator; another engine for host memory.
 
     Args:
-        volume: Owns the files.
-        host: Makes the engine that moves memoryviews; it is closed with this one.
+        host: Makes that engine.
 
     Raises:
         ImportError: kvikio is missing (``pip install infinity-offload[gds]``).
@@ -59,13 +57,14 @@ class GdsEngine:
         return self._host.nbytes_written + self._device.nbytes_written
 
     def close(self) -> None:
-        """Wait for what is in flight, then close files and both engines."""
         self._device.close()
         self._host.close()
 
 
 class _DeviceEngine(ThreadsEngine):
     """Moves tensors of the accelerator: see [Note: on streams of our own]."""
+
+    name = "gds"
 
     def __init__(self, volume: Volume) -> None:
         import kvikio  # imported here: only machines with CUDA have it
@@ -74,7 +73,7 @@ class _DeviceEngine(ThreadsEngine):
             raise StateError("memory.engine=gds needs a CUDA device; use auto")
         self._streams = threading.local()
         self._files: list[Any] = [kvikio.CuFile(volume.path(file), "r+") for file in range(len(volume))]
-        super().__init__(volume, name="gds")
+        super().__init__(volume)
 
     def begin(self, move: Move) -> None:
         assert isinstance(move.memory, Tensor)

@@ -1,8 +1,7 @@
 """Linux's asynchronous I/O: many requests with the kernel, one thread that takes in their results.
 
 One thread sleeps in the kernel until requests are done and submits others in their place; a second
-one submits what comes while the kernel has less than its share. The package ``libaio`` is used by its
-C layer: requests lie in arrays that are made once.
+one submits what comes while the kernel has less than its share. Requests lie in arrays that are made once.
 """
 
 import ctypes
@@ -22,12 +21,7 @@ _DEPTH = 32
 
 
 def load() -> ModuleType:
-    """The C layer of the package.
-
-    Raises:
-        ImportError: The package is missing.
-        OSError: The system library is missing.
-    """
+    """Return the package's C layer: an ImportError without it, an OSError without the system's library."""
     import libaio.libaio  # imported here: it loads libaio.so.1, which a machine may lack
 
     module: ModuleType = libaio.libaio
@@ -38,19 +32,21 @@ class LibaioEngine(QueuedEngine):
     """Keeps up to ``depth`` requests with the kernel.
 
     Raises:
-        ImportError: The package is missing.
-        OSError: The system library is missing, or the kernel gives no context.
+        ImportError: See :func:`load`.
+        OSError: Likewise, or the kernel gives no context.
     """
 
+    name = "libaio"
+
     def __init__(self, volume: Volume, *, depth: int = _DEPTH, request_nbytes: int = _REQUEST_NBYTES) -> None:
-        super().__init__(volume, "libaio", request_nbytes)
+        super().__init__(volume, request_nbytes)
         self._c: Any = load()
         self._context = self._c.io_context_t()
         self._c.io_queue_init(depth, ctypes.byref(self._context))
         self._slots = _KernelSlots(self._c, depth)
         self._submitting = threading.Lock()
-        self._work = threading.Condition(self.queue.lock)  # something is queued
-        self._results = threading.Condition(self.queue.lock)  # the kernel has something
+        self._work = threading.Condition(self.lock)  # something is queued
+        self._results = threading.Condition(self.lock)  # the kernel has something
         self._threads = [
             threading.Thread(target=self._feed, name="infinity-aio-submit", daemon=True),
             threading.Thread(target=self._reap, name="infinity-aio-reap", daemon=True),
@@ -74,32 +70,32 @@ class LibaioEngine(QueuedEngine):
     def _feed(self) -> None:
         """Submit what comes while the kernel has less than its share."""
         while True:
-            with self.queue.lock:
-                while not (self._slots.free and len(self.queue)):
+            with self.lock:
+                while not (self._slots.free and self.waiting):
                     if self.stopping:
                         return
                     self._work.wait()
             self._submit_all()
 
     def _submit_all(self) -> None:
+        """Hand over requests as long as there are free slots and what to put there."""
         with self._submitting:
-            while self._submit():
-                pass
+            while True:
+                with self.lock:
+                    slots = []
+                    while self._slots.free and (request := self.take()) is not None:
+                        slots.append(self._slots.fill(request))
+                if not slots:
+                    return
+                self._submit(slots)
 
-    def _submit(self) -> bool:
-        """Hand over as many requests as there are free slots; whether there may be more to do."""
-        with self.queue.lock:
-            slots = []
-            while self._slots.free and (request := self.queue.take()) is not None:
-                slots.append(self._slots.fill(request))
-        if not slots:
-            return False
+    def _submit(self, slots: list[int]) -> None:
         taken = code = 0
         try:
             taken = self._c.io_submit(self._context, len(slots), self._slots.pointers(slots))
         except OSError as error:
             code = error.errno or errno.EIO
-        with self.queue.lock:
+        with self.lock:
             self._slots.with_kernel += taken
             busy = self._slots.with_kernel > 0
             if taken and busy:
@@ -113,35 +109,30 @@ class LibaioEngine(QueuedEngine):
             time.sleep(0.001)  # the kernel is short of memory
         if guilty is not None:
             self.settle(guilty, -code)
-        return True
 
     # --- from the kernel ---------------------------------------------------------------------
 
     def _reap(self) -> None:
         events = (self._c.io_event * self._slots.count)()
         while True:
-            with self.queue.lock:
+            with self.lock:
                 # Below 0 for a moment, when results overtake the count of what was submitted.
                 while self._slots.with_kernel <= 0:
                     if self.stopping:
                         return
                     self._results.wait()
-            for request, result in self._results_of(events):
+            try:
+                count = self._c.io_getevents(self._context, 1, self._slots.count, events, None)
+            except OSError as error:
+                if error.errno != errno.EINTR:
+                    raise
+                continue
+            with self.lock:
+                self._slots.with_kernel -= count
+                done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
+            self._submit_all()  # first keep the drive busy, then wake waiters
+            for request, result in done:
                 self.settle(request, result)
-
-    def _results_of(self, events: Any) -> list[tuple[Request, int]]:
-        """Requests that are done and what became of them; blocks until there is one."""
-        try:
-            count = self._c.io_getevents(self._context, 1, self._slots.count, events, None)
-        except OSError as error:
-            if error.errno != errno.EINTR:
-                raise
-            return []
-        with self.queue.lock:
-            self._slots.with_kernel -= count
-            done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
-        self._submit_all()  # first keep the drive busy, then wake waiters
-        return done
 
 
 class _KernelSlots:
@@ -170,7 +161,6 @@ class _KernelSlots:
         return slot
 
     def clear(self, slot: int) -> Request:
-        """Free the slot; its request."""
         request, self._requests[slot] = self._requests[slot], None
         assert request is not None
         self.free.append(slot)

@@ -13,23 +13,15 @@ _REQUEST_NBYTES = 8 * 2**20
 
 
 class ThreadsEngine(QueuedEngine):
-    """``os.preadv`` and ``os.pwritev``, which let other threads run while they wait.
+    """``os.preadv`` and ``os.pwritev``, which let other threads run while they wait."""
 
-    Args:
-        volume: Owns the files.
-        threads: The number of requests that the kernel gets at one time.
-    """
+    name = "threads"
 
     def __init__(
-        self,
-        volume: Volume,
-        *,
-        threads: int = _THREADS,
-        request_nbytes: int = _REQUEST_NBYTES,
-        name: str = "threads",
+        self, volume: Volume, *, threads: int = _THREADS, request_nbytes: int = _REQUEST_NBYTES
     ) -> None:
-        super().__init__(volume, name, request_nbytes)
-        self._work = threading.Condition(self.queue.lock)
+        super().__init__(volume, request_nbytes)
+        self._work = threading.Condition(self.lock)
         self._threads = [
             threading.Thread(target=self._main, name=f"infinity-io-{i}", daemon=True) for i in range(threads)
         ]
@@ -37,7 +29,7 @@ class ThreadsEngine(QueuedEngine):
             thread.start()
 
     def wake(self) -> None:
-        self._work.notify(len(self._threads) if self.stopping else len(self.queue))
+        self._work.notify(len(self._threads) if self.stopping else self.waiting)
 
     def stop(self) -> None:
         for thread in self._threads:
@@ -45,8 +37,8 @@ class ThreadsEngine(QueuedEngine):
 
     def _main(self) -> None:
         while True:
-            with self.queue.lock:
-                while (request := self.queue.take()) is None:
+            with self.lock:
+                while (request := self.take()) is None:
                     if self.stopping:
                         return
                     self._work.wait()
@@ -59,10 +51,5 @@ class ThreadsEngine(QueuedEngine):
             self.settle(request, result)
 
     def _move(self, request: Request) -> int:
-        """Bytes moved; blocking.
-
-        Raises:
-            OSError: As the kernel says.
-        """
         call = os.pwritev if request.move.writes else os.preadv
         return call(request.fd, [request.memory()], request.offset + request.moved)
