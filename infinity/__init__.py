@@ -13,52 +13,31 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api.adamw import AdamW
-    from infinity.api.export import export
-    from infinity.api.init import Init, close, gathered, layer_schedule, no_sync, resume, state_dict
-    from infinity.api.lora import add_lora, save_lora
-    from infinity.api.offload_activations import offload_activations
-    from infinity.api.portable import load_checkpoint, save_checkpoint
-    from infinity.api.pretrained import from_pretrained
-    from infinity.core.errors import (
-        BudgetError,
-        CheckpointError,
-        DiskError,
-        DivergenceError,
-        InfinityError,
-        PeerError,
-        RecipeError,
-        StateError,
-    )
-    from infinity.recipes.recipe import Recipe, load_recipe
-
-__all__ = [
-    "AdamW",
-    "BudgetError",
-    "CheckpointError",
-    "DiskError",
-    "DivergenceError",
-    "InfinityError",
-    "Init",
-    "PeerError",
-    "Recipe",
-    "RecipeError",
-    "StateError",
-    "add_lora",
-    "close",
-    "export",
-    "from_pretrained",
-    "gathered",
-    "layer_schedule",
-    "load_checkpoint",
-    "load_recipe",
-    "no_sync",
-    "offload_activations",
-    "resume",
-    "save_checkpoint",
-    "save_lora",
-    "state_dict",
-]
+    from infinity.api.adamw import AdamW as AdamW
+    from infinity.api.export import export as export
+    from infinity.api.init import Init as Init
+    from infinity.api.init import close as close
+    from infinity.api.init import gathered as gathered
+    from infinity.api.init import layer_schedule as layer_schedule
+    from infinity.api.init import no_sync as no_sync
+    from infinity.api.init import resume as resume
+    from infinity.api.init import state_dict as state_dict
+    from infinity.api.lora import add_lora as add_lora
+    from infinity.api.lora import save_lora as save_lora
+    from infinity.api.offload_activations import offload_activations as offload_activations
+    from infinity.api.portable import load_checkpoint as load_checkpoint
+    from infinity.api.portable import save_checkpoint as save_checkpoint
+    from infinity.api.pretrained import from_pretrained as from_pretrained
+    from infinity.core.errors import BudgetError as BudgetError
+    from infinity.core.errors import CheckpointError as CheckpointError
+    from infinity.core.errors import DiskError as DiskError
+    from infinity.core.errors import DivergenceError as DivergenceError
+    from infinity.core.errors import InfinityError as InfinityError
+    from infinity.core.errors import PeerError as PeerError
+    from infinity.core.errors import RecipeError as RecipeError
+    from infinity.core.errors import StateError as StateError
+    from infinity.recipes.recipe import Recipe as Recipe
+    from infinity.recipes.recipe import load_recipe as load_recipe
 
 #: Modules of the names; each is imported when it is used first, so that what needs no torch starts at once.
 _HOMES = {
@@ -78,6 +57,7 @@ _HOMES = {
     for name in names.split()
 }
 
+__all__ = sorted(_HOMES)
 __version__ = version("infinity-offload")
 
 

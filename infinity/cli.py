@@ -107,13 +107,12 @@ _PARSER = argparse.ArgumentParser(
 _PARSER.add_argument("--version", action="version", version=f"infinity {__version__}")
 _COMMANDS = _PARSER.add_subparsers(dest="command", required=True, metavar="COMMAND")
 _Argument: TypeAlias = tuple[str, dict[str, Any]]
-_Run: TypeAlias = Callable[[argparse.Namespace], None]
 
 
-def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
+def _command(*arguments: _Argument) -> Callable[[Callable[..., None]], object]:
     """Decorator that makes ``_name`` the command ``infinity name``; its docstring is the help."""
 
-    def add(run: _Run) -> _Run:
+    def add(run: Callable[..., None]) -> object:
         text = run.__doc__ or ""
         summary = text[:1].lower() + text.partition(".")[0][1:]
         parser = _COMMANDS.add_parser(run.__name__[1:], help=summary, description=text)
@@ -154,9 +153,7 @@ def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
 _RUN = _argument("run", "RUN", "a run's folder, such as runs/2026-01-31_12-00-00_1")
 _HARDWARE = (
     _argument(
-        "--on",
-        "HARDWARE",
-        "a hardware file, or a name such as hgx-h100 (configs/hardware); default: this machine",
+        "--on", "HARDWARE", "a file, or a name such as hgx-h100 (configs/hardware); default: this machine"
     ),
     _argument("--ranks", "N", "ranks in all (default: one for each device)", type=_at_least_one(int)),
     _argument(
@@ -194,9 +191,8 @@ def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
         _show_recipe(args.recipe, args)
         return
-    for name in ("on", "ranks", "tokens"):
-        if getattr(args, name) is not None:
-            raise RecipeError(f"--{name} is for --dry-run, which trains nothing")
+    if given := _hardware_options(args):
+        raise RecipeError(f"--{given[0]} is for --dry-run, which trains nothing")
     from infinity.recipes.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -334,13 +330,17 @@ def _plan(args: argparse.Namespace) -> None:
     if is_file(args.run):
         _show_recipe(args.run, args, budget=args.budget)
         return
-    if args.overrides or any(getattr(args, name) is not None for name in ("on", "ranks", "tokens")):
+    if args.overrides or _hardware_options(args):
         raise RecipeError(
             f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
         )
     from infinity.predict.plan_run import show_plan
 
     show_plan(args.run, args.budget, _console())
+
+
+def _hardware_options(args: argparse.Namespace) -> list[str]:
+    return [name for name in ("on", "ranks", "tokens") if getattr(args, name) is not None]
 
 
 def _show_recipe(path: str, args: argparse.Namespace, budget: str | None = None) -> None:

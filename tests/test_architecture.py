@@ -274,22 +274,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 495,
+    "": 475,
     "activations": 2388,
     "api": 1849,
-    "app": 1604,
+    "app": 1376,
     "checkpoint": 4961,
-    "comm": 931,
+    "comm": 903,
     "core": 2299,
     "device": 1151,
     "engine": 3183,
     "nvme": 1378,
-    "observe": 778,
+    "observe": 766,
     "optim": 994,
     "partition": 3045,
     "planner": 4334,
     "predict": 2593,
-    "recipes": 2214,
+    "recipes": 2183,
     "shards": 4815,
 }
 

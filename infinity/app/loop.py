@@ -27,7 +27,7 @@ from infinity.core.errors import (
 )
 from infinity.engine.schedule import LayerSchedule
 from infinity.optim.rules import OptimConfig
-from infinity.recipes.data.loader import Data, HeldOut
+from infinity.recipes.data.loader import Data
 from infinity.recipes.data.sequences import Batch, join
 from infinity.recipes.models.causal import CausalLoss
 from infinity.recipes.recipe import Recipe
@@ -36,7 +36,7 @@ from infinity.recipes.recipe import Recipe
 class Loop:
     """Training steps and evaluations of one model; goes on after the last committed step.
 
-    Construction is collective.
+    Construction and :meth:`run` are collective.
 
     [Note: the metrics of a committed step]
     The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
@@ -50,8 +50,7 @@ class Loop:
 
     Attributes:
         loss: Of one micro-batch.
-        step: The step that the loop has come to.
-        before: How a step divided its sequences before the interruption.
+        division: How a step divides its sequences; ``before`` the interruption likewise.
     """
 
     def __init__(
@@ -62,10 +61,15 @@ class Loop:
         self._data = data
         self.loss = BatchLoss(model, recipe, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
-        self.step = 0
-        self.before = self.division
-        self._scheduler = LambdaLR(optimizer, self._lr_factor)
-        self._resume()
+        self.step = 0  # the loop has come to
+        self.division = self.before = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
+        optim, steps = recipe.optim, recipe.train.steps
+        self._scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, optim, steps=steps))
+        optimizer.follow(loop=self, scheduler=self._scheduler)
+        if not infinity.resume(model, optimizer) and recipe.checkpoint.load is not None:
+            self._load(Path(recipe.checkpoint.load))
+        for group in optimizer.param_groups:  # train.steps may be another one now
+            group["lr"] = group["initial_lr"] * lr_factor(self.step, optim, steps=steps)
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
@@ -77,33 +81,15 @@ class Loop:
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
 
-    @property
-    def division(self) -> "Division":
-        """How a step divides its sequences."""
-        return Division(self._recipe.train.batch_size, self._recipe.train.accumulate, world_size())
-
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the run: what the optimizer commits with the step."""
         return {"step": self.step, "data": self._data.train.state_dict(), "division": tuple(self.division)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a place.
-
-        Raises:
-            DataError: The data is not what it was.
-            RecipeError: A step would take other sequences.
-        """
+        """Go on at a place; refuse other data, or steps that would take other sequences."""
         self.step, self.before = int(state["step"]), Division(*state["division"])
         self.division.check(self.before)
         self._data.train.load_state_dict(state["data"])
-
-    def _resume(self) -> None:
-        """Go on after the last committed step, if the run was interrupted. Every rank must call."""
-        self._optimizer.follow(loop=self, scheduler=self._scheduler)
-        if not infinity.resume(self._model, self._optimizer) and self._recipe.checkpoint.load is not None:
-            self._load(Path(self._recipe.checkpoint.load))
-        for group in self._optimizer.param_groups:  # train.steps may be another one now
-            group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
 
     def _load(self, path: Path) -> None:
         """Start from a portable checkpoint; learning rate, weight decay and the like stay the recipe's."""
@@ -112,9 +98,6 @@ class Loop:
         steps = infinity.load_checkpoint(self._model, self._optimizer, path)
         self._optimizer.restart(numbers, 0)  # the run counts its own steps
         self._views.log(f"starts from {path}, after {steps} steps of its optimizer")
-
-    def _lr_factor(self, step: int) -> float:
-        return lr_factor(step, self._recipe.optim, steps=self._recipe.train.steps)
 
     def run(self) -> None:
         """Run all steps; evaluate every ``eval_every`` steps, after the last, and optionally at first."""
@@ -170,50 +153,48 @@ class Loop:
         self._optimizer.scale(loss).backward()
         return loss.detach()
 
+    @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        """Show the held-out loss after ``step`` steps. Every rank must call."""
+        """Show the mean loss over the held-out targets of all ranks, after ``step`` steps."""
         if self._data.held_out is None:
             return
-        loss = self._held_out_loss(self._data.held_out)
-        self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
-        self._views.evaluated(step, loss)
-
-    @torch.no_grad()
-    def _held_out_loss(self, held_out: HeldOut) -> float:
-        """Return the mean loss over the held-out targets of all ranks. Every rank must call."""
         total, count = 0.0, 0
         self._model.eval()
         try:
-            for batch in held_out.batches(self._recipe.train.eval_batches):
+            for batch in self._data.held_out.batches(self._recipe.train.eval_batches):
                 with enough_memory(self._recipe):
                     total += self.loss.value(self.loss(batch))
                 count += batch.target_count
         finally:
             self._model.train()
-        return self._mean(total) * world_size() / count
+        loss = self._mean(total) * world_size() / count
+        self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
+        self._views.evaluated(step, loss)
 
 
 class BatchLoss:
     """Loss of one micro-batch, which it copies to the model's device.
 
-    Args:
-        model: A GPT, or a causal model of transformers.
-        recipe: Named where the model cannot run.
-        packed: Sequences hold several documents.
+    The ``recipe`` is named where the model cannot run. If ``packed``, sequences hold several documents.
     """
 
     def __init__(self, model: Any, recipe: Recipe, *, packed: bool) -> None:
         self._recipe, self._sum = recipe, CausalLoss(model, packed=packed)
         self.device = next(model.parameters()).device
-        self._has_run = False  # the model, forward
+        self._has_run = recipe.model.path is None  # forward; only a config.json may have what shows then
         self._copied: list[torch.Tensor] = []  # page-locked, while copies of it to the device are in flight
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets; does not wait for an accelerator."""
         positions, mask = (each if each is None else self._to_device(each) for each in batch[2:4])
         tokens, targets = self._to_device(batch.tokens), self._to_device(batch.targets)
-        with self._first_forward():
+        if self._has_run:
             return self._sum(tokens, targets, positions, mask)
+        what = f"the model in {self._recipe.model.path}, with its config.json, cannot run"
+        with library_errors(CheckpointError, what), enough_memory(self._recipe):
+            loss = self._sum(tokens, targets, positions, mask)
+        self._has_run = True
+        return loss
 
     def value(self, loss: torch.Tensor) -> float:
         """Wait for a loss and return it; what was copied to the device until now is there."""
@@ -227,22 +208,6 @@ class BatchLoss:
         self._copied.append(values.pin_memory())
         return self._copied[-1].to(self.device, non_blocking=True)
 
-    @contextmanager
-    def _first_forward(self) -> Iterator[None]:
-        """A forward pass of the model, which is the first to see many values of a ``config.json``.
-
-        Raises:
-            CheckpointError: It is the first, and the model of ``model.path`` raised.
-        """
-        path = self._recipe.model.path
-        if self._has_run or path is None:
-            yield
-            return
-        what = f"the model in {path}, with its config.json, cannot run"
-        with library_errors(CheckpointError, what), enough_memory(self._recipe):
-            yield
-        self._has_run = True
-
 
 class Division(NamedTuple):
     """How the sequences of a step are divided."""
@@ -253,15 +218,10 @@ class Division(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step."""
         return self.batch_size * self.accumulate * self.ranks
 
     def check(self, before: "Division") -> None:
-        """Refuse other sequences per step than before, unless only the number of ranks is another.
-
-        Raises:
-            RecipeError: The run would go on with other numbers.
-        """
+        """Refuse other sequences per step than before, with which the run would have other numbers."""
         if self[:2] != before[:2] and (self.ranks == before.ranks or self.sequences != before.sequences):
             raise RecipeError(
                 f"the run was interrupted with train.batch_size={before.batch_size}, train.accumulate="
@@ -274,11 +234,8 @@ class Division(NamedTuple):
 class RankMean:
     """Mean of a number over all ranks; construction and calls are collective.
 
-    It uses a process group of its own, because another thread may have queued gathers on the model's.
-
-    Args:
-        optimizer: Knows why a rank does not respond.
-        timeout_s: Seconds to wait for a silent rank.
+    It uses a process group of its own, because another thread may have queued gathers on the model's. The
+    optimizer knows why a rank does not respond.
     """
 
     def __init__(self, optimizer: Any, timeout_s: float) -> None:
@@ -300,8 +257,7 @@ class RankMean:
 def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
     """Return the learning rate of ``step`` (from 0) as a fraction of ``optim.lr``.
 
-    It rises linearly over ``warmup_steps``, the last of which has the full rate, then decays to
-    ``min_lr_ratio``, which it reaches at the last of ``steps``.
+    The last of ``warmup_steps`` has the full rate, and the last of ``steps`` the ``min_lr_ratio``.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
@@ -314,11 +270,7 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
 
 @contextmanager
 def enough_memory(recipe: Recipe) -> Iterator[None]:
-    """Say what to lower where an allocation is refused.
-
-    Raises:
-        BudgetError: It was.
-    """
+    """Raise a BudgetError that says what to lower where an allocation is refused."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from infinity.comm.ranks import join_ranks, peer_errors
-from infinity.core.errors import InfinityError, PeerError, RecipeError
+from infinity.comm.ranks import agree, decide, join_ranks, peer_errors
+from infinity.core.errors import PeerError, RecipeError
 from infinity.core.process import launched
 from infinity.device.machine import local_ranks, set_rank_threads, usable_cores
 from infinity.recipes.recipe import Recipe, TrainConfig
@@ -25,7 +26,6 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks, from torch.distributed or, before it is initialized, the launcher."""
     return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
@@ -37,45 +37,26 @@ def process_group(recipe: Recipe) -> Iterator[torch.device]:
     try:
         yield device
         if owns_group and dist.is_initialized():
-            _let_rank_0_leave_last()
+            # Rank 0 may keep the store, and waits for the others: else torch prints its C++ stack on those
+            # that still tell through it that they end. One that failed says so itself.
+            with suppress(PeerError), peer_errors("leaving"):
+                dist.gather_object(None, [None] * world_size() if rank() == 0 else None)
     finally:
         if owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _let_rank_0_leave_last() -> None:
-    """Hold rank 0, which may keep the store, until the others have ended well.
-
-    Else torch prints its C++ stack on those that still tell through the store that they end.
-    """
-    with suppress(PeerError), peer_errors("leaving"):  # one that failed says so itself
-        dist.gather_object(None, [None] * world_size() if rank() == 0 else None)
-
-
 def on_rank_0(find: Callable[[], _Found]) -> _Found:
     """Return what ``find`` returns on rank 0, or raise its error, on every rank. Every rank must call."""
-    outcome: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            outcome[0] = find()
-        except InfinityError as error:
-            if world_size() == 1:
-                raise
-            outcome[1] = str(error)
-    if world_size() > 1:
-        with peer_errors("finding the run"):
-            dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise RecipeError(outcome[1])
-    found: _Found = outcome[0]
-    return found
+    if world_size() == 1:
+        return find()
+    return decide(find, rank(), partial(agree, world_size=world_size(), what="finding the run"))
 
 
 def set_threads(config: TrainConfig) -> None:
     """Give each rank of this machine its share of the cores; more threads would only wait for each other.
 
-    Raises:
-        RecipeError: So many that the system may not start them, which would end the process.
+    So many that the system may not start them, which would end the process, are refused.
     """
     most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
     if config.threads is not None and config.threads > most:

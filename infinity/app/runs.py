@@ -32,6 +32,7 @@ from infinity.core.errors import (
 )
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.nvme.run_directory import size_of
 from infinity.observe.metrics import StepReport, last_step, read_metrics
 from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
 from infinity.shards import saved
@@ -45,24 +46,15 @@ _MOST_UNCOMMITTED = 2
 #: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-State = Literal["running", "finished", "interrupted"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that begins, or goes on.
-
-    Attributes:
-        recipe: The recipe; a run that goes on keeps the dtype that was chosen for ``auto``.
-        folder: ``run.dir/<name>``.
-        before: The recipe that it was interrupted with; None: it begins.
-        lost: Steps that were made, and are made again from the first one, since none of them was recorded.
-    """
+    """A run that begins, or goes on."""
 
     recipe: Recipe
     folder: Path
-    before: Recipe | None = None
-    lost: int = 0
+    before: Recipe | None = None  # with which it was interrupted; None: it begins
+    lost: int = 0  # steps that are made again from the first one, since none of them was recorded
 
 
 def find_run(recipe: Recipe) -> Run:
@@ -75,7 +67,7 @@ def find_run(recipe: Recipe) -> Run:
     name = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = Path(recipe.run.dir) / name
     kept = committed_step(recipe, name)
-    if not is_begun(folder):
+    if not _is_begun(folder):
         if recipe.run.resume == "must":
             raise RecipeError(
                 f"run.resume=must: {folder} is not an interrupted run; run.resume=auto begins a new one"
@@ -84,13 +76,10 @@ def find_run(recipe: Recipe) -> Run:
             raise RecipeError(
                 f"run.name: memory.nvme keeps step {kept} of an interrupted run {name}, whose folder is not "
                 f"{folder}: give this run another name, or remove what is kept: "
-                f"{_rm(drive_directories(recipe, name))}"
+                f"rm -r {shlex.join(map(str, drive_directories(recipe, name)))}"
             )
         return Run(recipe, folder)
-    state = state_of(folder)
-    if state == "running":
-        raise _in_use(folder)
-    if state == "finished":
+    if not is_interrupted(folder, begins=True):
         raise _finished(recipe, folder)
     if recipe.run.resume == "never":
         raise RecipeError(
@@ -99,12 +88,6 @@ def find_run(recipe: Recipe) -> Run:
         )
     before = load_recipe(folder / RECIPE)
     if kept is None:
-        load = recipe.checkpoint.load
-        if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
-            raise RecipeError(
-                f"checkpoint.load: {load} is one of {folder} itself, which would begin anew without it: give "
-                "this run another name"
-            )
         return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
     if recipe.train.steps < kept:
         raise RecipeError(
@@ -121,12 +104,8 @@ def find_run(recipe: Recipe) -> Run:
     return Run(recipe, folder, before)
 
 
-def is_begun(folder: Path) -> bool:
-    """Return whether ``folder`` is the folder of a run.
-
-    Raises:
-        RecipeError: It is there, and is something else.
-    """
+def _is_begun(folder: Path) -> bool:
+    """Return whether ``folder`` is the folder of a run; refuse what is something else."""
     try:
         if (folder / RECIPE).is_file():
             return True
@@ -139,7 +118,7 @@ def is_begun(folder: Path) -> bool:
     )
 
 
-def state_of(folder: Path) -> State:
+def state_of(folder: Path) -> Literal["running", "finished", "interrupted"]:
     """Return the state of the run whose folder this is; see [Note: the states of a run]."""
     lock = folder / LOCK
     if lock.exists() and is_locked(lock):
@@ -147,8 +126,8 @@ def state_of(folder: Path) -> State:
     return "finished" if (folder / SUMMARY).exists() else "interrupted"
 
 
-def is_interrupted(folder: Path) -> bool:
-    """Return whether ``folder`` is that of a run that was interrupted.
+def is_interrupted(folder: Path, *, begins: bool = False) -> bool:
+    """Return whether ``folder`` is that of a run that was interrupted, for one that ``begins``, or a look.
 
     Raises:
         RecipeError: The run is running.
@@ -157,8 +136,15 @@ def is_interrupted(folder: Path) -> bool:
         return False
     state = state_of(folder)
     if state == "running":
-        raise _in_use(folder, begins=False)
+        raise _in_use(folder, begins=begins)
     return state == "interrupted"
+
+
+def _in_use(folder: Path, *, begins: bool) -> RecipeError:
+    other = ", or give this one another name" if begins else ""
+    return RecipeError(
+        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it{other}"
+    )
 
 
 def _finished(recipe: Recipe, folder: Path) -> RecipeError:
@@ -179,8 +165,15 @@ def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
     """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew.
 
     Raises:
-        RecipeError: It has commits elsewhere, or none although it made many steps.
+        RecipeError: It has commits elsewhere, or none although it made many steps, or it would begin from one
+            of its own checkpoints.
     """
+    load = recipe.checkpoint.load
+    if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
+        raise RecipeError(
+            f"checkpoint.load: {load} is one of {folder} itself, which would begin anew without it: give "
+            "this run another name"
+        )
     elsewhere, logged = committed_step(before, folder.name), last_step(folder / METRICS)
     lines = (line for line, _ in read_metrics(folder / METRICS, logged))
     made = sum(isinstance(line, StepReport) and not line.skipped for line in lines)
@@ -193,7 +186,8 @@ def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
     if recipe.run.resume == "must":
         raise RecipeError(f"run.resume=must: {folder} was interrupted before any step was kept")
     # what it had before its first record is still there, unless it was moved or removed
-    if made > _MOST_UNCOMMITTED and not (_keeps(before) and drive_directories(before, folder.name)):
+    kept_at_first = not _why_none(before) and drive_directories(before, folder.name)
+    if made > _MOST_UNCOMMITTED and not kept_at_first:
         raise RecipeError(
             f"run.name: {folder} was interrupted after step {logged}, and there is nothing to go on from: "
             f"{_why_nothing(before)}; {_or_remove(folder)}"
@@ -201,14 +195,17 @@ def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
     return made
 
 
-def _why_nothing(recipe: Recipe) -> str:
+def _why_none(recipe: Recipe) -> str:
+    """Return why a run with this recipe keeps no step; empty if it does."""
     if not recipe.memory.nvme:
         return "without memory.nvme no step is kept"
     if recipe.memory.versions < 2:
         return "with memory.versions=1 no step is kept"
-    if recipe.run.resume == "never":
-        return "with run.resume=never no step is kept"
-    return (
+    return "with run.resume=never no step is kept" if recipe.run.resume == "never" else ""
+
+
+def _why_nothing(recipe: Recipe) -> str:
+    return _why_none(recipe) or (
         f"no step is kept in {_listed(recipe.memory.nvme)} (if its files were moved, or a drive is not "
         "mounted, see to memory.nvme)"
     )
@@ -251,17 +248,12 @@ def opened(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run in this block.
-
-    Raises:
-        RecipeError: Another process holds it.
-        OSError: The lock cannot be made.
-    """
+    """Hold the lock of a run in this block; a RecipeError says which other process holds it."""
     lock, path = -1, folder / LOCK
     try:
         lock = lock_file(path)
     except LockedError as error:
-        raise _in_use(folder) from error
+        raise _in_use(folder, begins=True) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -273,25 +265,13 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _in_use(folder: Path, *, begins: bool = True) -> RecipeError:
-    """Return the error of a run that is running, for one that would begin or for a look at it."""
-    other = ", or give this one another name" if begins else ""
-    return RecipeError(
-        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it{other}"
-    )
-
-
 def write_recipe(recipe: Recipe, folder: Path) -> None:
     """Write the recipe into the run's folder; its drives, model and data are found from anywhere."""
     write_file(folder / RECIPE, recipe.with_absolute_paths().to_yaml())
 
 
 def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe with which the run in ``folder`` goes on.
-
-    Raises:
-        RecipeError: It is no run's folder, or an override is wrong.
-    """
+    """Return the recipe with which the run in ``folder`` goes on."""
     folder = user_path(folder, "RUN")
     recipe = recipe_of(folder, overrides)
     folder = folder.resolve() if folder.name in ("", "..") else folder
@@ -335,39 +315,32 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
     if step is None:
         if isinstance(error, Exception):
             return ""
-        why = "no step was committed yet" if _keeps(recipe) else _why_nothing(recipe)
+        why = _why_none(recipe) or "no step was committed yet"
         return f"{why}; to remove the run: {removal_of(run.folder)}"
     directories = drive_directories(recipe, name)
     refused = isinstance(error, (RecipeError, BudgetError))  # so it would be again
     again = "run the same command again, or " if recipe.run.name and not refused else ""
     return (
-        f"step {step} of {recipe.train.steps} is kept ({format_nbytes(_nbytes_in(directories))} in "
-        f"{_listed(directories)}). To go on: {again}infinity resume {shlex.quote(str(run.folder))}; "
-        f"to remove it: {removal_of(run.folder)}"
+        f"step {step} of {recipe.train.steps} is kept ({size_of(directories)} in {_listed(directories)}). "
+        f"To go on: {again}infinity resume {shlex.quote(str(run.folder))}; to remove it: "
+        f"{removal_of(run.folder)}"
     )
-
-
-def _keeps(recipe: Recipe) -> bool:
-    return bool(recipe.memory.nvme) and recipe.memory.versions == 2 and recipe.run.resume != "never"
-
-
-def _nbytes_in(directories: Iterable[Path]) -> int:
-    nbytes = 0
-    for file in (file for path in directories for file in path.glob("*")):
-        with contextlib.suppress(OSError):  # removed just now
-            nbytes += file.lstat().st_blocks * 512
-    return nbytes
 
 
 def _listed(paths: Iterable[Path | str]) -> str:
     return ", ".join(str(path) for path in paths)
 
 
-def _rm(directories: Iterable[Path]) -> str:
-    return "rm -r " + " ".join(shlex.quote(str(path)) for path in directories)
+def _require_unused(locks: Iterable[Path]) -> None:
+    """Refuse to touch a run of which a process is alive on this machine."""
+    for lock in locks:
+        if lock.exists() and is_locked(lock):
+            text = f"{lock.parent} is in use by {lock_owner(lock)}; end that first"
+            raise LockedError(errno.EWOULDBLOCK, text, str(lock))
 
 
-# --- checking --------------------------------------------------------------------------------------
+def _rank_locks(directories: Iterable[Path]) -> list[Path]:
+    return [lock for path in directories for lock in path.glob("rank*.lock")]
 
 
 def verify_run(names: Sequence[str]) -> Iterator[str]:
@@ -381,7 +354,7 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
     """
     from infinity.shards.verified import verify
 
-    folders = [user_path(name, "RUN") for name in names]
+    folders = directories = [user_path(name, "RUN") for name in names]
     for folder in folders:
         if not folder.is_dir():
             raise RecipeError(
@@ -390,15 +363,14 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
             )
     with contextlib.ExitStack() as stack:
         if len(folders) == 1 and (folders[0] / RECIPE).is_file():
-            directories = _verified_directories(folders[0])
-            stack.enter_context(locked(folders[0]))
-        else:
-            directories = folders
-        for lock in (lock for path in directories for lock in path.glob("rank*.lock")):
-            if is_locked(lock):
-                raise LockedError(
-                    errno.EWOULDBLOCK, f"{lock.parent} is in use by {lock_owner(lock)}", str(lock)
-                )
+            [folder], recipe = folders, interrupted_run(folders[0])
+            why, directories = "it is finished", []
+            if is_interrupted(folder):
+                why, directories = _why_nothing(recipe), drive_directories(recipe, recipe.run.name or "")
+            if not directories:
+                raise RecipeError(f"{folder} keeps nothing on drives that could be checked: {why}")
+            stack.enter_context(locked(folder))
+        _require_unused(_rank_locks(directories))
         checks, damage = verify(directories)
         yield from damage
         unknown = 0
@@ -422,52 +394,23 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _verified_directories(folder: Path) -> list[Path]:
-    """Return an interrupted run's directories on drives.
-
-    Raises:
-        RecipeError: It is running, or keeps nothing.
-    """
-    state, recipe = state_of(folder), interrupted_run(folder)
-    if state == "running":
-        raise _in_use(folder, begins=False)
-    assert recipe.run.name is not None
-    directories = drive_directories(recipe, recipe.run.name) if state == "interrupted" else []
-    if not directories:
-        why = "it is finished" if state == "finished" else _why_nothing(recipe)
-        raise RecipeError(f"{folder} keeps nothing on drives that could be checked: {why}")
-    return directories
-
-
 # --- listing and removing ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """A row in the table of ``infinity runs``.
-
-    Attributes:
-        step: The committed step of an interrupted run; of others, the last in the metrics.
-        steps: Steps of its recipe; None: this version cannot read it.
-        directories: The run's directories on drives.
-        changed_s: The time at which its folder was written last (seconds since the epoch).
-    """
+    """A row in the table of ``infinity runs``."""
 
     folder: Path
-    state: State
-    step: int
-    steps: int | None
-    directories: Sequence[Path]
-    changed_s: float
+    state: str
+    step: int  # the committed one of an interrupted run; of others, the last in the metrics
+    steps: int | None  # of its recipe; None: this version cannot read it
+    directories: Sequence[Path]  # on drives of this machine
+    changed_s: float  # when its folder was written last (seconds since the epoch)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the drives of this machine."""
-        return _nbytes_in(self.directories)
-
-    def __str__(self) -> str:
-        of = "" if self.steps is None else f"/{self.steps}"
-        return f"{self.folder} ({self.state}, step {self.step}{of})"
+    def progress(self) -> str:
+        return f"{self.step}" if self.steps is None else f"{self.step}/{self.steps}"
 
 
 def list_runs(parent: Path) -> list[ListedRun]:
@@ -484,21 +427,21 @@ def list_runs(parent: Path) -> list[ListedRun]:
 
 
 def _looked_at(folder: Path) -> ListedRun:
-    state, directories, steps, committed = state_of(folder), list[Path](), None, None
+    state, directories, steps, step = state_of(folder), list[Path](), None, None
     with contextlib.suppress(RecipeError):  # another version's
         recipe = load_recipe(folder / RECIPE)
         steps = recipe.train.steps
         if state != "finished":  # what is there then is another run's
             directories = drive_directories(recipe, folder.name)
-        committed = committed_step(recipe, folder.name) if state == "interrupted" else None
-    step, changed_s = committed or 0, 0.0
-    if committed is None:
+        step = committed_step(recipe, folder.name) if state == "interrupted" else None
+    changed_s = 0.0
+    if step is None:
         with contextlib.suppress(OSError):  # no file, or one that cannot be read
             step = last_step(folder / METRICS)
     for path in (folder, *folder.glob("*.*")):
         with contextlib.suppress(OSError):  # removed just now, as a run's lock is when it ends
             changed_s = max(changed_s, path.lstat().st_mtime)
-    return ListedRun(folder, state, step, steps, directories, changed_s)
+    return ListedRun(folder, state, step or 0, steps, directories, changed_s)
 
 
 def runs_table(runs: Sequence[ListedRun]) -> Table:
@@ -507,18 +450,13 @@ def runs_table(runs: Sequence[ListedRun]) -> Table:
     for name in ("run", "state", "step", "on drives", "age"):
         table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     for run in runs:
-        step = f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
-        size = format_nbytes(run.nbytes) if run.directories else ""
-        cells = run.folder.name, run.state, step, size, _age(time.time() - run.changed_s)
+        age_s = max(0.0, time.time() - run.changed_s)
+        units = ("d", 86400), ("h", 3600), ("min", 60), ("s", 1)
+        unit, unit_s = next((each for each in units if age_s >= each[1]), units[-1])
+        size = size_of(run.directories) if run.directories else ""
+        cells = run.folder.name, run.state, run.progress, size, f"{age_s / unit_s:.0f} {unit}"
         table.add_row(*map(Text, cells))
     return table
-
-
-def _age(age_s: float) -> str:
-    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= unit_s:
-            return f"{age_s / unit_s:.0f} {unit}"
-    return f"{max(0.0, age_s):.0f} s"
 
 
 def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], bool]) -> bool:
@@ -539,39 +477,23 @@ def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], boo
             if folder.name != name or not is_own(folder) or not (folder / RECIPE).is_file():
                 raise RecipeError(f"{folder}: no run of this user; wanted a name that `infinity runs` lists")
             runs.append(_looked_at(folder))  # before its lock is held here
-            _require_ended(runs[-1])
+            _require_unused([folder / LOCK, *_rank_locks(runs[-1].directories)])
             stack.enter_context(locked(folder))
         directories = [path for run in runs for path in run.directories]
-        line = f"remove {_listed(map(str, runs))}"
+        line = f"remove {', '.join(f'{run.folder} ({run.state}, step {run.progress})' for run in runs)}"
         if directories:
-            line += f", with {format_nbytes(_nbytes_in(directories))} in {_listed(directories)}"
+            line += f", with {size_of(directories)} in {_listed(directories)}"
         if not confirm(line):
             return False
         for run in runs:
-            _remove(run)
+            try:
+                for path in run.directories:
+                    for file in path.glob("rank*"):  # a run's own: what else is there stays
+                        file.unlink()
+                    if not path.samefile(run.folder):
+                        path.rmdir()
+                shutil.rmtree(run.folder)
+            except OSError as error:
+                what = f"{error.filename or run.folder}: {error.strerror}"
+                raise InfinityError(f"{what}; remove it by hand") from error
     return True
-
-
-def _require_ended(run: ListedRun) -> None:
-    """Raise if a process of the run is alive on this machine.
-
-    Raises:
-        LockedError: One is.
-    """
-    locks = [run.folder / LOCK, *(lock for path in run.directories for lock in path.glob("rank*.lock"))]
-    for lock in locks:
-        if lock.exists() and is_locked(lock):
-            text = f"{lock.parent} is in use by {lock_owner(lock)}; end that first"
-            raise LockedError(errno.EWOULDBLOCK, text, str(lock))
-
-
-def _remove(run: ListedRun) -> None:
-    try:
-        for path in run.directories:
-            for file in path.glob("rank*"):  # a run's own: what else is there stays
-                file.unlink()
-            if not path.samefile(run.folder):
-                path.rmdir()
-        shutil.rmtree(run.folder)
-    except OSError as error:
-        raise InfinityError(f"{error.filename or run.folder}: {error.strerror}; remove it by hand") from error

@@ -20,14 +20,7 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
     Of a run that was interrupted it is the model after the last committed step, and the run can still go
-    on; every rank must call.
-
-    Args:
-        stored: Quantize it again, as the checkpoint that it was loaded from is.
-
-    Raises:
-        CheckpointError: The run has no model, ``out`` is not free, or there is no such stored form.
-        InfinityError: It is running, what it keeps cannot be used, or a drive failed.
+    on; every rank must call. If ``stored``, it is quantized again, as the checkpoint of ``model.path`` is.
     """
     folder, result = user_path(path, "RUN"), None
     stored_as = _base_of(folder) if stored else None
@@ -42,11 +35,7 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
 
 
 def _base_of(folder: Path) -> str:
-    """The checkpoint that the model of a run was loaded from.
-
-    Raises:
-        CheckpointError: There is none, or the run trained adapters.
-    """
+    """The checkpoint that the model of a run was loaded from."""
     recipe = recipe_of(folder)
     if recipe.lora.rank is not None:
         raise CheckpointError(f"{folder} trained adapters, which are not quantized: export without --stored")
@@ -62,10 +51,6 @@ def save_run(path: str | Path, out: str | Path) -> str:
     """Write the last commit of an interrupted run as a portable checkpoint; return a description of it.
 
     The run can still go on. Every rank must call.
-
-    Raises:
-        CheckpointError: There is no commit, or ``out`` is not free.
-        InfinityError: The run is running, what it keeps cannot be used, or a drive failed.
     """
     folder = user_path(path, "RUN")
     if not is_interrupted(folder):
@@ -98,7 +83,7 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
 
 
 class _Unused:
-    """Stands for an object that a training loop follows, where there is no loop."""
+    """Stands for what a training loop follows, where there is no loop."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

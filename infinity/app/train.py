@@ -42,9 +42,6 @@ def train(recipe: Recipe) -> Summary | None:
 
     Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other
     ranks return None. An exception that leaves a run which can go on has a note that says how.
-
-    Raises:
-        InfinityError: The recipe or the data is invalid, a budget is too small, or a disk or rank failed.
     """
     with ExitStack() as stack:
         device = stack.enter_context(process_group(recipe))
@@ -52,16 +49,15 @@ def train(recipe: Recipe) -> Summary | None:
         drives, folder = recipe.memory.nvme, run.folder  # drives of this node; all else is rank 0's
         recipe = replace(run.recipe, memory=replace(run.recipe.memory, nvme=drives))
         set_threads(recipe.train)
-        check_sizes(recipe, device)
+        _check_sizes(recipe, device)
         if run.before is None and recipe.checkpoint.load is not None:
             DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
         views, totals, activations = Views(), SummaryBuilder(), None
         if rank() == 0:
             stack.enter_context(opened(run))
-            stack.enter_context(_telling_how_to_go_on(run))
             views = open_display(recipe, folder, world_size())
-        stack.enter_context(_file_errors(recipe))
+        stack.enter_context(_explained(run))
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder.name, views))
         runtime = optimizer.runtime
@@ -70,7 +66,7 @@ def train(recipe: Recipe) -> Summary | None:
         loop = Loop(recipe, model, optimizer, data, views, folder)
         if rank() == 0:
             write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
-            for note in notes_on(run, data, loop):
+            for note in _notes_on(run, data, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
             add_files(views, recipe, folder, after=after)
@@ -81,7 +77,9 @@ def train(recipe: Recipe) -> Summary | None:
             _make_room_for_model(recipe, model, folder)
         loop.run()
         if _saves(recipe):
-            _save(recipe, model, folder, views)
+            out = folder / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
+            write_model(recipe, model, out)
+            views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
         if activations is not None:
             dtype, budgets = runtime.config.dtype, optimizer.budgets
@@ -121,43 +119,37 @@ def _predicted(
         return None
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
-def check_sizes(recipe: Recipe, device: torch.device) -> None:
+def _check_sizes(recipe: Recipe, device: torch.device) -> None:
     """Refuse what cannot fit this machine whatever the budgets: allocating it might end the process.
 
-    Args:
-        device: Where this rank computes.
-
-    Raises:
-        BudgetError: A parameter of a new model, or what a micro-batch takes at least, exceed the memory.
+    That is a parameter of a new model, or what a micro-batch takes at least on ``device``.
     """
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
         return
-    nbytes = host if device.type == "cpu" else memory_nbytes(device)[1]
-    ways = "the embedding", "the feed-forward weights", "the attention's weights"
-    numels = model.vocab_size * model.d_model, model.ff_width * model.d_model, 3 * model.d_model**2
-    numel, what = max(zip(numels, ways))
-    _check_fits(
-        4 * numel, host, f"{what} of model.d_model={model.d_model}", "lower model.d_model, vocab_size or d_ff"
+    numel, weights = max(
+        (model.vocab_size * model.d_model, "the embedding"),
+        (model.ff_width * model.d_model, "the feed-forward weights"),
+        (3 * model.d_model**2, "the attention's weights"),
     )
     # Logits that do not fit are computed in slices, but for a tied head.
     whole = recipe.memory.logits == "whole" or model.tied
-    width, what = (model.vocab_size, "the logits") if whole else (model.d_model, "a layer's outputs")
-    _check_fits(
-        4 * train.batch_size * model.seq_len * width, nbytes,
-        f"{what} of train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens",
-        "lower train.batch_size or model.seq_len",
-    )  # fmt: skip
-
-
-def _check_fits(nbytes: int, most: int, what: str, advice: str) -> None:
-    if nbytes > most:
-        raise BudgetError(
-            f"{what} take {format_nbytes(nbytes)} in fp32; this machine has {format_nbytes(most)}: {advice}"
-        )
+    width, outputs = (model.vocab_size, "the logits") if whole else (model.d_model, "a layer's outputs")
+    batch = f"train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens"
+    for count, most, what, advice in (
+        (numel, host, f"{weights} of model.d_model={model.d_model}", "model.d_model, vocab_size or d_ff"),
+        (
+            train.batch_size * model.seq_len * width,
+            host if device.type == "cpu" else memory_nbytes(device)[1],
+            f"{outputs} of {batch}",
+            "train.batch_size or model.seq_len",
+        ),
+    ):
+        if 4 * count > most:
+            raise BudgetError(
+                f"{what} take {format_nbytes(4 * count)} in fp32; this machine has {format_nbytes(most)}: "
+                f"lower {advice}"
+            )
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -174,19 +166,23 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
         RecipeError: Its model does not predict next tokens, or not in sequences of this length.
         DataError: The data is missing, malformed or too short.
     """
-    shape = BatchShape(
-        seq_len=recipe.model.seq_len,
-        batch_size=recipe.train.batch_size,
-        rank=rank(),
-        world_size=world_size(),
-    )
-    config, vocab_size = recipe.data, recipe.model.vocab_size
-    path = _checkpoint(recipe)
-    if path is not None:
-        _check_checkpoint(path, recipe.model.seq_len)
+    seq_len, config, vocab_size = recipe.model.seq_len, recipe.data, recipe.model.vocab_size
+    if recipe.model.path is not None:
+        path = Path(recipe.model.path)
+        model_config, longest = read_config(path), longest_sequence(path)
+        if not is_ours(path):
+            require_causal(model_class(model_config), model_config)
+        elif longest is not None and seq_len > longest:
+            raise RecipeError(
+                f"model.seq_len={seq_len}: the model in {path} was built for at most {longest} tokens per "
+                f"sequence; set model.seq_len={longest}"
+            )
         vocab_size = vocabulary_size(path)
         if config.tokenizer is None and is_ours(path) and not tokenizer_files(path):
             config = replace(config, tokenizer="bytes")  # a GPT that was exported without a tokenizer
+    shape = BatchShape(
+        seq_len=seq_len, batch_size=recipe.train.batch_size, rank=rank(), world_size=world_size()
+    )
     return open_data(config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log)
 
 
@@ -199,7 +195,7 @@ def notes_on_commits(every: int) -> Iterator[str]:
         )
 
 
-def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
+def _notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
     """Yield lines about the data that the user should see before the first step, and how the run goes on."""
     recipe, before = run.recipe, run.before
     if run.lost:
@@ -221,25 +217,9 @@ def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
     steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
     epochs = _short(steps / epoch_steps)
     yield f"one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
-    path = _checkpoint(recipe)
-    longest = None if path is None else longest_sequence(path)
+    longest = None if recipe.model.path is None else longest_sequence(Path(recipe.model.path))
     if longest is not None and recipe.model.seq_len > longest:
         yield f"model.seq_len={recipe.model.seq_len} exceeds the checkpoint's {longest} positions"
-
-
-def _checkpoint(recipe: Recipe) -> Path | None:
-    return None if recipe.model.path is None else Path(recipe.model.path)
-
-
-def _check_checkpoint(path: Path, seq_len: int) -> None:
-    config, longest = read_config(path), longest_sequence(path)
-    if not is_ours(path):
-        require_causal(model_class(config), config)
-    elif longest is not None and seq_len > longest:
-        raise RecipeError(
-            f"model.seq_len={seq_len}: the model in {path} was built for at most {longest} tokens per "
-            f"sequence; set model.seq_len={longest}"
-        )
 
 
 def _short(value: float) -> str:
@@ -260,58 +240,32 @@ def built(recipe: Recipe, name: str | None, views: Views, *, keep: bool = False)
         keep: The run can go on, also without an interruption.
     """
     recipe = replace(recipe, run=replace(recipe.run, name=name))
-    model = _new_model(recipe) if recipe.model.path is None else _loaded_model(recipe, views)
+    if recipe.model.path is None:
+        with infinity.Init(recipe):
+            torch.manual_seed(recipe.run.seed)
+            model: Any = GPT(recipe.model)
+    else:
+        torch.manual_seed(recipe.run.seed)  # for parameters that the checkpoint lacks
+        model = infinity.from_pretrained(
+            recipe.model.path,
+            recipe,
+            new=recipe.model.new,
+            ignore=recipe.model.ignore,
+            frozen=recipe.lora.rank is not None,
+            on_progress=views.loading,
+        ).train()
     try:
         if recipe.lora.rank is not None:
             torch.manual_seed(recipe.run.seed)
             model = infinity.add_lora(model, **asdict(recipe.lora))
-        optim = recipe.optim
-        yield (
-            model,
-            infinity.AdamW(
-                model,
-                lr=optim.lr,
-                betas=optim.betas,
-                eps=optim.eps,
-                weight_decay=optim.weight_decay,
-                max_grad_norm=optim.max_grad_norm,
-            ),
-        )
+        names = "lr", "betas", "eps", "weight_decay", "max_grad_norm"
+        yield model, infinity.AdamW(model, **{name: getattr(recipe.optim, name) for name in names})
     finally:
         infinity.close(model, keep=keep)
 
 
-def _new_model(recipe: Recipe) -> Any:
-    with infinity.Init(recipe):
-        torch.manual_seed(recipe.run.seed)
-        return GPT(recipe.model)
-
-
-def _loaded_model(recipe: Recipe, views: Views) -> Any:
-    """Load the model of ``model.path``; parameters that the checkpoint lacks are drawn with ``run.seed``."""
-    path = _checkpoint(recipe)
-    assert path is not None
-    torch.manual_seed(recipe.run.seed)
-    model = infinity.from_pretrained(
-        path,
-        recipe,
-        new=recipe.model.new,
-        ignore=recipe.model.ignore,
-        frozen=recipe.lora.rank is not None,
-        on_progress=views.loading,
-    )
-    return model.train()
-
-
 def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
-
-
-def _save(recipe: Recipe, model: Any, folder: Path, views: Views) -> None:
-    """Write the trained model into the run's folder. Every rank must call."""
-    out = folder / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
-    write_model(recipe, model, out)
-    views.log(f"saved {out}; publish it with: infinity export {out.parent} DIR")
 
 
 def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = None) -> Requantized | None:
@@ -336,25 +290,16 @@ def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
 
 
 @contextmanager
-def _file_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise errors of files in the run's folder as ours, which name the file and say what to do."""
-    try:
-        yield
-    except InfinityError:
-        raise
-    except OSError as error:
-        raise InfinityError(
-            f"{error.filename or recipe.run.dir}: {error.strerror}; the run's folder must stay where it is, "
-            "with room to write, until the run has ended"
-        ) from error
-
-
-@contextmanager
-def _telling_how_to_go_on(run: Run) -> Iterator[None]:
-    """Note on what interrupts the run which step is kept, and how to go on."""
+def _explained(run: Run) -> Iterator[None]:
+    """Say of errors of files what to do, and on rank 0 of whatever interrupts the run how to go on."""
     try:
         yield
     except BaseException as error:
-        if line := how_to_go_on(run, error):
+        if rank() == 0 and (line := how_to_go_on(run, error)):
             error.add_note(line)
+        if isinstance(error, OSError) and not isinstance(error, InfinityError):
+            raise InfinityError(
+                f"{error.filename or run.recipe.run.dir}: {error.strerror}; the run's folder must stay where "
+                "it is, with room to write, until the run has ended"
+            ) from error
         raise

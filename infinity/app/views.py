@@ -62,9 +62,6 @@ def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None
     """Add the files of figures that the recipe asks for; what they have of steps after ``after`` is cut.
 
     With -1, for a run that begins, they become empty.
-
-    Raises:
-        InfinityError: A file cannot be written, or the tensorboard package is not installed.
     """
     try:
         if recipe.observe.metrics:
@@ -77,17 +74,7 @@ def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None
 
 
 class ActivationView(View):
-    """View that saves and announces the plan for activations and collects the figures of the summary.
-
-    Args:
-        activations: Those of the run's model.
-        folder: The run's folder, in which a plan is saved.
-        accumulate: Micro-batches per step.
-        log: Called with the line that describes a new plan.
-    """
-
-    #: Cause of the stalls in a report.
-    CAUSE = "activation"
+    """View that saves the plan for activations, says it by ``log``, and collects figures of the summary."""
 
     def __init__(
         self, activations: Activations, folder: Path, accumulate: int, log: Callable[[str], object]
@@ -103,7 +90,7 @@ class ActivationView(View):
         moved = stats.nbytes_stored, stats.nbytes_loaded
         if self._planned or self._activations.policy != "plan":
             stored, loaded = (now - before for now, before in zip(moved, self._moved))
-            self._steps.append((stored, loaded, report.stall_s.get(self.CAUSE, 0.0)))
+            self._steps.append((stored, loaded, report.stall_s.get("activation", 0.0)))
         self._moved = moved
         planning = self._activations.planning
         if planning is not None and not self._planned:

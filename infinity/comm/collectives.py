@@ -60,12 +60,10 @@ from infinity.core.errors import DivergenceError, InfinityError, StateError, cop
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 T = TypeVar("T")
-_KINDS = ("gather", "reduce", "sum", "least", "check", "share")
+_KINDS = ("gather", "reduce", "exchange", "check", "share")
 _SLICE_S = 0.25
 #: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
 _LOOK_S = 2.0
-#: Between two looks whether the last of them have ended (s).
-_ENDING_S = 0.01
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
 
@@ -146,15 +144,10 @@ class DataGroup:
 class Collectives:
     """The collectives of one process, on their own thread and groups.
 
-    Every rank must construct one at the same point and call its methods in the same order.
-
-    Args:
-        device: The device of the flat buffers; decides NCCL or gloo.
-        timeout_s: Time for which a silent rank is waited for (s).
-        on_failure: Called once with the error after which no collective will end well, on any thread.
+    Every rank must construct one at the same point and call its methods in the same order. The device of the
+    flat buffers decides NCCL or gloo; the other arguments are those of :class:`Peers`.
 
     Attributes:
-        peers: The other ranks, and the first error of one.
         step: Calls of the optimizer's step; equal on all ranks.
     """
 
@@ -181,24 +174,19 @@ class Collectives:
     # --- what the training thread calls ----------------------------------------------------
 
     def gather(self, index: int, where: str, bring: Callable[[], Tensor]) -> Pending:
-        """Start the all-gather of unit ``index``.
+        """Start the all-gather of unit ``index``; ``where`` is for the error when ranks differ.
 
-        Args:
-            index: The unit.
-            where: The unit's name and its use, for the error when ranks differ.
-            bring: Waits for this rank's shard and returns the full buffer, ``(numel,)``, which has it in its
-                own slice; called on the collectives' thread; may raise.
+        ``bring`` waits for this rank's shard and returns the full buffer, ``(numel,)``, which has it in its
+        own slice. It is called on the collectives' thread, and may raise.
         """
-        brought: list[Tensor] = []
 
-        def issue(_: bool) -> Tensor:
-            full = brought.pop()
+        def issue(full: Tensor, _: bool) -> Tensor:
             shard = full.chunk(self.world_size)[self.rank]
             group = self._data.group
             self._end(_all_gather(full, shard, group=group, async_op=True), group)
             return full
 
-        return self._submit("gather", index, where, issue, lambda: brought.append(bring()))
+        return self._submit("gather", index, where, issue, bring)
 
     def reduce(
         self, index: int, where: str, buffers: Callable[[], tuple[Tensor, Tensor, Tensor]], used: bytes,
@@ -212,10 +200,10 @@ class Collectives:
                 ``(numel / world_size,)`` for the mean, whose dtype is that of the additions.
             used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
             then: Called with ``used`` of all ranks together, on the collectives' thread.
-            ready: Waits for what every rank must have done before any goes on; may raise.
+            ready: Waits, on that thread, for what every rank must have done before any goes on; may raise.
         """
 
-        def issue(same: bool) -> bytes:
+        def issue(_: object, same: bool) -> bytes:
             by_any = used if same else self._unite(used)
             if not any(by_any):
                 return by_any
@@ -231,19 +219,20 @@ class Collectives:
         digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
         return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
 
-    def sum(self, values: Sequence[float], where: str) -> list[float]:
-        """The sums over ranks of a few float64 values; blocks."""
-        return [float(x) for x in self._exchange("sum", values, where).sum(0)]
+    def exchange(self, values: Sequence[float], where: str) -> Tensor:
+        """Every rank's values (below 2**53), ``(world_size, len(values))``, float64; blocks."""
 
-    def least(self, values: Sequence[int], where: str) -> list[int]:
-        """The least of each value over ranks (below 2**53); blocks."""
-        return [int(x) for x in self._exchange("least", values, where).amin(0)]
+        def issue(*_: Any) -> Tensor:
+            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
+
+        everyone: Tensor = self._submit("exchange", len(values), where, issue).value()
+        return everyone
 
     def share(self, value: T, where: str) -> T:
         """Rank 0's ``value``, on every rank; blocks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
-        def issue(_: bool) -> Any:
+        def issue(*_: Any) -> Any:
             nbytes = int(self._of_all_ranks(torch.tensor([len(mine)], device="cpu"))[0])
             given = mine if self.rank == 0 else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
@@ -254,16 +243,7 @@ class Collectives:
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""
-        self._submit("check", fingerprint, where, lambda _: None).wait()
-
-    def _exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
-        """Every rank's values, ``(world_size, len(values))``, float64."""
-
-        def issue(_: bool) -> Tensor:
-            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
-
-        result: Tensor = self._submit(kind, len(values), where, issue).value()
-        return result
+        self._submit("check", fingerprint, where, lambda *_: None).wait()
 
     def close(self) -> None:
         """End the thread; collectives that wait in the queue end first."""
@@ -275,7 +255,7 @@ class Collectives:
     # --- the thread ------------------------------------------------------------------------
 
     def _submit(
-        self, kind: str, index: int, where: str, issue: Callable[[bool], Any],
+        self, kind: str, index: int, where: str, issue: Callable[[Any, bool], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
         digest: int = 0,
     ) -> Pending:  # fmt: skip
@@ -301,19 +281,20 @@ class Collectives:
         return pending
 
     def _attempt(
-        self, name: str, header: tuple[int, ...], issue: Callable[[bool], Any],
+        self, name: str, header: tuple[int, ...], issue: Callable[[Any, bool], Any],
         ready: Callable[[], object] | None, digest: int,
     ) -> Any:  # fmt: skip
         """The result of one collective; raises what ``ready`` raised, of which the others have learned."""
         local: BaseException | None = None
+        prepared: object = None
         try:
             if ready is not None:
-                ready()
+                prepared = ready()
         except BaseException as error:
             local = error
             self.peers.tell(error)
         try:
-            return issue(self._agree((*header, self._count), digest, name, local))
+            return issue(prepared, self._agree((*header, self._count), digest, name, local))
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
@@ -376,7 +357,7 @@ class Collectives:
             del job  # while nothing comes, no model is held
         while self._data.in_flight():  # what is not given up here would let the accelerator wait for ever
             self._data.look_after()
-            time.sleep(_ENDING_S)
+            time.sleep(0.01)
 
     def _next(self) -> Callable[[], None] | None:
         """The next job; meanwhile look after what was issued: see [Note: on an accelerator]."""

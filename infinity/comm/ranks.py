@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import BudgetError, LaunchError, PeerError, first_line
+from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
 from infinity.core.process import check_meeting_point, launched
 from infinity.device.accelerator import hardware_id
 
@@ -46,15 +46,15 @@ class Ranks:
         return self.world_size == 1 and not self.on_accelerator
 
     def least(self, value: int, where: str) -> int:
-        """Return the smallest ``value`` of all ranks, so that they decide alike. Every rank must call."""
-        return value if self.collectives is None else self.collectives.least([value], where)[0]
+        """Return the smallest ``value`` of all ranks, so that they decide alike; all must call."""
+        return value if self.collectives is None else int(self.collectives.exchange([value], where).amin())
 
     def sum(self, value: float, where: str) -> float:
-        """Return the sum of ``value`` over all ranks, in float64. Every rank must call."""
-        return value if self.collectives is None else self.collectives.sum([value], where)[0]
+        """Return the sum of ``value`` over all ranks, in float64; all must call."""
+        return value if self.collectives is None else float(self.collectives.exchange([value], where).sum())
 
-    def decide(self, make: Callable[[], str], where: str) -> str:
-        """Return what ``make`` gives on rank 0, or raise its BudgetError, on every rank; all must call."""
+    def decide(self, make: Callable[[], T], where: str) -> T:
+        """Return what ``make`` gives on rank 0, or raise as it does, on every rank; all must call."""
         if self.collectives is None:
             return make()
         return decide(make, self.rank, partial(self.collectives.share, where=where))
@@ -64,10 +64,6 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
     """Initialize torch.distributed from the launcher's environment; return this rank's device.
 
     A silent rank is waited for ``timeout_s``; ``device`` is as for :func:`choose_device`.
-
-    Raises:
-        LaunchError: There is no device for this rank, or the ranks do not know where they meet.
-        PeerError: Another rank did not come.
     """
     found = launched()
     chosen = choose_device(device, found.local_rank)
@@ -96,20 +92,18 @@ def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
         wanted: Such as ``cpu`` or ``cuda:1``; None: the accelerator with this rank's number on its machine,
             or the CPU where there is none.
         local_rank: The number of the rank on its machine; None: the current accelerator.
-
-    Raises:
-        LaunchError: There is no such device, or none for this rank.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
-        device = torch.device(wanted or _accelerator_type() or "cpu")
+        device = torch.device(wanted or accelerator or "cpu")
     except RuntimeError as error:
         raise LaunchError(
             f"device={wanted!r}: wanted cpu, cuda, cuda:1 or the like ({first_line(error)})"
         ) from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != _accelerator_type():
-        has = f"its accelerator is {_accelerator_type()}" if _accelerator_type() else "it has no accelerator"
+    if accelerator is None or device.type != accelerator.type:
+        has = f"its accelerator is {accelerator.type}" if accelerator else "it has no accelerator"
         raise LaunchError(f"device={wanted!r}: this machine has no {device.type}, as torch sees it; {has}")
     count, given = torch.accelerator.device_count(), ":" in (wanted or "")
     if given:
@@ -134,11 +128,6 @@ def backend_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-
-
-def _accelerator_type() -> str | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else accelerator.type
 
 
 def _check_own_devices(device: torch.device) -> None:
@@ -212,21 +201,23 @@ def gather(value: T, ranks: Ranks, what: str) -> list[T]:
     return [value] if found is None else found
 
 
-def decide(make: Callable[[], str], rank: int, share: Callable[[tuple[str, str]], tuple[str, str]]) -> str:
-    """Return what ``make`` gives on rank 0, or raise its BudgetError, on every rank; all must call.
+def decide(make: Callable[[], T], rank: int, share: Callable[[Any], Any]) -> T:
+    """Return what ``make`` gives on rank 0, or raise as it does, on every rank; all must call.
 
     ``share`` gives rank 0's value to all ranks.
     """
-    made, refused = "", ""
+    made: Any = None
+    mine: InfinityError | None = None
     if rank == 0:
         try:
             made = make()
-        except BudgetError as error:
-            refused = str(error)
-    made, refused = share((made, refused))
-    if refused:
-        raise BudgetError(refused)
-    return made
+        except InfinityError as error:
+            mine = error
+    kind = BudgetError if isinstance(mine, BudgetError) else RecipeError
+    made, kind, refused = share((made, kind, mine and str(mine)))
+    if refused is not None:
+        raise mine or kind(refused)
+    return made  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

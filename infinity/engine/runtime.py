@@ -154,9 +154,9 @@ class Runtime:
         return self.executor().hooks.using_tile(unit, following)
 
     def _unite(self, hit: Sequence[bool]) -> Sequence[bool]:
-        collectives = self.ranks.collectives
-        missed = [1 - each for each in hit]
-        return hit if collectives is None else [not x for x in collectives.least(missed, "tiles of experts")]
+        if self.ranks.collectives is None:
+            return hit
+        return [bool(x) for x in self.ranks.collectives.exchange(hit, "tiles of experts").amax(0)]
 
     def _choose_dtype(self) -> None:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""

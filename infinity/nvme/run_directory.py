@@ -174,19 +174,19 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
         runs = "an interrupted run keeps" if len(kept) == 1 else "interrupted runs keep"
         names = ", ".join(sorted({path.name for path in kept}))
         lines.append(
-            f"{runs} {_size_of(kept)} to go on from ({names}): start the same program again, or `infinity "
+            f"{runs} {size_of(kept)} to go on from ({names}): start the same program again, or `infinity "
             f"resume RUN` for a run of infinity train; to remove them: rm -r {shlex.join(map(str, kept))}"
         )
     if dead:
         runs = "a run" if len(dead) == 1 else f"{len(dead)} runs"
         lines.append(
-            f"{runs} ended without removing {_size_of(dead)} of files, which no run uses; "
+            f"{runs} ended without removing {size_of(dead)} of files, which no run uses; "
             f"to remove them: rm -r {shlex.join(map(str, dead))}"
         )
     return "\n".join(lines)
 
 
-def _size_of(folders: Iterable[Path]) -> str:
+def size_of(folders: Iterable[Path]) -> str:
     nbytes = 0
     for file in (file for path in folders for file in path.glob("*")):
         with contextlib.suppress(OSError):  # its run, or a person, removes it just now

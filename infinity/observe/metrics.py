@@ -16,11 +16,7 @@ from infinity.observe.timeline import Timeline
 
 
 class Stalls:
-    """Counts the training thread's waits; the time between two waits is compute.
-
-    Args:
-        timeline: Receives the compute spans.
-    """
+    """Counts the training thread's waits; the time between two waits is compute, a span of ``timeline``."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.seconds: dict[str, float] = {}
@@ -125,8 +121,7 @@ class MetricsFile(View):
     "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null.
 
     Args:
-        after: Steps that the run goes on after: later lines are cut, and a last line that is not whole.
-            -1: the run begins, and no line stays. None: all lines stay.
+        after: The last step whose lines stay (-1: none does), if they are whole. None: all lines stay.
         synced: Lines survive a power cut, as the commits that follow them do.
     """
 
@@ -204,14 +199,7 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
 
 
 class TensorBoard(View):
-    """View that writes scalars for TensorBoard into ``folder``.
-
-    Args:
-        after: Steps that the run goes on after: TensorBoard drops what it has of later ones. -1: all.
-
-    Raises:
-        InfinityError: The tensorboard package is not installed.
-    """
+    """View that writes scalars for TensorBoard into ``folder``, which drops what it has ``after`` a step."""
 
     def __init__(self, folder: Path, *, after: int = -1) -> None:
         try:

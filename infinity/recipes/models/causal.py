@@ -56,12 +56,8 @@ _PACKING_ATTENTION = ("sdpa", "eager", "flex_attention")
 class CausalLoss:
     """Summed cross-entropy of a model's next-token predictions.
 
-    Args:
-        model: A GPT, or a causal model of transformers, with or without adapters.
-        packed: Sequences hold several documents, which must not attend to each other.
-
-    Raises:
-        RecipeError: The model does not predict next tokens, or cannot separate documents.
+    The model is a GPT, or a causal model of transformers, with or without adapters. If ``packed``, sequences
+    hold several documents, which must not attend to each other; a RecipeError says if it cannot do that.
     """
 
     def __init__(self, model: nn.Module, *, packed: bool = False) -> None:
@@ -69,7 +65,7 @@ class CausalLoss:
         unwrap: Any = getattr(model, "get_base_model", None)  # peft wraps the model
         base: Any = unwrap() if unwrap else model
         self._is_gpt = isinstance(base, GPT)
-        self._accepted = _arguments(base)
+        self._accepted = frozenset(inspect.signature(base.forward).parameters)
         if not self._is_gpt:
             require_causal(type(base), getattr(base, "config", None))
             if packed:
@@ -82,13 +78,16 @@ class CausalLoss:
         """Return the cross-entropy in fp32, summed over targets other than -100; arguments are ``(b, s)``.
 
         In training, the auxiliary loss of a mixture of experts is added with its configured weight (if the
-        model's config asks for it), multiplied by the number of targets.
-
-        Args:
-            positions: Position of each token in its document; None: every sequence is one document.
-            mask: 0 for padding.
+        model's config asks for it), multiplied by the number of targets. ``positions`` are those of tokens in
+        their documents; None: every sequence is one document. The mask is 0 for padding.
         """
-        output = self._model(**self._inputs(tokens, positions, mask))
+        given: dict[str, Any] = {"tokens": tokens, "positions": positions}
+        if not self._is_gpt:
+            # Training needs no cache of keys, and transformers separates packed documents only without one.
+            names = "input_ids", "position_ids", "attention_mask", "use_cache"
+            known = zip(names, (tokens, positions, mask, False))
+            given = {name: x for name, x in known if x is not None and name in self._accepted}
+        output = self._model(**given)
         logits = output.logits.float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
         balance = getattr(output, "aux_loss", None)
@@ -96,46 +95,31 @@ class CausalLoss:
             loss = loss + self._aux_share * balance * (targets >= 0).sum()
         return loss
 
-    def _inputs(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
-        if self._is_gpt:
-            return {"tokens": tokens, "positions": positions}
-        # Training needs no cache of keys, and transformers separates packed documents only without one.
-        given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, "use_cache": False}
-        return {name: value for name, value in given.items() if value is not None and name in self._accepted}
-
-
-def _arguments(model: nn.Module) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)
-
 
 def require_causal(cls: Any, config: Any) -> None:
-    """Check that a model of class ``cls`` (None: unknown) with ``config`` predicts next tokens.
-
-    Raises:
-        RecipeError: It does not; names the class.
-    """
+    """Refuse a model of class ``cls`` (None: unknown) with ``config`` that does not predict next tokens."""
     can_generate = getattr(cls, "can_generate", None)
     causal = config is not None and can_generate is not None and can_generate()
-    if causal and not getattr(config, "is_encoder_decoder", False) and not _is_encoder(config):
-        return
+    if causal and not getattr(config, "is_encoder_decoder", False):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+        # BERT-like models have bidirectional attention, unless they are configured as decoders
+        is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        if not is_encoder or getattr(config, "is_decoder", True):
+            return
     raise RecipeError(
         f"model.path: {(cls or type(config)).__name__} does not predict next tokens, as infinity train "
         "requires; train it in your own loop, with infinity.from_pretrained and infinity.AdamW"
     )
 
 
-def _is_encoder(config: Any) -> bool:
-    """Return True for BERT-like models (bidirectional attention) that are not configured as decoders."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True)
-
-
 def _require_separation(model: Any, accepted: frozenset[str]) -> None:
-    """Check that ``model`` separates packed documents by their positions, as transformers' masks do."""
+    """Refuse a model that does not separate packed documents by positions, as transformers' masks do."""
     kind, attention = type(model).__name__, model.config._attn_implementation
     stateful = any(getattr(each, "_is_stateful", False) for each in model.modules())
-    if stateful or "position_ids" not in accepted or not _makes_masks(model):
+    modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
+    makes_masks = any(hasattr(module, "create_causal_mask") for module in modules)
+    if stateful or "position_ids" not in accepted or not makes_masks:
         what = f"{kind} cannot separate the documents of a packed sequence"
     elif attention not in _PACKING_ATTENTION:
         what = f"{kind} with {attention} attention separates documents only at batch size 1"
@@ -145,9 +129,3 @@ def _require_separation(model: Any, accepted: frozenset[str]) -> None:
         f"data.packing: {what}; set data.packing=false (one document per sequence) "
         f"or use a model with {', '.join(_PACKING_ATTENTION)} attention"
     )
-
-
-def _makes_masks(model: nn.Module) -> bool:
-    """Return True if a module of ``model`` uses transformers' function that detects packed documents."""
-    modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
-    return any(hasattr(module, "create_causal_mask") for module in modules)

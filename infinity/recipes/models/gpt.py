@@ -43,7 +43,6 @@ class GPTConfig(Config):
             raise SettingError("n_heads", self.n_heads, wanted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field."""
         return asdict(self)
 
     @property
@@ -158,11 +157,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer.
-
-    Args:
-        config: The sizes.
-    """
+    """Decoder-only transformer."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -182,16 +177,12 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Output:
-        """Predict each next token.
+        """Predict each next token; all arguments are ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
 
         Args:
-            tokens: ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
-            targets: ``(b, s)`` int64, the next tokens; -100 is ignored.
-            positions: ``(b, s)`` int64, the position of each token in its document. A document begins
-                where they restart at 0, and tokens attend only to their own document.
-
-        Raises:
-            ValueError: The sequence is longer than ``config.seq_len``.
+            targets: The next tokens; -100 is ignored.
+            positions: The position of each token in its document. A document begins where they restart at 0,
+                and tokens attend only to their own document.
         """
         if tokens.shape[1] > self.config.seq_len:
             raise ValueError(
