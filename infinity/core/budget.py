@@ -114,15 +114,11 @@ class HostBudget:
 
 
 def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit a part of the host budget.
+    """Elements of a chunk, at ``most``, such that :data:`STAGED_CHUNKS` of them fit the host budget.
 
     Args:
         host_nbytes: The host budget, of which staging may take one in ``share``.
         itemsize: Bytes of weight and state per element.
-        most: Upper bound (elements).
-
-    Raises:
-        BudgetError: Not even the smallest chunks fit.
     """
     quantum, staging_nbytes = 2048, host_nbytes // share
     n = whole_pages(staging_nbytes // STAGED_CHUNKS) // itemsize // quantum * quantum
@@ -138,11 +134,7 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
 
 
 def piece_nbytes(staging_nbytes: int) -> int:
-    """Return the bytes of one of :data:`STAGED_PIECES` buffers through which shards go to an accelerator.
-
-    Args:
-        staging_nbytes: The part of the host budget that shards in host memory leave.
-    """
+    """Return the bytes of one of :data:`STAGED_PIECES` buffers, of what shards in host memory leave."""
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
 
@@ -172,10 +164,8 @@ def divide_host(
     """Divide ``memory.host`` beside an accelerator.
 
     Args:
-        total: The budget.
         residents: Bytes that units in host memory take, beside their gradients.
         chunks: Bytes of the chunks that updates stage.
-        units: All units of the model.
         resident: Whether units take what a larger budget would give.
 
     Raises:
@@ -252,11 +242,8 @@ def divide_device(
     """Divide ``memory.device``, or choose it when it is None.
 
     Args:
-        total: The budget that the user gave.
         ceiling: The most that a derived budget may be.
-        units: All units of the model.
         early: Whether an update inside backward is done with its gradient.
-        world_size: Ranks.
         together: Positions of units that are gathered as one.
         in_use: Positions of units that are in use at one time.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
@@ -376,9 +363,7 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
     """Give states of units what a division leaves of device memory: see [Note: states on an accelerator].
 
     Args:
-        made: The division.
-        bound: The most that its total may become.
-        units: The units that the budget was divided for.
+        bound: The most that the total may become.
         scratch: Bytes that updates of such states take.
     """
     all_weights = sum(u.gathered for u in units if u.streams)

@@ -210,27 +210,20 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """Decisions for every micro-batch of a step.
+    """Decisions for every micro-batch of a step."""
 
-    Attributes:
-        policy: Name of the policy that made it: keep, offload, recompute, adaptive or plan.
-        places: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its
-            inputs, numbered as in ``BlockCall.inputs``, without those that an earlier region packed.
-        loads: The loads of slots, in the order in which backward needs them.
-        recomputed: Regions of blocks that run their forward again in backward.
-        capacity_nbytes: The budget that it keeps, of device memory that the step allocates itself, without
-            units, gradients and optimizer states. None: no budget.
-        backlog_nbytes: Bytes that may wait in memory to be stored; packing waits for stores beyond it.
-            None: no bound.
-        waits: Without them a store that ends later than predicted would hold memory beyond the budget.
-    """
-
-    policy: str
+    policy: str  # that made it: keep, offload, recompute, adaptive or plan
+    #: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its inputs,
+    #: numbered as in ``BlockCall.inputs``, without those that an earlier region packed.
     places: Mapping[SlotKey, Place] = field(default_factory=dict)
-    loads: tuple[Load, ...] = ()
-    recomputed: frozenset[int] = frozenset()
+    loads: tuple[Load, ...] = ()  # in the order in which backward needs them
+    recomputed: frozenset[int] = frozenset()  # regions of blocks that run their forward again in backward
+    #: The budget, of device memory that the step allocates itself, without units, gradients and optimizer
+    #: states. None: there is none.
     capacity_nbytes: int | None = None
+    #: Bytes that may wait in memory to be stored; packing waits for stores beyond it. None: no bound.
     backlog_nbytes: int | None = None
+    #: Without them a store that ends later than predicted would hold memory beyond the budget.
     waits: tuple[StoreWait, ...] = ()
 
     def place(self, key: SlotKey) -> Place:

@@ -201,9 +201,9 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-_MERGES = (2, 39)
+#: Turn that cache off, and another one.
+_TUNABLES = ("glibc.malloc.tcache_count", "glibc.malloc.mxfast")
 _VARIABLE = "GLIBC_TUNABLES"
-_TUNABLES = {"glibc.malloc.tcache_count": 0, "glibc.malloc.mxfast": 0}
 #: Files that drivers of accelerators make; beside an accelerator activations are not in host memory.
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -213,11 +213,10 @@ def tunables(environment: Mapping[str, str]) -> str | None:
 
     None: it does anyway, or the variable says already what shall be cached.
     """
-    version = glibc_version()
-    given = environment.get(_VARIABLE, "")
-    if version is None or version >= _MERGES or any(name in given for name in _TUNABLES):
+    version, given = glibc_version(), environment.get(_VARIABLE, "")
+    if version is None or version >= (2, 39) or any(name in given for name in _TUNABLES):
         return None
-    return ":".join([*filter(None, [given]), *(f"{name}={value}" for name, value in _TUNABLES.items())])
+    return ":".join([*filter(None, [given]), *(f"{name}=0" for name in _TUNABLES)])
 
 
 def heap_line() -> str:
@@ -247,12 +246,10 @@ def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
 
 def glibc_version() -> tuple[int, ...] | None:
     """Return the version of this process's glibc; None: it has another C library."""
-    try:
-        text = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (ValueError, OSError):
-        return None
-    found = re.fullmatch(r"glibc (\d+)\.(\d+).*", text)
-    return (int(found[1]), int(found[2])) if found else None
+    with suppress(ValueError, OSError):
+        found = re.match(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION") or "")
+        return (int(found[1]), int(found[2])) if found else None
+    return None
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

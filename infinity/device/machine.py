@@ -45,9 +45,6 @@ _MEMORY_FILES = {
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
-# --- memory, cores, pages; ``root`` is the directory of /proc and /sys -----------------------
-
-
 def free_host_nbytes(root: Path = _ROOT) -> int:
     """Host memory that is free for one rank of this machine, or of this container (bytes)."""
     available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
@@ -141,9 +138,6 @@ def _read_field(path: Path, name: str) -> int:
     return next((int(words[1]) for words in lines if words and words[0] == name), 0)
 
 
-# --- the dtype -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DtypeSpeed:
     """The speed at which one thread of the CPU, or the accelerator, multiplies matrices."""
@@ -222,8 +216,6 @@ def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     synchronize(device)
     return time.perf_counter() - began_s
 
-
-# --- threads ---------------------------------------------------------------------------------
 
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.
 LEAST_NUMEL = 2**16

@@ -67,12 +67,7 @@ _SLICE_S = 0.5
 
 
 class HostBuffer:
-    """A private anonymous mapping, on huge pages where it is that large.
-
-    Args:
-        nbytes: Bytes, a result of :func:`rounded`.
-        device: Page-lock it for this accelerator; the CPU, or None: leave it as it is.
-    """
+    """A private anonymous mapping, on huge pages where it is that large, page-locked for an accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
@@ -143,13 +138,7 @@ def _unlock_pages(owner: int, address: int, device: torch.device, events: list[t
 
 
 class DeviceBuffer:
-    """Accelerator memory, from torch's allocator: see [Note: memory of an accelerator].
-
-    Args:
-        nbytes: Bytes, a result of :func:`rounded`.
-        device: The device that has the memory.
-        stream: The stream of the pool.
-    """
+    """Accelerator memory, from torch's allocator, on a pool's stream."""
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.Stream | None) -> None:
         self.nbytes, self.device, self._stream = nbytes, device, stream
@@ -191,11 +180,7 @@ class Lease:
 
     @property
     def tensor(self) -> Tensor:
-        """``(nbytes,)`` uint8, after earlier uses; every lease of one buffer shares one storage.
-
-        Raises:
-            StateError: The lease was released.
-        """
+        """``(nbytes,)`` uint8, after earlier uses; every lease of one buffer shares one storage."""
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
@@ -203,11 +188,7 @@ class Lease:
 
     @property
     def memory(self) -> memoryview:
-        """The same bytes for an engine.
-
-        Raises:
-            StateError: The lease was released, or the buffer is not in host memory.
-        """
+        """The same bytes for an engine; :class:`StateError` where the buffer is not in host memory."""
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
@@ -222,11 +203,7 @@ class Lease:
 
     @property
     def buffer(self) -> Buffer:
-        """The buffer that is held.
-
-        Raises:
-            StateError: The lease was released.
-        """
+        """The buffer that is held; :class:`StateError` once the lease was released."""
         buffer = self.lent
         if buffer is None:
             raise StateError(f"{self.who}: its lease of {format_nbytes(self.nbytes)} was released")
@@ -255,13 +232,11 @@ class Pool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
     Args:
-        capacity_nbytes: Bytes that all buffers may take together.
         key: The setting that bounds them, for messages.
         patience_s: Time for which a lease waits without anything being given back (s).
     """
 
-    #: Whether a buffer that is in use by a stream can be lent again.
-    _lends_at_once = False
+    _lends_at_once = False  # whether a buffer that is in use by a stream can be lent again
 
     def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float) -> None:
         self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
@@ -428,9 +403,7 @@ class Pool:
         if closed:
             buffer.close()
 
-    # --- with the lock held ------------------------------------------------------------------
-
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:  # as the others below, with the lock held
         if self._closed:
             raise StateError(f"the pool of {self.key} is closed")
         return self._leased_nbytes + size <= self.capacity_nbytes

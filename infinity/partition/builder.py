@@ -1,12 +1,10 @@
 """Cuts a model into units while it is being constructed.
 
 [Note: where a unit ends]
-A unit should be large enough for full-speed I/O and should not mix two blocks, because a unit
-that mixes them is needed twice as long. The builder learns what a block is from repetition: a
-module of a class that has been built before, and that has children with parameters, begins a
-new block, and the open unit closes before it. Inside a block a unit closes when it holds enough
-bytes; small newcomers (norms, biases) may still join a full unit, so that they do not become
-units of their own.
+A unit should be large enough for full-speed I/O and should not mix two blocks, because then it is needed
+twice as long. The builder learns what a block is from repetition: a module of a class that has been built
+before, and that has children with parameters, begins a new block, and the open unit closes before it. Inside
+a block a unit closes when it holds enough bytes; small newcomers (norms, biases) may still join a full unit.
 
 [Note: a unit that memory can hold]
 Of several units at one time there are a gradient, its reduction and two in flight. On many ranks units of
@@ -15,11 +13,11 @@ larger than half of the memory has room for, if their parameters are not, and th
 activations. Shards are smaller then: two at one time still keep a drive busy.
 
 [Note: a leaf]
-Experts are used by some ranks and not by others, but gathers must come in the same order everywhere.
-So the module that holds them is a *leaf*: with several ranks all its units are gathered when it is
-used, and reduced when its backward has passed. Its units are cut at its own bounds. Which classes are
-leaves is known before the first is built, from ``partition.leaf`` or from the name; whether one that
-only has the name really keeps its experts in a list is seen when it is complete.
+Experts are used by some ranks and not by others, but gathers must come in the same order everywhere. So the
+module that holds them is a *leaf*: with several ranks all its units, cut at its own bounds, are gathered when
+it is used, and reduced when its backward has passed. Which classes are leaves is known before the first is
+built, from ``partition.leaf`` or from the name; whether one that only has the name really keeps its experts
+in a list is seen when it is complete.
 
 [Note: what is tiled]
 Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
@@ -29,10 +27,12 @@ less time than reading it, a tile is one expert, or as many as a drive reads at 
 """
 
 import difflib
+import functools
 import re
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -67,18 +67,10 @@ class PartitionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tile not in ("auto", "never"):
-            try:
-                valid = self.tile_nbytes > 0
-            except ValueError:
-                valid = False
-            if not valid:
-                raise SettingError("tile", self.tile, "auto, never, or a size such as 64MiB")
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of ``tile``, where it is one."""
-        return parse_nbytes(self.tile)
+        with suppress(ValueError):
+            if self.tile in ("auto", "never") or parse_nbytes(self.tile) > 0:
+                return
+        raise SettingError("tile", self.tile, "auto, never, or a size such as 64MiB")
 
 
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
@@ -90,36 +82,22 @@ LEAST_SHARD_NBYTES = 2 * 2**20
 #: Beside an accelerator, what all ranks hold of a full unit is at least so much: each unit costs the host
 #: about a millisecond, in which a fast link moves as many bytes.
 TARGET_ACCELERATOR_NBYTES = 64 * 2**20
-
-Close = Callable[[Unit], None]
-
 #: Names of classes that may hold experts; see [Note: a leaf].
 _EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
-
-
 #: Tiles are whole numbers of these rows, if one has as many: blocks of quantized weights end there.
 _BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class CutSizes:
-    """The largest units and tiles (bytes in the compute dtype); see [Note: a unit that memory can hold].
+    """The largest units and tiles (bytes in the compute dtype); see [Note: a unit that memory can hold]."""
 
-    Attributes:
-        full_nbytes: A unit that holds as much is full.
-        most_nbytes: A large parameter that would make a unit larger than that begins another one.
-        tile_nbytes: A tile takes at most as much, or is one row.
-        expert_tile_nbytes: The largest tile of packed experts, unless it is one expert.
-        most_weight_nbytes: A linear layer or an embedding whose weight takes more is tiled; None: none is.
-        most_experts_nbytes: The largest packed experts that are not cut into tiles.
-    """
-
-    full_nbytes: int
-    most_nbytes: int
-    tile_nbytes: int = 0
-    expert_tile_nbytes: int = 0
-    most_weight_nbytes: int | None = None
-    most_experts_nbytes: int | None = None
+    full_nbytes: int  # a unit that holds as much is full
+    most_nbytes: int  # a large parameter that would make a unit larger than that begins another one
+    tile_nbytes: int = 0  # a tile takes at most as much, or is one row
+    expert_tile_nbytes: int = 0  # the largest tile of packed experts, unless it is one expert
+    most_weight_nbytes: int | None = None  # the largest linear layer or embedding that is not; None: any
+    most_experts_nbytes: int | None = None  # the largest packed experts that are not tiled
 
     @classmethod
     def of(
@@ -142,12 +120,11 @@ class CutSizes:
         if device_nbytes is not None:
             most = max(device_nbytes // (2 * copies), LEAST_SHARD_NBYTES * world_size)
             full = min(full, most)
-        if tile == "never" or (tile == "auto" and device_nbytes is None):
-            return cls(full, most)
-        if tile != "auto":
+        if tile not in ("auto", "never"):
             nbytes = parse_nbytes(tile)
             return cls(full, most, nbytes, nbytes, nbytes, nbytes)
-        assert device_nbytes is not None
+        if tile == "never" or device_nbytes is None:
+            return cls(full, most)
         tile_nbytes = max(full, device_nbytes // 32)
         return cls(
             full, most, tile_nbytes=tile_nbytes,
@@ -158,20 +135,20 @@ class CutSizes:
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
         """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
-        experts = is_packed(module, param)
-        linear = isinstance(module, nn.Linear) or (
-            isinstance(module, nn.Embedding)
-            and module.max_norm is None
-            and not (module.sparse or module.scale_grad_by_freq)
-        )
         nbytes = param.numel() * itemsize
-        most = self.most_experts_nbytes if experts else self.most_weight_nbytes
-        if most is None or nbytes <= most or not (experts or (linear and param.ndim == 2)):
+        if is_packed(module, param):
+            most, tile_nbytes, block = self.most_experts_nbytes, self.expert_tile_nbytes, 1
+        else:
+            most, tile_nbytes, block = self.most_weight_nbytes, self.tile_nbytes, _BLOCK_ROWS
+            looked_up = isinstance(module, nn.Embedding) and not (
+                module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+            )
+            if param.ndim != 2 or not (looked_up or isinstance(module, nn.Linear)):
+                return 0
+        if most is None or nbytes <= most:
             return 0
-        tile_nbytes = self.expert_tile_nbytes if experts else self.tile_nbytes
         rows = max(1, tile_nbytes * len(param) // nbytes)
-        if not experts and rows > _BLOCK_ROWS:
-            rows = rows // _BLOCK_ROWS * _BLOCK_ROWS
+        rows -= rows % block if rows > block else 0
         return rows if rows < len(param) else 0
 
 
@@ -182,63 +159,13 @@ def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
 
 
 class _Joined(NamedTuple):
-    """A parameter of the open unit.
-
-    Attributes:
-        made_for: The module that made it; None: it has another module now.
-        rows: Rows of a tile; 0: it is not tiled.
-        routed: It has packed experts.
-    """
+    """A parameter of the open unit."""
 
     name: str
     param: nn.Parameter
-    made_for: weakref.ref[nn.Module] | None
-    rows: int
-    routed: bool
-
-
-class _OpenUnit(dict[int, _Joined]):
-    """The parameters of the unit that is not closed yet, by id.
-
-    Attributes:
-        nbytes: Bytes that its parameters take in it; tiles are units of their own.
-    """
-
-    nbytes = 0
-
-    def join(self, joined: _Joined, itemsize: int) -> None:
-        self[id(joined.param)] = joined
-        self.nbytes += 0 if joined.rows else joined.param.numel() * itemsize
-
-
-class _LeafClasses:
-    """Classes whose modules are leaves: see [Note: a leaf].
-
-    Attributes:
-        names: The class names in ``partition.leaf``.
-        built: Names of all classes that were built.
-        current: The outermost leaf that is built, perhaps, and its first unit; None: none is.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.built = tuple(names), set[str]()
-        self.current: tuple[nn.Module, int] | None = None
-
-    def may_be(self, name: str) -> bool:
-        """Return whether a module of this class may be a leaf, before it is complete."""
-        return name in self.names or _EXPERTS.search(name) is not None
-
-    def check(self) -> None:
-        """Every class that was named a leaf was built.
-
-        Raises:
-            RecipeError: One was not; names the nearest.
-        """
-        for name in self.names:
-            if name not in self.built:
-                near = difflib.get_close_matches(name, self.built, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(self.built))}"
-                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
+    made_for: weakref.ref[nn.Module] | None  # the module that made it; None: it has another module now
+    rows: int  # of a tile; 0: it is not tiled
+    routed: bool  # it has packed experts
 
 
 class UnitBuilder:
@@ -246,66 +173,64 @@ class UnitBuilder:
 
     Args:
         dtype: The compute dtype.
-        rank: This rank.
-        world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
         sizes: The largest units and tiles; None: those of a device without bound.
         without_values: Parameters are on the meta device: only their places are wanted.
-
-    Attributes:
-        units: The units that closed.
-        leaves: The units of each leaf.
     """
 
     def __init__(
-        self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
-        *, sizes: CutSizes | None = None, without_values: bool = False,
+        self, dtype: torch.dtype, rank: int, world_size: int, close: Callable[[Unit], None],
+        leaf: Sequence[str] = (), *, sizes: CutSizes | None = None, without_values: bool = False,
     ) -> None:  # fmt: skip
-        self.dtype, self.rank, self.world_size = dtype, rank, world_size
+        self.dtype, self._without_values = dtype, without_values
+        self._make_unit = functools.partial(Unit, dtype=dtype, rank=rank, world_size=world_size)
         self._close, self.sizes = close, sizes or CutSizes.of("never", None, world_size)
-        self.units = UnitIndex()
-        self._open = _OpenUnit()
-        self._blocks: set[type[nn.Module]] = set()
-        self._stack: list[nn.Module] = []
+        self.units = UnitIndex()  # those that closed
+        self._open: dict[int, _Joined] = {}  # the unit that is not closed yet, by id of its parameters
+        self._built: dict[type[nn.Module], bool] = {}  # every class, and whether its modules are blocks
+        self.building: list[nn.Module] = []  # whose ``__init__`` goes on, the outermost first
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
-        self._leaf_classes, self._without_values = _LeafClasses(leaf), without_values
+        self._leaf_names = tuple(leaf)
+        self._leaf: tuple[nn.Module, int] | None = (
+            None  # the outermost that is built, perhaps; its first unit
+        )
+
+    @property
+    def _open_nbytes(self) -> int:
+        """Bytes in the open unit; tiles are units of their own."""
+        return sum(each.param.numel() for each in self._open.values() if not each.rows) * self.dtype.itemsize
 
     def begin(self, module: nn.Module) -> None:
         """``module.__init__`` begins: perhaps a new block."""
-        if type(module) in self._blocks:
-            outermost = not any(type(parent) in self._blocks for parent in self._stack)
-            if outermost or self._open.nbytes >= self.sizes.full_nbytes / 2:
+        if self._built.setdefault(type(module), False):
+            outermost = not any(self._built[type(parent)] for parent in self.building)
+            if outermost or self._open_nbytes >= self.sizes.full_nbytes / 2:
                 self.close()
-        name, leaf = type(module).__name__, self._leaf_classes
-        leaf.built.add(name)
-        if leaf.current is None and leaf.may_be(name):
+        name = type(module).__name__
+        if self._leaf is None and (name in self._leaf_names or _EXPERTS.search(name)):
             self.close()
-            leaf.current = module, len(self.units)
-        self._stack.append(module)
+            self._leaf = module, len(self.units)
+        self.building.append(module)
 
-    def end(self, module: nn.Module) -> None:
-        """``module.__init__`` returned: its own parameters join the open unit."""
-        leaf = self._leaf_classes
-        while self._stack and (left := self._stack.pop()) is not module:
-            if leaf.current is not None and leaf.current[0] is left:
-                leaf.current = None  # an __init__ that raised and was caught by its caller
+    def abandon(self) -> None:
+        """The innermost ``__init__`` raised."""
+        left = self.building.pop()
+        if self._leaf is not None and self._leaf[0] is left:
+            self._leaf = None
+
+    def end(self) -> None:
+        """The innermost ``__init__`` returned: its module's own parameters join the open unit."""
+        module = self.building.pop()
         self.join(module)
-        if leaf.current is not None and leaf.current[0] is module:
-            self._end_leaf(module, leaf.current[1])
+        if self._leaf is not None and self._leaf[0] is module:
+            first, self._leaf = self._leaf[1], None
+            self.close()
+            if type(module).__name__ in self._leaf_names or _has_experts(module):
+                self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not container and any(True for child in module.children() for _ in child.parameters()):
-            self._blocks.add(type(module))
-
-    def _end_leaf(self, module: nn.Module, first: int) -> None:
-        self._leaf_classes.current = None
-        self.close()
-        if type(module).__name__ in self._leaf_classes.names or _has_experts(module):
-            self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
-
-    def check_leaf(self) -> None:
-        """Raise :class:`RecipeError` unless every class that was named a leaf was built."""
-        self._leaf_classes.check()
+            self._built[type(module)] = True
 
     def join(self, module: nn.Module) -> None:
         """Add the parameters that ``module`` itself owns and that no unit has."""
@@ -320,17 +245,12 @@ class UnitBuilder:
                 )
             rows = self.sizes.rows(module, param, self.dtype.itemsize)
             nbytes = 0 if rows else param.numel() * self.dtype.itemsize
-            if self._ends_before(nbytes):
+            held, small = self._open_nbytes, self.sizes.full_nbytes / 8
+            too_much = held > small and held + nbytes > self.sizes.most_nbytes
+            if nbytes > small and (held >= self.sizes.full_nbytes or too_much):
                 self.close()
             full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
-            joined = _Joined(full_name, param, weakref.ref(module), rows, routed)
-            self._open.join(joined, self.dtype.itemsize)
-
-    def _ends_before(self, nbytes: int) -> bool:
-        """Return whether a parameter of so many bytes belongs to another unit than the open one."""
-        held, small = self._open.nbytes, self.sizes.full_nbytes / 8
-        too_much = held > small and held + nbytes > self.sizes.most_nbytes
-        return nbytes > small and (held >= self.sizes.full_nbytes or too_much)
+            self._open[id(param)] = _Joined(full_name, param, weakref.ref(module), rows, routed)
 
     def has(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` joined a unit, open or closed."""
@@ -342,8 +262,7 @@ class UnitBuilder:
         rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
         for each in places:
             self.units.drop(*each)
-        joined = _Joined(segment.whole_name, param, None, rows, unit.routed)
-        self._open.join(joined, self.dtype.itemsize)
+        self._open[id(param)] = _Joined(segment.whole_name, param, None, rows, unit.routed)
 
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
@@ -352,36 +271,40 @@ class UnitBuilder:
             used: Ids of the parameters that a model has, at the end; those whose module was dropped may have
                 found another one.
         """
-        kept = [
-            each
-            for each in self._open.values()
-            if (
-                each.made_for is None or each.made_for() is not None
-                if used is None
-                else id(each.param) in used
-            )
-        ]
-        self._open = _OpenUnit()
+        joined, self._open = self._open.values(), {}
+        if used is None:
+            kept = [each for each in joined if each.made_for is None or each.made_for() is not None]
+        else:
+            kept = [each for each in joined if id(each.param) in used]
         if params := [(each.name, each.param) for each in kept if not each.rows]:
             self._add(layout(params, self.dtype.itemsize))
         for each in kept:
-            tiles = layout_tiles(each.name, each.param, each.rows, self.dtype) if each.rows else []
-            for tile in tiles:
-                self._add([tile], routed=each.routed)
+            if each.rows:
+                for tile in layout_tiles(each.name, each.param, each.rows, self.dtype):
+                    self._add([tile], routed=each.routed)
 
     def _add(self, segments: list[Segment], *, routed: bool = False) -> None:
-        unit = Unit(len(self.units), segments, self.dtype, self.rank, self.world_size)
+        unit = self._make_unit(len(self.units), segments)
         unit.routed = routed
         unit.rename({})
         self.units.add(unit)
         self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
-        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced."""
+        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced.
+
+        Raises:
+            RecipeError: A class was named a leaf, and not built; names the nearest.
+        """
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
-        used = {id(p) for root in roots for p in root.parameters()}
-        self.close(used)
+        self.close({id(p) for root in roots for p in root.parameters()})
+        built = {cls.__name__ for cls in self._built}
+        for name in self._leaf_names:
+            if name not in built:
+                near = difflib.get_close_matches(name, built, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(built))}"
+                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -389,15 +312,11 @@ def _has_experts(module: nn.Module) -> bool:
 
     A list of what has packed experts is one of layers, not of alternatives.
     """
-    lists = (list(each) for each in module.modules() if isinstance(each, nn.ModuleList))
-    return any(
-        len(items) > 1
-        and len({type(item) for item in items}) == 1
-        and any(True for item in items for _ in item.parameters())
-        and not any(_packs_experts(each) for item in items for each in item.modules())
-        for items in lists
-    )
-
-
-def _packs_experts(module: nn.Module) -> bool:
-    return any(param is not None and is_packed(module, param) for param in module._parameters.values())
+    for each in module.modules():
+        items = list(each) if isinstance(each, nn.ModuleList) else []
+        if len(items) > 1 and len({type(item) for item in items}) == 1:
+            inner = [(m, p) for item in items for m in item.modules() for p in m._parameters.values()]
+            params = [(m, p) for m, p in inner if p is not None]
+            if params and not any(is_packed(m, p) for m, p in params):
+                return True
+    return False

@@ -1,35 +1,33 @@
 """``Init``: parameters are cut into shards as they are created.
 
 [Note: what is patched]
-Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context, and it is put
-back on exit. The wrapper tells the outermost ``__init__`` of an instance from those that it calls
-through ``super()``: when the outermost returns, the module is complete. Classes that are defined
-inside the context (a model's source imported on the way) are found when the first instance of one
-reaches ``nn.Module.__init__``.
+Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context, and it is put back on exit.
+When the outermost ``__init__`` of an instance returns, the module is complete. Classes that are defined
+inside the context (a model's source imported on the way) are found when the first instance of one is made.
 
 [Note: bitwise the plain model's weights]
-Initializers run on whole parameters in the dtype in which the model creates them, in the model's
-own order, so they draw the same random numbers as without infinity. A parameter that is touched
-after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialized from
-its master weight, may be written, and is stored again later.
+Initializers run on whole parameters in the dtype in which the model creates them, in the model's own order,
+so they draw the same random numbers as without infinity. A parameter that is touched after its unit closed
+(``_init_weights`` of Hugging Face models, tied weights) is materialized from its master weight, may be
+written, and is stored again later.
 
 [Note: when a materialized unit is stored again]
 Code may ask for several parameters before it writes to the first, and what it holds must not be put away
 meanwhile. So units stay materialized, the latest touched ones, as far as a few of them take memory. In any
 case the last one stays beside the next (``a.weight.data.copy_(b.weight)``), and so do those that have a
-module's own parameters (a list of them that is initialized in a loop), which existed together when the
-module was made.
+module's own parameters (a list of them that is initialized in a loop), which existed together when the module
+was made.
 
 [Note: values that come later]
-A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
-values nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the
-block, when every parameter has its full name, :class:`LateValues` gives each unit both.
+A model that will be filled from a checkpoint is built without values: a unit that closes gets neither values
+nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the block, when every
+parameter has its full name, :class:`LateValues` gives each unit both.
 
 [Note: parameters by name]
-A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by
-key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a
-tied weight, a model's own ``_init_weights``), gathers its unit and is written into the
-trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by key.
+Asking for a released parameter, outside its own module's forward (a parent's forward, a tied weight, a
+model's own ``_init_weights``), gathers its unit and is written into the trace. Iterating
+(``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 
 [Note: casts]
 ``module.half()`` and the like (``nn.Module._apply``) replace the data of each parameter while they iterate
@@ -40,6 +38,7 @@ parameter, in the call itself, before any buffer of the module is cast.
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -54,7 +53,6 @@ from infinity.partition.builder import UnitBuilder
 from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
-#: Called with a parameter and with all parameters that its module itself has.
 Touch = Callable[[nn.Parameter, Mapping[str, nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
 Check = Callable[[nn.Parameter], None]
@@ -66,18 +64,13 @@ OPEN_UNITS = 4
 class ServedParameters(dict[str, nn.Parameter | None]):
     """``module._parameters`` that serves parameters when they are touched by key.
 
-    Args:
-        values: The dictionary that it replaces.
-        touch: Called with each parameter that is asked for by key, and with this dictionary.
-        deep_copy: Makes the plain copy of a parameter for ``copy.deepcopy``, or raises.
-        check: Raises if the data of a parameter was replaced; see [Note: casts].
+    ``touch`` is called with each parameter that is asked for by key, and with this dictionary; ``deep_copy``
+    makes the plain copy of one for ``copy.deepcopy``, or raises; ``check`` raises if its data was replaced.
     """
 
     def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
         super().__init__(values)
-        self.touch = touch
-        self.deep_copy = deep_copy
-        self.check = check
+        self.touch, self.deep_copy, self.check = touch, deep_copy, check
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
@@ -121,10 +114,8 @@ class Masters(Protocol):
     def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
         """Store this rank's shard; ``master(start, stop)`` gives values of the full buffer.
 
-        They are fp32, or bf16 where that is exact and the compute dtype, and the caller's until the
-        next call of ``master``.
+        They are fp32, or bf16 where that is exact and the compute dtype, until the next call of ``master``.
         """
-        ...
 
     def get(self, unit: Unit) -> Tensor:
         """The full exact values, fp32, ``(numel,)``. Every rank must call."""
@@ -140,7 +131,6 @@ class LateValues(Protocol):
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Store every unit's values; names are known. Every rank must call."""
-        ...
 
 
 class Construction:
@@ -148,14 +138,10 @@ class Construction:
 
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
-        masters: The receiver of initial values.
         serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in, and
             returns what takes them out again.
         device: The device of the finished model; its buffers go there whole.
         tile: Called at the end of the block with each parameter in tiles: lets operators on it read them.
-
-    Attributes:
-        late: Gives values when the block ends; None: parameters have them when they are created.
     """
 
     _open: ClassVar["Construction | None"] = None  # the one block of this process that is not over
@@ -168,9 +154,9 @@ class Construction:
         device: torch.device,
         tile: Callable[[nn.Parameter], None] = lambda _: None,
     ) -> None:
-        self._tile = tile
-        self.builder = make_builder(self.close_unit)
-        self.masters, self._serve, self.device = masters, serve, device
+        self.builder = make_builder(self._put_away)
+        self.masters, self._serve, self.device, self._tile = masters, serve, device, tile
+        #: Gives values when the block ends; None: parameters have them when they are created.
         self.late: LateValues | None = None
         self._roots: list[weakref.ref[nn.Module]] = []  # what is dropped again in the block is not stored
         self._patched: dict[type[nn.Module], Any] = {}
@@ -178,7 +164,6 @@ class Construction:
         self._take_out: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
             weakref.WeakKeyDictionary()
         )
-        self._building: list[nn.Module] = []
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._thread = threading.get_ident()
@@ -233,12 +218,6 @@ class Construction:
             self._normal_mode.close()
             Construction._open = None
 
-    # --- units ---------------------------------------------------------------------------
-
-    def close_unit(self, unit: Unit) -> None:
-        """Store a unit that just closed and drop its full values."""
-        self._put_away(unit)
-
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
         """Materialize the unit of ``param``: see [Note: when a materialized unit is stored again].
 
@@ -246,11 +225,9 @@ class Construction:
             siblings: The parameters of the module that was asked for it.
         """
         units = self.builder.units.holding([param])  # one, or those of its tiles
-        if not units:
-            return
-        if units[0] not in self._whole:
+        if units and units[0] not in self._whole:
             last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
-            beside = [] if siblings is None else [each for each in siblings.values() if each is not None]
+            beside = [each for each in (siblings or {}).values() if each is not None]
             keep = self.builder.units.holding([*last, *beside])
             needed_nbytes = sum(map(_created_nbytes, units))
             self._stow(OPEN_UNITS * self.builder.sizes.full_nbytes - needed_nbytes, keep)
@@ -277,22 +254,21 @@ class Construction:
         self.touch(param)
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
+    def _counts(self, unit: Unit) -> bool:
+        return self.late is None or self.late.counts(unit)
+
     def _materialize(self, unit: Unit) -> None:
-        if self._counts(unit):
-            master = self.masters.get(unit)
-            for s in unit.segments:
-                if s.first == 0:
-                    s.whole.data = torch.empty(s.whole_shape, dtype=s.created_dtype, device=s.whole.device)
+        master = self.masters.get(unit) if self._counts(unit) else None
+        for s in unit.segments:
+            if s.first == 0:
+                s.whole.data = torch.empty(s.whole_shape, dtype=s.created_dtype, device=s.whole.device)
+            if master is not None:
                 values = master.narrow(0, s.offset, s.numel)
                 s.whole.data.view(-1).narrow(0, s.first, s.numel).copy_(values)
-        else:
-            for s in unit.segments:
-                if s.first == 0:
-                    s.whole.data = torch.empty(s.whole_shape, dtype=s.created_dtype, device=s.whole.device)
 
     def _stow(self, room_nbytes: int = 0, keep: Container[Unit] = ()) -> None:
         """Store units again, as they may have been written, until the rest takes at most ``room_nbytes``."""
-        whole_nbytes = sum(_created_nbytes(unit) for unit in self._whole)
+        whole_nbytes = sum(map(_created_nbytes, self._whole))
         for unit in [unit for unit in self._whole if unit not in keep]:
             begun = any(segment.first for segment in unit.segments)  # tiles go together
             if whole_nbytes <= room_nbytes and not begun:
@@ -300,9 +276,6 @@ class Construction:
             del self._whole[unit]
             whole_nbytes -= _created_nbytes(unit)
             self._put_away(unit)
-
-    def _counts(self, unit: Unit) -> bool:
-        return self.late is None or self.late.counts(unit)
 
     def _put_away(self, unit: Unit) -> None:
         """Store the values, if they count, and drop them.
@@ -317,52 +290,43 @@ class Construction:
             if s.is_last:
                 s.whole.data = placeholder(s.whole_shape, self._dtype(unit, s), s.whole.device)
 
-    # --- modules -------------------------------------------------------------------------
-
     def _patch_all(self) -> None:
         pending = [nn.Module]
         seen: set[type] = set()
         while pending:
             cls = pending.pop()
-            if cls in seen:
-                continue
-            seen.add(cls)
-            pending.extend(type.__subclasses__(cls))
-            if "__init__" in vars(cls) and cls not in self._patched:
-                original = vars(cls)["__init__"]
-                self._patched[cls] = original
-                cls.__init__ = self._wrap(original)  # type: ignore[method-assign]
+            if cls not in seen:
+                seen.add(cls)
+                pending.extend(type.__subclasses__(cls))
+                if "__init__" in vars(cls) and cls not in self._patched:
+                    self._patched[cls] = vars(cls)["__init__"]
+                    cls.__init__ = self._wrap(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def _wrap(self, original: Callable[..., None]) -> Callable[..., None]:
+        building = self.builder.building
+
         @functools.wraps(original)
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            inner = self._building and self._building[-1] is module
+            inner = building and building[-1] is module
             if inner or not self.active or threading.get_ident() != self._thread:
                 original(module, *args, **kwargs)
                 return
-            self._begin(module)
+            if not building:
+                self.add_root(module)
+            own = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+            if any("__init__" in vars(cls) and cls not in self._patched for cls in own):
+                self._patch_all()  # classes that were defined inside the context
+            self.builder.begin(module)
             try:
                 original(module, *args, **kwargs)
             except BaseException:
+                self.builder.abandon()
                 self._roots = [each for each in self._roots if each() is not module]
                 raise
-            finally:
-                self._building.pop()
-            self._end(module)
+            self.builder.end()
+            self._serve_all(module)
 
         return init
-
-    def _begin(self, module: nn.Module) -> None:
-        if not self._building:
-            self.add_root(module)
-        self._building.append(module)
-        if any("__init__" in vars(cls) and cls not in self._patched for cls in _module_classes(module)):
-            self._patch_all()  # classes that were defined inside the context
-        self.builder.begin(module)
-
-    def _end(self, module: nn.Module) -> None:
-        self.builder.end(module)
-        self._serve_all(module)
 
     def _serve_all(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -383,11 +347,11 @@ class Construction:
 
     def _finish(self) -> None:
         self._stow()
-        roots = self._true_roots()
+        inner = {id(m) for root in self.roots for m in root.modules() if m is not root}
+        roots = [root for root in self.roots if id(root) not in inner]
         for root in roots:
             self._serve_all(root)
         self.builder.adopt(roots)
-        self.builder.check_leaf()
         self._roots = [weakref.ref(root) for root in roots]
         if self.late is not None:
             self._prune(roots)
@@ -421,12 +385,9 @@ class Construction:
         taken: set[str] = set()
         for name, param in (*own, *replaced):
             if id(param) not in names:
-                own_name, number = name, 1
-                while own_name in taken:
-                    number += 1
-                    own_name = f"{name} ({number})"
-                names[id(param)] = own_name
-                taken.add(own_name)
+                alike = (f"{name} ({number})" for number in itertools.count(2))
+                names[id(param)] = next(each for each in itertools.chain([name], alike) if each not in taken)
+                taken.add(names[id(param)])
         return names
 
     def _prune(self, roots: list[nn.Module]) -> None:
@@ -445,20 +406,10 @@ class Construction:
                 kept[-1].routed = unit.routed
         self.builder.units.replace(kept)
 
-    def _true_roots(self) -> list[nn.Module]:
-        """The modules that no other module of this construction holds."""
-        roots = self.roots
-        inner = {id(m) for root in roots for m in root.modules() if m is not root}
-        return [root for root in roots if id(root) not in inner]
-
 
 def _created_nbytes(unit: Unit) -> int:
     """Bytes of a unit's parameters in the dtype in which the model created them."""
     return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
-
-
-def _module_classes(module: nn.Module) -> list[type]:
-    return [cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)]
 
 
 def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
@@ -467,8 +418,6 @@ def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
     for s in segments:
         low, high = max(start, s.offset), min(stop, s.stop)
         if low < high:
-            if s.whole.device.type == "meta":
-                raise StateError(f"{s.name} is on the meta device; infinity.Init needs real values")
             shift = s.first - s.offset
             values = s.whole.detach().reshape(-1)[low + shift : high + shift]
             out[low - start : high - start].copy_(values)

@@ -5,20 +5,19 @@ The full buffer is leased first, and this rank's shard is read straight into its
 rank and no accelerator that is all: the staging buffer is the flat buffer. With several ranks an in-place
 all-gather fills the other slices. On an accelerator the shard is staged in pinned host memory, and uploaded
 into the slice by a thread with a stream of its own, so that fetch, upload and gather of different units
-overlap each other and compute. The thread waits for the disk, the accelerator for events (see
-:mod:`infinity.device.memory`), so a unit counts as here when its copies are on the way. A shard that lies in
-the accelerator's memory already is copied by the thread that asks for the unit, since there is nothing to
-wait for.
+overlap each other and compute. The thread waits for the disk, the accelerator for events: a unit counts as
+here when its copies are on the way. A shard that lies in the accelerator's memory already is copied by the
+thread that asks for the unit, since there is nothing to wait for.
 
 [Note: decoded after the gather]
-A frozen unit whose weights are stored in another form is moved in that form: memory for its stored bytes is
-leased beside the full buffer, they are fetched, uploaded and gathered as above, and a thread decodes them on
-the device, on an accelerator on a stream of its own. Then they are given back.
+A frozen unit in a stored form is moved in that form: memory for its stored bytes is leased beside the full
+buffer, they are brought as above, and a thread decodes them on the device, on an accelerator on a stream of
+its own. Then they are given back.
 
 [Note: stored bytes first]
 Tiles of experts may be two items: their stored bytes, which come far ahead, and the full buffer, shortly
-before it is used. What has been used can be decoded again as long as its stored bytes are there. So memory
-holds several times as many tiles ahead of compute, and a few full buffers take turns.
+before it is used. So memory holds several times as many tiles ahead of compute, a few full buffers take
+turns, and what has been used can be decoded again.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes this rank's

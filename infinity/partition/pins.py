@@ -1,7 +1,7 @@
 """Units that a backward pass keeps, each until its last reader is done; and the leaf that it is in."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,14 +13,12 @@ from infinity.partition.unit import Unit
 class BackwardPins:
     """Units that a backward pass uses, each until its last reader in that pass is done.
 
-    Args:
-        prefetcher: Serves uses, and has room.
+    Methods take the number of the autograd node that reads a unit, or for which it is recomputed.
     """
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
-        #: In the order in which they came, each with the number of the autograd node that reads it; None: a
-        #: recomputed forward does.
+        #: In the order in which they came, each with the node that reads it; None: a recomputed forward does.
         self._kept: dict[int, Any] = {}
         self._node: Any = None  # the autograd node that read frozen units last,
         self._read: list[int] = []  # and which ones
@@ -37,7 +35,6 @@ class BackwardPins:
         """Use a unit until its gradients are complete, or until room is short.
 
         Args:
-            node: Number of the autograd node that reads it, or for which it is recomputed.
             to_the_end: A recomputed forward or a leaf reads it, and needs it whether room is short or not.
         """
         if to_the_end:
@@ -50,30 +47,6 @@ class BackwardPins:
         self._kept[index] = None if to_the_end else node
         self._prefetcher.use(index)
 
-    def make_room(self, index: int, node: Any) -> None:
-        """Release what need not be kept, where a unit that is to be used does not fit beside it.
-
-        Args:
-            node: Number of the autograd node that reads it, or for which it is recomputed.
-        """
-        if index in self._kept or index in self._read:
-            return
-        if not self._prefetcher.holds([*self._kept, *self._read, index]):
-            self._reach(node)
-        for earlier, reader in list(self._kept.items()):
-            if self._prefetcher.holds([*self._kept, *self._read, index]):
-                break
-            if reader is not None and reader != node:  # kept for its update only, which can read it again
-                self.unpin(earlier)
-
-    def shrink(self) -> None:
-        """Release what need not be kept, where it does not fit any more; between two autograd nodes."""
-        for earlier, reader in list(self._kept.items()):
-            if self._prefetcher.holds([*self._kept, *self._read]):
-                break
-            if reader is not None:
-                self.unpin(earlier)
-
     def keep_for(self, index: int, node: Any) -> None:
         """Use a unit without gradients until another node reads one."""
         self._reach(node)
@@ -81,6 +54,21 @@ class BackwardPins:
             self.make_room(index, node)
             self._read.append(index)
             self._prefetcher.use(index)
+
+    def make_room(self, index: int, node: Any) -> None:
+        """Release what need not be kept, where a unit that is to be used does not fit beside it."""
+        if index not in self._kept and index not in self._read:
+            if not self._prefetcher.holds([*self._kept, *self._read, index]):
+                self._reach(node)
+            self.shrink([index], node)
+
+    def shrink(self, beside: Sequence[int] = (), node: Any = None) -> None:
+        """Release what need not be kept, and ``node`` does not read, where it does not fit any more."""
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, *self._read, *beside]):
+                break
+            if reader is not None and reader != node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
 
     def _reach(self, node: Any) -> None:
         """Release units without gradients that an earlier node read: no other one reads them."""
@@ -108,11 +96,7 @@ class BackwardPins:
 
 
 class Leaves:
-    """Modules whose units are used as one on several ranks, and which of them backward is in.
-
-    Attributes:
-        of_module: Units of each leaf.
-    """
+    """Modules whose units are used as one on several ranks, and which of them backward is in."""
 
     def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
         self.of_module = leaves

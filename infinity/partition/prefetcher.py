@@ -1,39 +1,36 @@
 """The prefetcher: plays a plan ahead of the position, serves on demand what it did not foresee, records anew.
 
 [Note: passes]
-A training pass lasts from one optimizer step to the next, whatever the number of forwards and
-backwards in it; an inference pass is one outermost call without gradients. Each kind has its own
-trace and plan; what is present in memory is shared. A visit is neither: a few values are read
-(``gathered``, ``state_dict``), and no plan follows from it.
+A training pass lasts from one optimizer step to the next, whatever the number of forwards and backwards in
+it; an inference pass is one outermost call without gradients. Each kind has its own trace and plan; what is
+present in memory is shared. A visit is neither: a few values are read (``gathered``, ``state_dict``), and no
+plan follows from it.
 
 [Note: the same on every rank]
-Every decision here depends on events and sizes only, never on what has already arrived. So ranks
-that run the same modules start the same gathers in the same order.
+Every decision here depends on events and sizes only, never on what has already arrived. So ranks that run the
+same modules start the same gathers in the same order.
 
 [Note: what stays while it is updated]
-Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when
-its gradients are complete, and the update writes the new weights there. Until the next pass begins
-it must not be read: a use before that releases it and is served the committed version on demand.
+Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when its
+gradients are complete, and the update writes the new weights there. A use before the next pass begins
+releases it and is served the committed version on demand.
 
 [Note: what the plan did not foresee]
-An event that is not the plan's next one is served on demand, and the plan waits: often a use was
-added, and the plan goes on with the event after it. Where the last few events are found together
-later in the plan, something was left out, and the plan goes on from there. The new trace becomes
-the plan of the next pass.
+An event that is not the plan's next one is served on demand, and the plan waits: often a use was added, and
+the plan goes on with the event after it. Where the last few events are found together later in the plan,
+something was left out, and the plan goes on from there. The new trace becomes the plan of the next pass.
 
 [Note: tiles of experts]
-Which of them a step uses depends on its batch, so no plan has them, and none is brought that is not used.
-When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to arrive,
-as far as there is room. Backward uses them in reverse order, so what comes is known over the whole model:
-uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed uses
-its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
-recomputed its tiles are not brought, since they are used in another order. Tiles are the first to go. Plans
-leave them half of the room (all that they need, if that is less), or, where all micro-batches go through a
-block before the next, room for those of a block.
+Which of them a step uses depends on its batch, so no plan has them, and none is brought that is not used. A
+use of one tells those that follow it (:mod:`infinity.partition.tiles`), which begin to arrive as far as there
+is room. Backward uses them in reverse order over the whole model: uses of forward are written down, and
+crossed out as backward comes to them. A block that is recomputed uses its tiles anew, in place of what
+forward wrote down; before the next block is recomputed its tiles are not brought, since they are used in
+another order. Tiles are the first to go. Plans leave them half of the room (all that they need, if that is
+less), or, where all micro-batches go through a block before the next, room for those of a block.
 
-In forward the next tiles are known when the router has chosen, and from the last tile to the next router's
-choice there is none to be read. So what the plan fetches when a unit is released waits for the last tile, or
-for the next use of a unit that is in the plan.
+From the last tile of forward to the next router's choice there is none to be read. So what the plan fetches
+when a unit is released waits for the last tile, or for the next use of a unit that is in the plan.
 
 A tile that is stored in another form is two items, and the second is made of the first: its stored bytes come
 as far ahead as memory has room, its full values for this use and the next few. Where micro-batches go through
@@ -69,15 +66,12 @@ class Mover(Protocol):
         The full values of a unit whose stored bytes are present, or on their way, are decoded from these.
         Those of a unit that stayed while it was updated follow its update.
         """
-        ...
 
     def finish(self, unit: int) -> None:
         """Wait until the full values are there and the parameters view them."""
-        ...
 
     def release(self, item: Item) -> None:
         """Drop an item; stored bytes after the full values that were made of them."""
-        ...
 
     def stored_nbytes(self, unit: int) -> int:
         """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
@@ -93,21 +87,23 @@ CONTEXT = 3
 
 
 class Pass:
-    """One kind of pass: its plan, and the position in it.
-
-    Attributes:
-        on_demand: Uses, in this pass, that no plan foresaw.
-        fetched: The units that its plan fetches; None: it has no plan, or left it.
-    """
+    """One kind of pass: its plan, and the position in it."""
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
+        self.follow(None)
+        self.restart()
+
+    def follow(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self._places: dict[tuple[Event, ...], list[int]] = {}  # where each context ends in the plan
+
+    def restart(self) -> None:
         self.trace: list[Event] = []
         self.cursor = 0  # the plan's next event
         self.begun = False
-        self.on_demand = 0
-        self.fetched: list[int] | None = None
-        self._places: dict[tuple[Event, ...], list[int]] | None = None
+        self.on_demand = 0  # uses that no plan foresaw
+        #: The units that the plan fetches; None: there is none, or the pass has left it.
+        self.fetched: list[int] | None = None if self.plan is None else []
 
     @property
     def position(self) -> int:
@@ -117,50 +113,29 @@ class Pass:
         """Return whether ``event`` is the plan's next one."""
         return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
 
-    def follow(self, plan: Plan | None) -> None:
-        self.plan, self._places = plan, None
-
-    def restart(self) -> None:
-        self.trace, self.cursor, self.begun = [], 0, False
-        self.on_demand, self.fetched = 0, None if self.plan is None else []
-
     def align(self, event: Event) -> range:
         """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
         self.trace.append(event)
-        if self.plan is None:
-            return range(0)
-        begin = self.cursor
-        if self.foresees(event):
-            self.trace[-1] = self.plan.events[begin]  # equal events of all passes are one object
+        plan, begin = self.plan, self.cursor
+        if plan is not None and self.foresees(event):
+            self.trace[-1] = plan.events[begin]  # equal events of all passes are one object
             self.cursor += 1
-        elif self.position >= CONTEXT:
-            context = tuple(self.trace[-CONTEXT:])
-            later = self._find(context)
-            if later is not None:
-                self.cursor = later + 1
+        elif plan is not None and self.position >= CONTEXT:
+            if not self._places:
+                for i in range(CONTEXT, len(plan.events) + 1):
+                    self._places.setdefault(plan.events[i - CONTEXT : i], []).append(i - 1)
+            places = self._places.get(tuple(self.trace[-CONTEXT:]), [])
+            nearest = bisect_left(places, begin)
+            if nearest < len(places):
+                self.cursor = places[nearest] + 1
         return range(begin, self.cursor)
-
-    def _find(self, context: tuple[Event, ...]) -> int | None:
-        """The nearest position, not over yet, at which the plan has these events."""
-        assert self.plan is not None
-        if self._places is None:
-            self._places = {}
-            for i in range(CONTEXT, len(self.plan.events) + 1):
-                self._places.setdefault(self.plan.events[i - CONTEXT : i], []).append(i - 1)
-        places = self._places.get(context, [])
-        nearest = bisect_left(places, self.cursor)
-        return places[nearest] if nearest < len(places) else None
 
 
 class TileOrder:
-    """The order in which backward uses tiles: that of forward, from the last one on.
-
-    Attributes:
-        used: Tiles of this training pass.
-    """
+    """The order in which backward uses tiles: that of forward, from the last one on."""
 
     def __init__(self) -> None:
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # in this training pass
         self._to_come: list[int] = []
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
 
@@ -194,29 +169,28 @@ class TileOrder:
         return not self._to_come
 
 
+def _last(units: Sequence[int], unit: int) -> int | None:
+    """Return the last position of ``unit``; None: it has none."""
+    return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)
+
+
 class TileRoom:
     """The part of a capacity that tiles take (bytes).
 
     Args:
         nbytes: Size of each streaming unit's full buffer, and of what it is decoded from.
         stored: Bytes of each tile as it begins to arrive.
-
-    Attributes:
-        slot_nbytes: The largest full buffer that stored bytes are decoded into; 0: there are none.
-        slots: Full buffers that take turns.
-        keeps_decoded: Tiles stay decoded, from one micro-batch to the next.
-        together_nbytes: Bytes of tiles that several micro-batches use one after another.
-        decoded: Bytes of the full buffers, of those that are present, that were made of stored bytes.
-        items: The stored bytes of each tile.
     """
 
     def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
         self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
-        self.keeps_decoded, self.together_nbytes = False, 0
-        self.decoded: dict[int, int] = {}
+        self.keeps_decoded = False  # from one micro-batch to the next
+        self.together_nbytes = 0  # of tiles that several micro-batches use one after another
+        self.decoded: dict[int, int] = {}  # bytes of full buffers, present, that were made of stored bytes
         self.items = {tile: Stored(tile) for tile in stored}
+        #: The largest full buffer that stored bytes are decoded into; 0: there are none.
         self.slot_nbytes = max((nbytes[tile] - stored[tile] for tile in stored), default=0)
-        self.slots = 1 + DECODED_AHEAD
+        self.slots = 1 + DECODED_AHEAD  # full buffers that take turns
         if self.slot_nbytes:
             ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // self.slot_nbytes)
             self.slots = max(2, min(1 + ahead, capacity_nbytes // 2 // self.slot_nbytes))
@@ -255,10 +229,6 @@ class Prefetcher:
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
         routed: Tiles that no plan foresees: see [Note: tiles of experts].
-
-    Attributes:
-        residents: The items in memory, or on their way.
-        staying: Units that are present, being updated, and not for use before the next pass.
     """
 
     def __init__(
@@ -268,7 +238,7 @@ class Prefetcher:
         self.mover, self.nbytes, self.can_stay, self.order = mover, nbytes, can_stay, order or StepOrder()
         self.residents: ResidentSet[Item] = ResidentSet(capacity_nbytes, self._release)
         self.tiles, self.room = TileOrder(), self._make_tile_room(routed)
-        self.staying: set[int] = set()
+        self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self._later: list[int] = []  # fetches of the plan that were put off
         self.training, self.inference = Pass(), Pass()
         self.running = self.training  # or a visit
@@ -279,10 +249,7 @@ class Prefetcher:
 
     @property
     def routed(self) -> Collection[int]:
-        """Tiles that no plan foresees."""
         return self.room.stored.keys()
-
-    # --- events ------------------------------------------------------------------------------
 
     def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
         """Have ``unit`` gathered and pinned when this returns; then look ahead.
@@ -305,26 +272,28 @@ class Prefetcher:
             raise
 
     def _use_planned(self, unit: int) -> None:
+        residents, running = self.residents, self.running
         self._fetch_later()
         if unit in self.staying:
             self._release(unit)  # its buffer will hold the next version; the committed one is wanted
-        over = self.running.align(Event(Kind.USE, unit))
+        over = running.align(Event(Kind.USE, unit))
         release, fetch = self._actions(over)
-        self.residents.release(release)
-        if unit not in self.residents:
-            if unit not in fetch:
-                self._count_unplanned()
-            self.residents.make_room(self.nbytes[unit], self._to_go())
+        residents.release(release)
+        if unit not in residents:
+            planned = unit in fetch
+            if not planned:
+                self.training.fetched = None
+                self.training.on_demand += running.plan is not None
+            residents.make_room(self.nbytes[unit], self._to_go())
             self._start(unit, self.nbytes[unit])
-            if unit not in fetch and not (self.running is self.training and self.running.plan is None):
-                self.residents.spare[unit] = None
+            if not planned and (running is not self.training or running.plan is not None):
+                residents.spare[unit] = None
         elif over:
-            self.residents.spare.pop(unit, None)
-        self.residents.present.move_to_end(unit)
+            residents.spare.pop(unit, None)
+        residents.present.move_to_end(unit)
         self._fetch_all(fetch)
 
     def unpin(self, unit: int) -> None:
-        """Take back one pin of ``unit``."""
         if self.residents.unpin(unit) and unit not in self.routed:
             self._advance(Event(Kind.UNPIN, unit))
 
@@ -344,8 +313,6 @@ class Prefetcher:
             self.residents.discard(unit)
         if unit not in self.routed:
             self._advance(Event(Kind.DONE, unit))
-
-    # --- passes ------------------------------------------------------------------------------
 
     def end_training_pass(self) -> None:
         """An optimizer step: from the next event on, a new pass; its first units go out now."""
@@ -423,8 +390,6 @@ class Prefetcher:
         lent_nbytes = self.residents.borrowed_nbytes
         return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
 
-    # --- the plan ----------------------------------------------------------------------------
-
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace)
         if events and (ended.plan is None or ended.plan.events != events):
@@ -465,14 +430,12 @@ class Prefetcher:
 
     def _actions(self, over: range) -> tuple[list[int], list[int]]:
         """Return the plan's releases and fetches at these positions, taken together."""
-        if self.running.plan is None:
-            return [], []
-        if len(over) != 1:
-            self.training.fetched = None  # from here on the plan's bytes are not this pass's
         release: dict[int, None] = {}
         fetch: dict[int, None] = {}
-        for position in over:
-            actions = self.running.plan.actions[position]
+        plan = self.running.plan
+        if plan is not None and len(over) != 1:
+            self.training.fetched = None  # from here on the plan's bytes are not this pass's
+        for actions in plan.actions[over.start : over.stop] if plan is not None else ():
             for unit in actions.release:
                 fetch.pop(unit, None)
                 release[unit] = None
@@ -480,10 +443,6 @@ class Prefetcher:
                 release.pop(unit, None)
                 fetch[unit] = None
         return list(release), list(fetch)
-
-    def _count_unplanned(self) -> None:
-        self.training.fetched = None
-        self.training.on_demand += self.running.plan is not None
 
     def _expect(self, unit: int) -> None:
         if self.training.fetched is not None:
@@ -501,21 +460,18 @@ class Prefetcher:
 
     def _prefetch(self, unit: int) -> None:
         """Start what the plan wants, if it fits beside what the plan has."""
-        self.residents.spare.pop(unit, None)
-        if unit not in self.residents and self.residents.make_room(
-            self.nbytes[unit], self.residents.spare_items()
-        ):
+        residents = self.residents
+        residents.spare.pop(unit, None)
+        if unit not in residents and residents.make_room(self.nbytes[unit], residents.spare_items()):
             self._start(unit, self.nbytes[unit])
-
-    # --- tiles -------------------------------------------------------------------------------
 
     def _follow(self, tile: int, following: Sequence[int] | None, recomputed: bool) -> Sequence[int]:
         """Return the tiles that are used after ``tile``, of backward as many as memory has room for."""
         if self.running is self.training:
             self.tiles.used.add(tile)
-        if following is not None:
-            if self.running is self.training:
+            if following is not None:
                 self.tiles.note(tile, recomputed=recomputed)
+        if following is not None:
             return following
         found, left_nbytes = [], self.residents.capacity_nbytes
         for each in self.tiles.after(tile):
@@ -527,16 +483,16 @@ class Prefetcher:
 
     def _use_tile(self, tile: int, following: Sequence[int]) -> None:
         """See [Note: tiles of experts]."""
-        residents = self.residents
+        residents, room = self.residents, self.room
         if not self._has(tile):
             residents.make_room(self.nbytes[tile], self._to_go())
             self._start_tile(tile, *self._first(tile))
-        first = self.room.items[tile] if self.room.items[tile] in residents else tile
+        first = room.items[tile] if room.items[tile] in residents else tile
         residents.spare[first] = None
         residents.present.move_to_end(first)
-        nearest = [tile, *following[: self.room.slots - 1]]
-        if not self.room.keeps_decoded:
-            residents.release([each for each in self.room.decoded if each not in nearest])
+        nearest = [tile, *following[: room.slots - 1]]
+        if not room.keeps_decoded:
+            residents.release([each for each in room.decoded if each not in nearest])
         self._decode(tile)
         self._bring_ahead(following, [tile, *following])
         if not following:
@@ -556,7 +512,7 @@ class Prefetcher:
         stay: set[Item] = {*used, *(room.items[tile] for tile in used if room.slot_nbytes)}
         going = (item for item in known if item not in stay)
         for coming in following:
-            if coming in residents.present or room.items[coming] in residents.present:
+            if self._has(coming):
                 continue
             item, nbytes = self._first(coming)
             reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
@@ -592,10 +548,8 @@ class Prefetcher:
         """Return the bytes that decoding takes beyond the stored bytes, which are present."""
         return self.nbytes[tile] - self.residents.present[self.room.items[tile]]
 
-    # --- items -------------------------------------------------------------------------------
-
     def _to_go(self) -> Iterator[Item]:
-        """Yield what is present, as it is released.
+        """Yield what is present as it is released.
 
         While there is no plan, ordinary units go before tiles, which are known to be used again.
         """
@@ -622,8 +576,3 @@ class Prefetcher:
 
 def _unit_of(item: Item) -> int:
     return item.unit if isinstance(item, Stored) else item
-
-
-def _last(units: Sequence[int], unit: int) -> int | None:
-    """Return the last position of ``unit``; None: it has none."""
-    return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)

@@ -1,8 +1,8 @@
 """Parameters in tiles: operators that read one are computed tile by tile, in unmodified models.
 
-A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles]
-in :mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does
-with it comes to ``__torch_function__``, which gathers one tile after the other:
+A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles] in
+:mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does with
+it comes to ``__torch_function__``, which gathers one tile after the other:
 
     linear layers, heads    an output for each tile, which are joined: ``F.linear``
     embeddings              the rows of each tile, which are put in order: ``F.embedding``
@@ -27,6 +27,7 @@ next packed parameter, so the tiles of that begin to arrive while the last ones 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -63,21 +64,14 @@ _TRANSPOSED = ("T", "mT", "H", "mH")
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """The tiles of a parameter, and how to use them.
+    """The tiles of a parameter, and how to use them."""
 
-    Attributes:
-        places: Unit and segment of each tile, in order.
-        after: The tiles of the packed experts that the same module uses next, if any.
-        several_ranks: Other ranks have the same units.
-        without_values: Tensors have none: tokens are divided equally.
-    """
-
-    places: Sequence[tuple[Unit, Segment]]
+    places: Sequence[tuple[Unit, Segment]]  # of each tile, in order
     using: Using
     unite: Unite
-    after: Sequence[tuple[Unit, Segment]] = ()
-    several_ranks: bool = False
-    without_values: bool = False
+    after: Sequence[tuple[Unit, Segment]] = ()  # tiles of packed experts that the same module uses next
+    several_ranks: bool = False  # have the same units
+    without_values: bool = False  # tensors have none: tokens are divided equally
 
     @property
     def name(self) -> str:
@@ -110,9 +104,8 @@ class TiledWeight:
                 here = torch.arange(*parts, device=flat.device)
             else:
                 here = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
-            padding = None
-            if padding_idx is not None and first <= padding_idx < stop:
-                padding = padding_idx - first
+            elsewhere = padding_idx is None or not first <= padding_idx < stop
+            padding = None if padding_idx is None or elsewhere else padding_idx - first
             with self.using(unit, ()):
                 rows.append(functional.embedding(flat[here] - first, segment.param, padding))
             order.append(here)
@@ -126,14 +119,7 @@ class TiledWeight:
     def grouped(
         self, product: Callable[..., Tensor], inputs: Tensor, offs: Tensor, transposed: bool, **options: Any
     ) -> Tensor:
-        """``F.grouped_mm`` of tokens that are sorted by expert.
-
-        Args:
-            product: The operator.
-            inputs: ``(tokens, in)``.
-            offs: The end of each expert's tokens.
-            transposed: Whether the last two dimensions of the weight are.
-        """
+        """``F.grouped_mm`` of ``inputs``, ``(tokens, in)``, where each expert's tokens end at ``offs``."""
         if self.without_values:
             stops = [len(inputs) * (each + 1) // len(offs) for each in range(len(offs))]
         else:
@@ -206,16 +192,11 @@ def _hit(places: Sequence[tuple[Unit, Segment]], hit: Sequence[bool]) -> Sequenc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileView:
-    """A view of packed experts that was asked for, and is not made: operators read tiles through it.
-
-    Attributes:
-        row: The expert; None: all.
-        transposed: The last two dimensions are.
-    """
+    """A view of packed experts that was asked for, and is not made: operators read tiles through it."""
 
     weight: TiledWeight
-    row: int | None = None
-    transposed: bool = False
+    row: int | None = None  # the expert; None: all
+    transposed: bool = False  # the last two dimensions are
 
     @property
     def shape(self) -> torch.Size:
@@ -252,10 +233,11 @@ class TileView:
         return replace(self, transposed=not self.transposed)
 
     def __getitem__(self, index: Any) -> "TileView":
-        row = _row(index)
-        if row is None or self.row is not None or self.transposed or self.ndim != 3:
+        scalar = isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point()
+        is_row = scalar or isinstance(index, int)
+        if not is_row or self.row is not None or self.transposed or self.ndim != 3:
             self.weight.refuse("indexing")
-        return replace(self, row=row)
+        return replace(self, row=int(index))
 
     def is_floating_point(self) -> bool:
         return True
@@ -268,9 +250,6 @@ class TileView:
 
     def t(self) -> "TileView":
         return self.transpose(-2, -1)
-
-    def _oriented(self, values: Tensor) -> Tensor:
-        return values.transpose(-2, -1) if self.transposed else values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,18 +268,16 @@ class TileView:
             elif view.row is None and name in ("matmul", "mm") and view.transposed and view.ndim == 2:
                 return view.weight.linear(inputs)
             elif view.row is not None and name in ("linear", "matmul", "mm"):
-                return view.weight.with_expert(
-                    view.row, lambda values: func(inputs, view._oriented(values), *rest, **kwargs)
-                )
+
+                def compute(values: Tensor) -> Any:
+                    return func(inputs, values.mT if view.transposed else values, *rest, **kwargs)
+
+                return view.weight.with_expert(view.row, compute)
         return view.weight.refuse(name)
 
 
 class TiledParameter(nn.Parameter):
-    """A parameter of the model whose values are in tiles; see the module's docstring.
-
-    Attributes:
-        tiled: The tiles of the parameter.
-    """
+    """A parameter of the model whose values are in tiles; see the module's docstring."""
 
     tiled: TiledWeight
 
@@ -315,14 +292,15 @@ class TiledParameter(nn.Parameter):
         own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
         moves = name in _MOVES and len(args) + len(kwargs) > (name == "type")
         if moves and args[0] is own:
-            moved = _moved(func, *args, **kwargs)
+            moved = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **kwargs)
             loses_values = moved.is_meta and not own.is_meta  # the model of a plan has none
             if moved.dtype != own.dtype or loses_values:
                 own.tiled.refuse_cast(name)
             return own  # not moved: a copy would be whole
         inputs = (func is torch.autograd.backward and kwargs.get("inputs")) or ()
         if any(isinstance(each, cls) for each in inputs):  # autograd knows the tiles
-            return func(*args, **{**kwargs, "inputs": [tile for each in inputs for tile in _tiles(each)]})
+            tiles = ([s.param for _, s in p.tiled.places] if isinstance(p, cls) else [p] for p in inputs)
+            return func(*args, **{**kwargs, "inputs": list(chain.from_iterable(tiles))})
         if own is None:  # in a list: torch.cat, torch.autograd.grad
             lists = (each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple))
             own = next((each for values in lists for each in values if isinstance(each, cls)), None)
@@ -343,30 +321,8 @@ class TiledParameter(nn.Parameter):
         self.tiled.refuse("pickling")
 
 
-def _tiles(param: Any) -> Sequence[Any]:
-    """The parameters of the tiles of ``param``, or itself."""
-    return [s.param for _, s in param.tiled.places] if isinstance(param, TiledParameter) else [param]
-
-
-def _moved(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return an empty tensor like ``param`` after an operator that moves or casts."""
-    moved: Tensor = func(torch.empty(0, dtype=param.dtype, device=param.device), *args, **kwargs)
-    return moved
-
-
-def _row(index: Any) -> int | None:
-    if isinstance(index, int):
-        return index
-    if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point():
-        return int(index)
-    return None
-
-
 def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> None:
-    """Let operators on ``param`` read its tiles.
-
-    Args:
-        weight: The tiled weight; None: the weights from before :func:`compute_whole`.
+    """Let operators on ``param`` read its tiles; None: those from before :func:`compute_whole`.
 
     Raises:
         StateError: It has hooks, which no gradient would reach.

@@ -8,13 +8,11 @@ dtype. Rank r owns slice r. The all-gather output *is* the flat buffer, and the 
 
 [Note: the released parameter]
 A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape (stride 0).
-``p.shape`` is always true, reading by mistake gives NaN, and writing by mistake raises, because the elements
-share one place in memory.
+Reading by mistake gives NaN, and writing by mistake raises, because the elements share one place in memory.
 
 [Note: stored form]
-The weights of a frozen unit may travel as they are stored (quantized, say), and be decoded where they are
-used. Rank r's shard is then slice r of the stored bytes, whatever values they stand for, and what is gathered
-from all ranks is decoded into the flat buffer.
+The weights of a frozen unit may travel as they are stored (quantized, say). Rank r's shard is then slice r of
+the stored bytes, and what is gathered from all ranks is decoded into the flat buffer.
 
 [Note: tiles]
 A parameter that is too large to be gathered whole is divided by rows (dimension 0) over several units, its
@@ -28,7 +26,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, overload
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -281,8 +279,7 @@ class Unit:
             self.check_all()
         finally:
             self.flat, self._address = flat, flat.data_ptr()
-            for segment in self.segments:
-                segment.param.data = self._view_of(segment, flat)
+            self._place(self.segments)
             self.allow_writes()
 
     def allow_writes(self) -> None:
@@ -304,8 +301,14 @@ class Unit:
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written."""
         attached, self.flat, self.lease = self.flat is not None, None, None
-        for segment in self.segments if attached else ():
-            segment.param.data = self._released(segment)
+        if attached:
+            self._place(self.segments)
+
+    def _place(self, segments: Iterable[Segment]) -> None:
+        """Give parameters their data: views of the flat buffer, or placeholders where there is none."""
+        flat = self.flat
+        for each in segments:
+            each.param.data = self._released(each) if flat is None else self._view_of(each, flat)
 
     def _released(self, segment: Segment) -> Tensor:
         """The placeholder of a parameter: the one from before, unless an alias of it was written."""
@@ -348,7 +351,7 @@ class Unit:
         if segment.is_tile and not segment.first and type(segment.whole) is not nn.Parameter:
             self._check_whole(segment)
         if self._was_moved(segment):  # others may have been given other values
-            self._restore([each for each in self.segments if self._was_moved(each)])
+            self._place([each for each in self.segments if self._was_moved(each)])
             return
         if flat is None:
             right = is_placeholder(param)
@@ -383,12 +386,6 @@ class Unit:
         here = self._view_of(segment, self.flat).to(data.device)  # by bytes, which are equal for a NaN, too
         return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (data, here)))
 
-    def _restore(self, segments: Iterable[Segment]) -> None:
-        """Put parameters back where they belong."""
-        for each in segments:
-            flat = self.flat
-            each.param.data = self._released(each) if flat is None else self._view_of(each, flat)
-
     def _check_whole(self, segment: Segment) -> None:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -402,7 +399,7 @@ class Unit:
     def _refuse(self, segment: Segment) -> NoReturn:
         """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
-        self._restore(self.segments)
+        self._place(self.segments)
         self._raise(segment.name, segment.shape, data)
 
     def _raise(self, name: str, shape: torch.Size, data: Tensor) -> NoReturn:
@@ -421,43 +418,31 @@ class Unit:
         )
 
 
-class UnitIndex(Sequence[Unit]):
+class UnitIndex(list[Unit]):
     """The units of one model, in order, and which of them holds which parameter.
 
     The only answer to "where is this parameter?"; every part of a rank shares one.
     """
 
     def __init__(self) -> None:
-        self.replace(())
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    @overload
-    def __getitem__(self, index: int) -> Unit: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Unit]: ...
-    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
-        return self._units[index]
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._units)
-
-    def replace(self, units: Iterable[Unit]) -> None:
-        """Hold ``units`` in place of those from before."""
-        self._units: list[Unit] = []
+        super().__init__()
         self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
         self._tiles: dict[int, list[tuple[Unit, Segment]]] = {}  # by id of the model's parameter
-        for unit in units:
-            self.add(unit)
 
     def add(self, unit: Unit) -> None:
         """Append ``unit``, whose index is the number of units before it."""
-        self._units.append(unit)
+        self.append(unit)
         for segment in unit.segments:
             self._places[id(segment.param)] = unit, segment
             if segment.is_tile:
                 self._tiles.setdefault(id(segment.whole), []).append((unit, segment))
+
+    def replace(self, units: Iterable[Unit]) -> None:
+        """Hold ``units`` in place of those from before."""
+        for had in (self, self._places, self._tiles):
+            had.clear()
+        for unit in units:
+            self.add(unit)
 
     def drop(self, unit: Unit, segment: Segment) -> None:
         """Forget a parameter, or a tile, whose place in ``unit`` stays empty."""
@@ -480,11 +465,11 @@ class UnitIndex(Sequence[Unit]):
     def holding(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, each once, in order."""
         found = {unit.index for param in params for unit, _ in self.places(param)}
-        return [self._units[index] for index in sorted(found)]
+        return [self[index] for index in sorted(found)]
 
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
         """Yield every parameter's unit and segment."""
-        return ((unit, segment) for unit in self._units for segment in unit.segments)
+        return ((unit, segment) for unit in self for segment in unit.segments)
 
 
 def span(names: Sequence[str]) -> str:
@@ -527,14 +512,13 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     itself makes is to be the same bytes in each.
     """
     with no_dispatch(), torch.inference_mode(False):  # parameters keep it for training
-        if device.type != "cpu":
-            return _shared_nan(dtype, device).expand(shape)
-        return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+        if device.type == "cpu":
+            return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+        return _shared_nan(dtype, device).expand(shape)  # each would take a kernel
 
 
 @functools.cache
 def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the NaN of all placeholders: on an accelerator each would take a kernel."""
     return torch.full((), math.nan, dtype=dtype, device=device)
 
 

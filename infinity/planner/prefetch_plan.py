@@ -43,22 +43,16 @@ class ResidentSet(Generic[Item]):
     Who asks decides what comes; what goes is decided here, in one order for all items.
 
     Args:
-        capacity_nbytes: The most that all items may take together.
         release: Called with an item that goes; it calls :meth:`discard`.
-
-    Attributes:
-        present: Bytes of each item, least recently used first; it counts from when it begins to arrive.
-        pins: The number of users of each item; an item in use is not released.
-        spare: Present items that no plan wants: the first to go.
-        borrowed_nbytes: The part of the capacity that others have for a while.
     """
 
     def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
         self.capacity_nbytes, self._release = capacity_nbytes, release
-        self.present: OrderedDict[Item, int] = OrderedDict()
-        self.pins: dict[Item, int] = {}
-        self.spare: dict[Item, None] = {}
-        self.nbytes = self.borrowed_nbytes = 0
+        self.present: OrderedDict[Item, int] = OrderedDict()  # bytes of each, least recently used first
+        self.pins: dict[Item, int] = {}  # users of each; an item in use is not released
+        self.spare: dict[Item, None] = {}  # present, and no plan wants them: the first to go
+        self.nbytes = 0
+        self.borrowed_nbytes = 0  # the part of the capacity that others have for a while
 
     def __contains__(self, item: Item) -> bool:
         return item in self.present
@@ -201,24 +195,20 @@ def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Ru
 
 
 class Memory:
-    """Units that are present while a trace is walked, and where in the trace we are.
-
-    Attributes:
-        fetched: Indices of runs that do not find their unit in memory.
-        marks: For the beginning of each repeat the runs that had begun, the first one that nothing had looked
-            at yet, and the state on which, with the runs that are looked at, all that follows depends.
-    """
+    """Units that are present while a trace is walked, and where in the trace we are."""
 
     def __init__(
         self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
     ) -> None:
         self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
-        self.fetched = fetched
+        self.fetched = fetched  # indices of runs that do not find their unit in memory
         self.present: dict[int, float] = {}  # the index of each unit's next run
         self._farthest: list[tuple[float, int]] = []  # a heap of those, negative; some are out of date
         self.present_nbytes = self.peak_nbytes = 0
         self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
+        #: For the beginning of each repeat the runs that had begun, the first one that nothing had looked at
+        #: yet, and the state on which, with the runs that are looked at, all that follows depends.
         self.marks: list[tuple[int, int, object]] = []
 
     def load(self, unit: int, run: float) -> None:
@@ -417,10 +407,7 @@ class Filling(Memory):
 
 
 def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
-    """Find what a pass begins with, again and again, for half of its events at least.
-
-    Returns:
-        Events of one repeat, and how many repeats there are; all events and 1 if nothing repeats.
+    """Return how many events a pass repeats from its beginning on, for half of them at least, and how often.
 
     Source: Gusfield, "Algorithms on Strings, Trees, and Sequences", 1997, section 1.3 (the Z algorithm).
     """
@@ -449,9 +436,7 @@ def make_plan(
     """The plan for a recorded pass.
 
     Args:
-        events: The events of a pass, in order.
         nbytes: Size of each unit's full buffer (bytes).
-        capacity_nbytes: The most that all full buffers together may take.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
         repeats: The result of :func:`repeats_of`, where it is known.
