@@ -3,28 +3,26 @@
 [Note: the device budget]
 Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
 first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
-*The backlog* is what waits for its update: gradient and weights of units whose update has started. It lets
-updates lag into the next forward, so it gets what it can use. *The window* is what the prefetcher fills with
-the nearest future. It gets the rest, and at least two of the largest units, or those that are in use at one
-time: of modules inside each other, or of a block that is recomputed. Frozen units take their part of the
-window only.
+*The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward,
+so it gets what it can use. *The window* is what the prefetcher fills: the rest, and at least two of the
+largest units, or those that are in use at one time: of modules inside each other, or of a block that is
+recomputed.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
-few bytes as possible. They pass through memory one after the other, as those of early updates do. Of units
-alike the first of the model keep theirs in memory: backward comes to them last, with little time to write.
+few bytes as possible. Of units alike the first of the model keep theirs in memory: backward comes to them
+last, with little time to write.
 
 [Note: the host budget beside an accelerator]
-Updates run in host memory, so on an accelerator gradients wait for ``step``, and for their updates, there.
-They share it with residents (each with room for its own gradient), chunks of updates, shards on their way to
-the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
-waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
+On an accelerator gradients wait for ``step``, and for their updates, in host memory. They share it with
+residents (each with room for its own gradient), chunks of updates, shards on their way to the accelerator,
+and weights that are kept for their update. Each has memory of its own: a gradient that waited for memory of
+shards, which wait for updates, which wait for gradients, would wait for ever.
 
 [Note: states on an accelerator]
 What the device budget has beyond all of that, and beyond a window for all weights, holds the states of units
-whose home is host memory, as many as fit: they are updated there, and their gradients wait there. All gain
-the same per byte. The first of the model come first: backward comes to them last, and the next forward needs
-them first.
+whose home is host memory, as many as fit: they are updated there, and their gradients wait there. The first
+of the model come first: backward comes to them last, and the next forward needs them first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -167,9 +165,6 @@ def divide_host(
         residents: Bytes that units in host memory take, beside their gradients.
         chunks: Bytes of the chunks that updates stage.
         resident: Whether units take what a larger budget would give.
-
-    Raises:
-        BudgetError: Too small; says what is needed and why.
     """
     updated = [u for u in units if u.trainable and u.on_nvme]
     beside = rounded_sum(u.shard_grad for u in units if u.trainable and not u.on_nvme)
@@ -251,9 +246,6 @@ def divide_device(
         decoding: Bytes that decoding stored weights on an accelerator takes.
         spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
         block: Bytes of a window for all micro-batches in one block.
-
-    Raises:
-        BudgetError: Too small; says what is needed and why.
     """
     waits = [u for u in units if u.waits]
     working = _working_nbytes(units, world_size, together)
@@ -360,11 +352,9 @@ def _indivisible(unit: UnitSizes) -> str:
 
 
 def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
-    """Give states of units what a division leaves of device memory: see [Note: states on an accelerator].
+    """Give states of units what a division leaves of ``bound``: see [Note: states on an accelerator].
 
-    Args:
-        bound: The most that the total may become.
-        scratch: Bytes that updates of such states take.
+    ``scratch`` is what updates of such states take (bytes).
     """
     all_weights = sum(u.gathered for u in units if u.streams)
     window, others = min(made.window, all_weights), made.total - made.window
@@ -388,8 +378,6 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
 def left_for_states(free: int, total: int, used: int) -> int:
     """Return what states may take of memory that a step has left ``free``: a part stays for other batches.
 
-    Args:
-        total: All memory of the device.
-        used: Bytes of that step's activations, which are not in ``free``: later ones may be twice as large.
+    Later activations may be twice as large as those of that step, ``used``, which are not in ``free``.
     """
     return max(0, free - max(total // 16, used))

@@ -57,9 +57,6 @@ def shard_pieces(
         new: Parameters of the new unit, where they lie in its flat buffer, ascending, without overlap.
         old: The old unit of each parameter, by the same sources, and its first element there.
         shard_numel: Elements of one rank's shard, by old unit.
-
-    Raises:
-        KeyError: A parameter is in no old unit.
     """
     for source, first, last in new:
         low, high = max(start, first), min(stop, last)
@@ -77,10 +74,7 @@ def shard_pieces(
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> Iterator[Box]:
     """Cut elements ``[start, stop)`` of a row-major tensor into contiguous boxes: the fewest, in order.
 
-    At most ``2 * len(shape) - 1``, for elements that begin and end inside a row.
-
-    Args:
-        most: Elements of one box, at most; None: any number.
+    At most ``2 * len(shape) - 1``, for elements that begin and end inside a row. A box has ``most`` elements.
     """
     most = max(1, stop - start if most is None else most)
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

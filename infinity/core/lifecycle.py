@@ -97,11 +97,7 @@ class Lifecycle(Generic[State]):
         self.state: State = state
 
     def move(self, state: State) -> None:
-        """Go to ``state``.
-
-        Raises:
-            StateError: There is no such edge; names what moves, the states and what was allowed.
-        """
+        """Go to ``state``; raise where there is no such edge."""
         allowed = _TABLES[type(state)][self.state]
         if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))

@@ -13,11 +13,7 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(text: str | int) -> int:
-    """Bytes that ``text`` stands for: ``8GiB`` is 8 * 2**30, ``8GB`` is 8 * 10**9.
-
-    Raises:
-        ValueError: Not a size, or an unknown unit.
-    """
+    """Bytes that ``text`` stands for: ``8GiB`` is 8 * 2**30, ``8GB`` is 8 * 10**9."""
     valid = isinstance(text, str | int) and not isinstance(text, bool)
     match = _PATTERN.fullmatch(str(text)) if valid else None
     if match is None or match[2].upper() not in _UNITS:

@@ -5,16 +5,15 @@ interface, the device's own module has the function.
 
 [Note: the stream of a thread]
 Kernels and copies go to the stream that is current on the calling thread, and wait for nothing on other
-streams. A thread that moves bytes has a stream of its own, so that copies overlap each other and compute;
-what one thread makes for another one travels with an event.
+streams. A thread that moves bytes has a stream of its own; what one thread makes for another one travels with
+an event.
 
 [Note: remainders]
 torch wants every block at a multiple of 64 bytes, so glibc takes a larger one and cuts off what lies before
-and after it. Before version 2.39 these remainders, 96 bytes together, go to a cache of small chunks
-(``tcache``), in which nothing is merged: small objects take them, and a block that is freed leaves a hole
-that is too small for the next block of its size. The heap grows while most of it is free
-(https://sourceware.org/bugzilla/show_bug.cgi?id=30723). Without that cache a remainder is merged with what is
-free beside it. The cache can be turned off only before a process starts.
+and after it. Before version 2.39 these remainders go to a cache of small chunks (``tcache``), in which
+nothing is merged: a block that is freed leaves a hole that is too small for the next block of its size, and
+the heap grows (https://sourceware.org/bugzilla/show_bug.cgi?id=30723). The cache can be turned off only
+before a process starts.
 """
 
 import os

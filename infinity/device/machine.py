@@ -166,7 +166,6 @@ def choose_dtype(
 
     Args:
         wanted: ``train.dtype``; for ``auto`` every rank must call.
-        device: The device of this rank.
         least: Gives the smallest number of all ranks.
     """
     if wanted == "fp32":

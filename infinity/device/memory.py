@@ -1,21 +1,17 @@
 """Bounded pools of host and device memory, counted to the byte.
 
 A buffer is as large as was asked, in whole pages. One that is given back is kept for the next lease of the
-same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed. So leased and kept
-bytes together never exceed the capacity.
+same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed.
 
 [Note: why a mapping of our own]
 The kernel pins a buffer's pages for every direct request: 2 MiB pages make that one step in place of 512.
-Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the system at once,
-which an allocator does when it pleases, and is exactly as large as was asked.
+Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the system at once.
 
 [Note: order lives in the lease]
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
 with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
-host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a buffer
-that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so by
-itself. There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it
-wait for what it records.
+host memory the thread itself. A thread that gave a stream work on a buffer that another thread or stream uses
+next calls ``record_use``; giving back accelerator memory does so by itself. There is one user at a time.
 
 A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
 its copies have ended: what is lent can be read into and written at once.
@@ -24,14 +20,14 @@ its copies have ended: what is lent can be read into and written at once.
 torch's allocator gives memory to the stream that was current when it was asked, and takes it back in that
 stream's order. A pool asks on a stream of its own, on which nothing else runs: its memory does not mix with
 that of activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited
-for there. It is not one arena, and nor is page-locked memory: leases of many sizes come and go, and one that
-fits by bytes would find no gap that is large enough. Both are made and locked outside of the pool's lock.
+for there. It is not one arena, and nor is page-locked memory: a lease that fits by bytes would find no gap
+that is large enough. Both are made and locked outside of the pool's lock.
 
 [Note: forked children]
 A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would,
-page by page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
-The addresses stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what
-the child has put there since.
+as training writes on, keep a second copy of the whole pool, and huge pages would be broken up. The addresses
+stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what it has put
+there since.
 """
 
 import ctypes
@@ -93,11 +89,7 @@ class HostBuffer:
             self.lock()
 
     def lock(self) -> None:
-        """Page-lock the memory.
-
-        Raises:
-            BudgetError: The driver refuses it.
-        """
+        """Page-lock the memory; the driver may refuse it."""
         address = self.tensor.data_ptr()
         code = page_lock(address, self.nbytes, self.device)
         if code != 0:
@@ -231,15 +223,14 @@ class Lease:
 class Pool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
-    Args:
-        key: The setting that bounds them, for messages.
-        patience_s: Time for which a lease waits without anything being given back (s).
+    ``key`` is the setting that bounds it, for messages.
     """
 
+    patience_s = 30.0  # for which a lease waits without anything being given back
     _lends_at_once = False  # whether a buffer that is in use by a stream can be lent again
 
-    def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float) -> None:
-        self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
+    def __init__(self, capacity_nbytes: int, *, key: str) -> None:
+        self.capacity_nbytes, self.key = capacity_nbytes, key
         self.changed = threading.Condition()  # guards what follows
         # A buffer is lent, then, while copies of it are in flight, ending, then kept.
         self._lent: dict[Buffer, str] = {}  # each with its holder
@@ -301,7 +292,14 @@ class Pool:
                 if given_back != self._given_back:
                     left_s, given_back = self.patience_s, self._given_back
                 if left_s <= 0:
-                    raise BudgetError(self._exhausted(size, who))
+                    holders = sorted(self.held.items(), key=lambda item: -item[1])
+                    named = ", ".join(f"{name}: {format_nbytes(held)}" for name, held in holders[:8])
+                    more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
+                    raise BudgetError(
+                        f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
+                        f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are "
+                        f"leased ({named}{more}); raise {self.key}"
+                    )
                 ending = tuple(self._ending[0][0].events) if self._ending else ()
                 if not ending and not self._fits(size):
                     # In slices, none of which counts for more: nothing came while the process was stopped.
@@ -311,16 +309,6 @@ class Pool:
             for event in ending:
                 event.synchronize()  # it comes by itself
         return lease
-
-    def _exhausted(self, size: int, who: str) -> str:
-        holders = sorted(self.held.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name}: {format_nbytes(nbytes)}" for name, nbytes in holders[:8])
-        more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
-        return (
-            f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
-            f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
-            f"({named}{more}); raise {self.key}"
-        )
 
     def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
         """The same without blocking: None when it does not fit now."""
@@ -438,14 +426,9 @@ class HostPool(Pool):
     """Page-aligned host memory for staging and for states that stay resident; page-locked for ``device``."""
 
     def __init__(
-        self,
-        capacity_nbytes: int,
-        *,
-        key: str = "memory.host",
-        device: torch.device | None = None,
-        patience_s: float = 30.0,
+        self, capacity_nbytes: int, *, key: str = "memory.host", device: torch.device | None = None
     ) -> None:
-        super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
+        super().__init__(capacity_nbytes, key=key)
         self._device = device
 
     def make(self, nbytes: int) -> Buffer:
@@ -457,8 +440,8 @@ class DevicePool(Pool):
 
     _lends_at_once = True
 
-    def __init__(self, capacity_nbytes: int, device: torch.device, *, patience_s: float = 30.0) -> None:
-        super().__init__(capacity_nbytes, key="memory.device", patience_s=patience_s)
+    def __init__(self, capacity_nbytes: int, device: torch.device) -> None:
+        super().__init__(capacity_nbytes, key="memory.device")
         self._device, self._stream = device, new_stream(device)
 
     def make(self, nbytes: int) -> Buffer:

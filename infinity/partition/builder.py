@@ -2,28 +2,25 @@
 
 [Note: where a unit ends]
 A unit should be large enough for full-speed I/O and should not mix two blocks, because then it is needed
-twice as long. The builder learns what a block is from repetition: a module of a class that has been built
-before, and that has children with parameters, begins a new block, and the open unit closes before it. Inside
-a block a unit closes when it holds enough bytes; small newcomers (norms, biases) may still join a full unit.
+twice as long. A module of a class that has been built before, and that has children with parameters, begins a
+new block, and the open unit closes before it. Inside a block a unit closes when it holds enough bytes; small
+newcomers (norms, biases) may still join a full unit.
 
 [Note: a unit that memory can hold]
 Of several units at one time there are a gradient, its reduction and two in flight. On many ranks units of
 full-speed shards would take all of a device's memory for these (8 GiB each on 512 ranks). So units become no
-larger than half of the memory has room for, if their parameters are not, and the other half is for
-activations. Shards are smaller then: two at one time still keep a drive busy.
+larger than half of the memory has room for, if their parameters are not.
 
 [Note: a leaf]
 Experts are used by some ranks and not by others, but gathers must come in the same order everywhere. So the
 module that holds them is a *leaf*: with several ranks all its units, cut at its own bounds, are gathered when
-it is used, and reduced when its backward has passed. Which classes are leaves is known before the first is
-built, from ``partition.leaf`` or from the name; whether one that only has the name really keeps its experts
-in a list is seen when it is complete.
+it is used, and reduced when its backward has passed. Which classes may be leaves is known before the first is
+built; whether one that only has the name really keeps its experts in a list is seen when it is complete.
 
 [Note: what is tiled]
-Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
-of embeddings, if they are larger than :class:`CutSizes` allows. Each tile is a unit. A tile of experts is
-read if a batch is routed to one of them. So on one rank without an accelerator, where a tile costs the host
-less time than reading it, a tile is one expert, or as many as a drive reads at its speed.
+Packed experts (``[experts, out, in]``), linear layers and embeddings, if they are larger than
+:class:`CutSizes` allows. On one rank without an accelerator, where a tile costs the host less time than
+reading it, a tile of experts is one expert, or as many as a drive reads at its speed.
 """
 
 import difflib
@@ -108,9 +105,6 @@ class CutSizes:
         A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
         units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
         same bits. What a full unit would hold is not tiled.
-
-        Args:
-            device_nbytes: Bytes of ``memory.device``, or of the device; None: unknown.
         """
         full = TARGET_SHARD_NBYTES * world_size
         if on_accelerator:
@@ -172,7 +166,6 @@ class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
     Args:
-        dtype: The compute dtype.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
         sizes: The largest units and tiles; None: those of a device without bound.
@@ -267,9 +260,7 @@ class UnitBuilder:
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
 
-        Args:
-            used: Ids of the parameters that a model has, at the end; those whose module was dropped may have
-                found another one.
+        At the end ``used`` has ids of those that a model has: one of a dropped module may have found another.
         """
         joined, self._open = self._open.values(), {}
         if used is None:
@@ -291,11 +282,7 @@ class UnitBuilder:
         self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
-        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced.
-
-        Raises:
-            RecipeError: A class was named a leaf, and not built; names the nearest.
-        """
+        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced."""
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
         self.close({id(p) for root in roots for p in root.parameters()})

@@ -1,9 +1,9 @@
 """``Init``: parameters are cut into shards as they are created.
 
 [Note: what is patched]
-Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context, and it is put back on exit.
-When the outermost ``__init__`` of an instance returns, the module is complete. Classes that are defined
-inside the context (a model's source imported on the way) are found when the first instance of one is made.
+Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context. When the outermost
+``__init__`` of an instance returns, the module is complete. Classes that are defined inside the context are
+found when the first instance of one is made.
 
 [Note: bitwise the plain model's weights]
 Initializers run on whole parameters in the dtype in which the model creates them, in the model's own order,
@@ -12,11 +12,10 @@ so they draw the same random numbers as without infinity. A parameter that is to
 written, and is stored again later.
 
 [Note: when a materialized unit is stored again]
-Code may ask for several parameters before it writes to the first, and what it holds must not be put away
-meanwhile. So units stay materialized, the latest touched ones, as far as a few of them take memory. In any
-case the last one stays beside the next (``a.weight.data.copy_(b.weight)``), and so do those that have a
-module's own parameters (a list of them that is initialized in a loop), which existed together when the module
-was made.
+Code may ask for several parameters before it writes to the first. So the latest touched units stay
+materialized, as far as a few of them take memory. In any case the last one stays beside the next
+(``a.weight.data.copy_(b.weight)``), and so do those that have a module's own parameters (a list of them that
+is initialized in a loop), which existed together when the module was made.
 
 [Note: values that come later]
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither values
@@ -24,16 +23,15 @@ nor a place, and a parameter that is touched afterwards is scratch memory. At th
 parameter has its full name, :class:`LateValues` gives each unit both.
 
 [Note: parameters by name]
-A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by key.
-Asking for a released parameter, outside its own module's forward (a parent's forward, a tied weight, a
-model's own ``_init_weights``), gathers its unit and is written into the trace. Iterating
-(``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+A module that reads ``self.weight`` asks its :class:`ServedParameters` by key. That gathers the unit of a
+released parameter (of a parent's forward, a tied weight, a model's own ``_init_weights``), and is written
+into the trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 
 [Note: casts]
-``module.half()`` and the like (``nn.Module._apply``) replace the data of each parameter while they iterate
-over ``_parameters``. So the iterator looks at each parameter once more when the next is asked for. While a
-model is built the stored values are cast as the placeholder was. Later a cast is refused at the first
-parameter, in the call itself, before any buffer of the module is cast.
+``module.half()`` and the like replace the data of each parameter while they iterate over ``_parameters``. So
+the iterator looks at each parameter once more when the next is asked for. While a model is built the stored
+values are cast as the placeholder was. Later a cast is refused at the first parameter, before any buffer is
+cast.
 """
 
 import contextlib
@@ -213,16 +211,21 @@ class Construction:
         try:
             if error is None:
                 self._finish()
-            self._release_other_modules()
+            # Modules of no model (loss functions, what an import made) outlive it: hooks would keep it alive.
+            models = (root for root in self.roots if next(root.parameters(), None) is not None)
+            ours = {module for root in models for module in root.modules()}
+            for module, take_out in list(self._take_out.items()):
+                if module not in ours and next(module.parameters(), None) is None:
+                    take_out(module)
+            self._take_out.clear()
         finally:
             self._normal_mode.close()
             Construction._open = None
 
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
-        """Materialize the unit of ``param``: see [Note: when a materialized unit is stored again].
+        """Materialize the unit of ``param``, beside those of ``siblings``, what its module has.
 
-        Args:
-            siblings: The parameters of the module that was asked for it.
+        See [Note: when a materialized unit is stored again].
         """
         units = self.builder.units.holding([param])  # one, or those of its tiles
         if units and units[0] not in self._whole:
@@ -332,18 +335,6 @@ class Construction:
         for module in root.modules():
             if not isinstance(module._parameters, ServedParameters):
                 self._take_out[module] = self._serve(module)
-
-    def _release_other_modules(self) -> None:
-        """Remove hooks from modules that belong to no model: loss functions, and those that an import made.
-
-        Such a module outlives the model, and its hooks would keep the model alive.
-        """
-        models = (root for root in self.roots if next(root.parameters(), None) is not None)
-        ours = {module for root in models for module in root.modules()}
-        for module, take_out in list(self._take_out.items()):
-            if module not in ours and next(module.parameters(), None) is None:
-                take_out(module)
-        self._take_out.clear()
 
     def _finish(self) -> None:
         self._stow()

@@ -1,23 +1,18 @@
 """Moves the full values of units: fetch, upload, gather; release.
 
 [Note: where the shard lands]
-The full buffer is leased first, and this rank's shard is read straight into its own slice of it. With one
-rank and no accelerator that is all: the staging buffer is the flat buffer. With several ranks an in-place
-all-gather fills the other slices. On an accelerator the shard is staged in pinned host memory, and uploaded
-into the slice by a thread with a stream of its own, so that fetch, upload and gather of different units
+The full buffer is leased first, and this rank's shard is read straight into its own slice of it. With several
+ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned host
+memory, and uploaded by a thread with a stream of its own, so that fetch, upload and gather of different units
 overlap each other and compute. The thread waits for the disk, the accelerator for events: a unit counts as
 here when its copies are on the way. A shard that lies in the accelerator's memory already is copied by the
-thread that asks for the unit, since there is nothing to wait for.
+thread that asks for it.
 
 [Note: decoded after the gather]
-A frozen unit in a stored form is moved in that form: memory for its stored bytes is leased beside the full
-buffer, they are brought as above, and a thread decodes them on the device, on an accelerator on a stream of
-its own. Then they are given back.
-
-[Note: stored bytes first]
-Tiles of experts may be two items: their stored bytes, which come far ahead, and the full buffer, shortly
-before it is used. So memory holds several times as many tiles ahead of compute, a few full buffers take
-turns, and what has been used can be decoded again.
+A unit in a stored form is brought in that form, into memory beside its full buffer, and a thread decodes it
+on the device, on an accelerator on a stream of its own. Of tiles of experts the stored bytes may be an item
+of their own, which comes far ahead and stays: a few full buffers take turns, and what has been used can be
+decoded again.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes this rank's
@@ -25,14 +20,12 @@ new weights into their slice of it (on an accelerator: into a copy of the slice 
 ``start`` goes on from there.
 
 [Note: pieces]
-A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded size:
-while one is uploaded, the next one is read into a second buffer if there is room for one. A shard that is no
-larger than a piece is read as a whole, ahead of its turn.
+A shard that is larger than a piece of staging is read in pieces: while one is uploaded, the next one is read
+into a second buffer if there is room for one. Any other is read as a whole, ahead of its turn.
 
 [Note: no buffer is waited for in a circle]
-Shards are uploaded one after another, in the order in which they were asked for. One that found no buffer
-gets one when it is its turn. Until then no later shard takes a buffer, because that one would come back only
-after the turn of the first.
+Shards are uploaded in the order in which they were asked for. One that found no buffer gets one when it is
+its turn. Until then no later shard takes a buffer: that one would come back only after the turn of the first.
 """
 
 import functools
@@ -74,13 +67,7 @@ _LEAST_DECODED = 2
 
 
 class Staging:
-    """Brings shards to a device through a pool of host memory.
-
-    Args:
-        pool: The pool of host memory.
-        piece_nbytes: The most that one buffer takes: whole blocks (bytes).
-        device: The device to which shards go.
-    """
+    """Brings shards to a device through a pool of host memory, in pieces of whole blocks."""
 
     def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
         self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
@@ -98,14 +85,13 @@ class Staging:
         fetch: Callable[[memoryview, int], Transfer],
         upload: Callable[[Tensor, int], object],
     ) -> Callable[[], None]:
-        """Start to bring a shard of ``nbytes``.
+        """Start to bring a shard of ``nbytes``; what is returned ends it.
+
+        That is to be called once, on the thread that does so for every shard, in order.
 
         Args:
             fetch: Starts to read the shard's bytes, from the given one on, into memory.
             upload: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
-
-        Returns:
-            What brings it; to be called once, on the thread that does so for every shard, in order.
         """
         size = min(nbytes, self.piece_nbytes)
         with self._lock:
@@ -184,8 +170,7 @@ class UnitMover:
 
     Args:
         pool: The pool from which full buffers are leased (the device tier).
-        staging: Through pinned host memory, only with an accelerator.
-        collectives: None with one rank.
+        staging: Only with an accelerator.
         waits: Counts stalls.
         wait_until_unused: Returns when no update reads or writes the weights that a unit stayed with.
     """
@@ -350,7 +335,14 @@ class UnitMover:
 
     def release(self, item: Item) -> None:
         if isinstance(item, Stored):
-            self._release_stored(self.units[item.unit], self._stored.pop(item.unit))
+            unit, stored = self.units[item.unit], self._stored.pop(item.unit)
+            if unit.state in (S.FETCHING, S.UPLOADING):
+                unit.lifecycle.move(unit.home.resting_state)
+            if not stored.resident:
+                told = (Exception,) if stored.failed else ()
+                with suppress(*told):  # the error of a use is not that of the release, too
+                    self._wait_for_writers(stored.ready, stored.lease)
+                    stored.lease.release()
         elif (staying := self._staying.pop(item, None)) is not None:
             self._wait_until_unused(self.units[item])
             staying.full.release()
@@ -358,15 +350,6 @@ class UnitMover:
                 staying.shard.release()
         elif (lease := self.take(item)) is not None:
             lease.release()
-
-    def _release_stored(self, unit: Unit, stored: _Stored) -> None:
-        if unit.state in (S.FETCHING, S.UPLOADING):
-            unit.lifecycle.move(unit.home.resting_state)
-        if not stored.resident:
-            told = (Exception,) if stored.failed else ()
-            with suppress(*told):  # the error of a use is not that of the release, too
-                self._wait_for_writers(stored.ready, stored.lease)
-                stored.lease.release()
 
     def _wait_for_writers(self, wait: Callable[[], object], lease: Lease) -> None:
         """Return when nothing more is written to a buffer; one that could not be filled is given back."""
@@ -378,11 +361,7 @@ class UnitMover:
             raise
 
     def stay(self, index: int) -> Callable[[], Tensor]:
-        """Keep a released unit's full buffer for the next pass.
-
-        Returns:
-            What returns the slice that its update writes, in host memory.
-        """
+        """Keep a released unit's full buffer; what is returned gives the slice, in host memory, to update."""
         unit, full = self.units[index], self.take(index)
         assert full is not None, "who stays is present"
         if self.staging is None:
@@ -407,8 +386,7 @@ class UnitMover:
     def take(self, index: int) -> Lease | None:
         """Release a unit, but keep its full buffer, whose lease the caller must release.
 
-        Raises:
-            DiskError: It was on its way, and could not be read. It is released, its buffer, too.
+        A unit that was on its way, and could not be read, is released with its buffer, and the error raised.
         """
         unit, arriving = self.units[index], self._arriving.get(index)
         if isinstance(arriving, tuple):

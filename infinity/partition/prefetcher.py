@@ -1,36 +1,34 @@
 """The prefetcher: plays a plan ahead of the position, serves on demand what it did not foresee, records anew.
 
 [Note: passes]
-A training pass lasts from one optimizer step to the next, whatever the number of forwards and backwards in
-it; an inference pass is one outermost call without gradients. Each kind has its own trace and plan; what is
-present in memory is shared. A visit is neither: a few values are read (``gathered``, ``state_dict``), and no
-plan follows from it.
+A training pass lasts from one optimizer step to the next; an inference pass is one outermost call without
+gradients. Each kind has its own trace and plan. A visit is neither: a few values are read (``gathered``,
+``state_dict``), and no plan follows from it.
 
 [Note: the same on every rank]
 Every decision here depends on events and sizes only, never on what has already arrived. So ranks that run the
 same modules start the same gathers in the same order.
 
 [Note: what stays while it is updated]
-Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when its
-gradients are complete, and the update writes the new weights there. A use before the next pass begins
-releases it and is served the committed version on demand.
+Where the plan begins with a unit and there is room, its buffer stays when its gradients are complete, and the
+update writes the new weights there. A use before the next pass releases it, and is served the committed
+version.
 
 [Note: what the plan did not foresee]
-An event that is not the plan's next one is served on demand, and the plan waits: often a use was added, and
-the plan goes on with the event after it. Where the last few events are found together later in the plan,
-something was left out, and the plan goes on from there. The new trace becomes the plan of the next pass.
+An event that is not the plan's next one is served on demand, and the plan waits: often a use was added. Where
+the last few events are found together later in the plan, something was left out, and the plan goes on from
+there. The new trace becomes the plan of the next pass.
 
 [Note: tiles of experts]
 Which of them a step uses depends on its batch, so no plan has them, and none is brought that is not used. A
-use of one tells those that follow it (:mod:`infinity.partition.tiles`), which begin to arrive as far as there
-is room. Backward uses them in reverse order over the whole model: uses of forward are written down, and
-crossed out as backward comes to them. A block that is recomputed uses its tiles anew, in place of what
-forward wrote down; before the next block is recomputed its tiles are not brought, since they are used in
-another order. Tiles are the first to go. Plans leave them half of the room (all that they need, if that is
-less), or, where all micro-batches go through a block before the next, room for those of a block.
+use of one tells those that follow it, which begin to arrive as far as there is room. Backward uses them in
+reverse: uses of forward are written down, and crossed out as backward comes to them. A block that is
+recomputed uses its tiles anew, in place of what forward wrote down; before that its tiles are not brought,
+since they are used in another order. Tiles are the first to go. Plans leave them half of the room, or all
+that they need, or, where all micro-batches go through a block before the next, room for those of a block.
 
-From the last tile of forward to the next router's choice there is none to be read. So what the plan fetches
-when a unit is released waits for the last tile, or for the next use of a unit that is in the plan.
+From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
+unit is released waits for the last tile, or for the next use of a unit that is in the plan.
 
 A tile that is stored in another form is two items, and the second is made of the first: its stored bytes come
 as far ahead as memory has room, its full values for this use and the next few. Where micro-batches go through
@@ -142,9 +140,8 @@ class TileOrder:
     def note(self, tile: int, *, recomputed: bool) -> None:
         """Write down a use in forward, or one that is recomputed: backward uses the tile once more."""
         if recomputed and not self._recomputing:  # a block begins
-            place = _last(self._to_come, tile)
-            self._recomputed = len(self._to_come) if place is None else place
-            del self._to_come[self._recomputed :]
+            self._cross_out(tile)
+            self._recomputed = len(self._to_come)
         elif not recomputed:
             self._recomputed = 0
         self._recomputing = recomputed
@@ -153,9 +150,7 @@ class TileOrder:
     def after(self, tile: int) -> Iterator[int]:
         """Yield the tiles that backward uses after ``tile``, which it uses now, each once."""
         self._recomputing = False
-        place = _last(self._to_come, tile)
-        if place is not None:
-            del self._to_come[place:]
+        self._cross_out(tile)
         in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
         found = {tile}
         for each in islice(reversed(self._to_come), in_order):
@@ -163,24 +158,20 @@ class TileOrder:
                 found.add(each)
                 yield each
 
+    def _cross_out(self, tile: int) -> None:
+        """Forget the last use of ``tile``, and all after it."""
+        uses = self._to_come
+        place = next((at for at in range(len(uses) - 1, -1, -1) if uses[at] == tile), len(uses))
+        del uses[place:]
+
     @property
     def over(self) -> bool:
         """Return whether backward has come to all of them."""
         return not self._to_come
 
 
-def _last(units: Sequence[int], unit: int) -> int | None:
-    """Return the last position of ``unit``; None: it has none."""
-    return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)
-
-
 class TileRoom:
-    """The part of a capacity that tiles take (bytes).
-
-    Args:
-        nbytes: Size of each streaming unit's full buffer, and of what it is decoded from.
-        stored: Bytes of each tile as it begins to arrive.
-    """
+    """The part of a capacity that tiles take: bytes of units, and of tiles as they begin to arrive."""
 
     def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
         self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
@@ -223,9 +214,7 @@ class Prefetcher:
     """Keeps the nearest future of the running pass in memory.
 
     Args:
-        mover: Moves units.
         nbytes: Size of each streaming unit's full buffer, and of what it is decoded from (bytes).
-        capacity_nbytes: The most that all items together may take.
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
         routed: Tiles that no plan foresees: see [Note: tiles of experts].
@@ -494,7 +483,18 @@ class Prefetcher:
         if not room.keeps_decoded:
             residents.release([each for each in room.decoded if each not in nearest])
         self._decode(tile)
-        self._bring_ahead(following, [tile, *following])
+        # While there is no plan, what others leave behind is in the way, too.
+        known = self._to_go() if self.running.plan is None else residents.spare_items()
+        used = [tile, *following]
+        stay: set[Item] = {*used, *(room.items[each] for each in used if room.slot_nbytes)}
+        going = (item for item in known if item not in stay)
+        for coming in following:
+            if not self._has(coming):
+                item, nbytes = self._first(coming)
+                reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
+                if not residents.make_room(nbytes + reserved_nbytes, going):
+                    break
+                self._start_tile(coming, item, nbytes)
         if not following:
             later = [*self._later]
             self._fetch_later()
@@ -503,22 +503,6 @@ class Prefetcher:
             waits = self._has(coming) and coming not in residents
             if waits and residents.fits(self._decoding_nbytes(coming)):
                 self._decode(coming)
-
-    def _bring_ahead(self, following: Sequence[int], used: Sequence[int]) -> None:
-        """Start tiles that are used next, as far as there is room beside those that are decoded."""
-        # While there is no plan, what others leave behind is in the way, too.
-        residents, room = self.residents, self.room
-        known = self._to_go() if self.running.plan is None else residents.spare_items()
-        stay: set[Item] = {*used, *(room.items[tile] for tile in used if room.slot_nbytes)}
-        going = (item for item in known if item not in stay)
-        for coming in following:
-            if self._has(coming):
-                continue
-            item, nbytes = self._first(coming)
-            reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
-            if not residents.make_room(nbytes + reserved_nbytes, going):
-                break
-            self._start_tile(coming, item, nbytes)
 
     def _has(self, tile: int) -> bool:
         present = self.residents.present

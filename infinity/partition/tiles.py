@@ -1,8 +1,7 @@
 """Parameters in tiles: operators that read one are computed tile by tile, in unmodified models.
 
-A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles] in
-:mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does with
-it comes to ``__torch_function__``, which gathers one tile after the other:
+A parameter in tiles (see [Note: tiles]) becomes a :class:`TiledParameter`. What the model's own forward does
+with it comes to ``__torch_function__``, which gathers one tile after the other:
 
     linear layers, heads    an output for each tile, which are joined: ``F.linear``
     embeddings              the rows of each tile, which are put in order: ``F.embedding``
@@ -18,10 +17,10 @@ last tile of one row. Experts are multiplied one by one either way, so all gradi
 gradient of the input of a linear layer is a sum over tiles: it differs within rounding.
 
 [Note: only those that are used]
-A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed. With several
-ranks they agree for each call which ones are, so all gather the same. A grouped product without tokens has a
-gradient of zeros, so backward is the same on all ranks, too. The module multiplies the same tokens with its
-next packed parameter, so the tiles of that begin to arrive while the last ones of this are computed.
+A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed; ranks agree
+for each call which ones are. A grouped product without tokens has a gradient of zeros, so backward is the
+same on all ranks. The module multiplies the same tokens with its next packed parameter, so the tiles of that
+begin to arrive while the last ones of this are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,8 +103,9 @@ class TiledWeight:
                 here = torch.arange(*parts, device=flat.device)
             else:
                 here = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
-            elsewhere = padding_idx is None or not first <= padding_idx < stop
-            padding = None if padding_idx is None or elsewhere else padding_idx - first
+            padding = None
+            if padding_idx is not None and first <= padding_idx < stop:
+                padding = padding_idx - first
             with self.using(unit, ()):
                 rows.append(functional.embedding(flat[here] - first, segment.param, padding))
             order.append(here)
@@ -322,15 +322,11 @@ class TiledParameter(nn.Parameter):
 
 
 def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> None:
-    """Let operators on ``param`` read its tiles; None: those from before :func:`compute_whole`.
-
-    Raises:
-        StateError: It has hooks, which no gradient would reach.
-    """
+    """Let operators on ``param`` read its tiles; None: those from before :func:`compute_whole`."""
     if weight is not None:
         param.tiled = weight  # type: ignore[attr-defined]
     param.__class__ = TiledParameter
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
+    if param._backward_hooks or param._post_accumulate_grad_hooks:  # which no gradient would reach
         param.tiled.refuse("register_hook")  # type: ignore[attr-defined]
 
 

@@ -2,9 +2,9 @@
 
 [Note: the flat buffer]
 Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases, norms) last, so
-that one set of hyperparameters covers a long run. The end is padded so that every rank's shard is a whole
-number of 2,048 elements: then each field of the shard's state begins on a block of 4,096 bytes, whatever its
-dtype. Rank r owns slice r. The all-gather output *is* the flat buffer, and the parameters are views of it.
+that one set of hyperparameters covers a long run. Every rank's shard is a whole number of 2,048 elements:
+each field of its state begins on a block of 4,096 bytes, whatever its dtype. Rank r owns slice r. The
+all-gather output *is* the flat buffer, and the parameters are views of it.
 
 [Note: the released parameter]
 A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape (stride 0).
@@ -15,9 +15,8 @@ The weights of a frozen unit may travel as they are stored (quantized, say). Ran
 the stored bytes, and what is gathered from all ranks is decoded into the flat buffer.
 
 [Note: tiles]
-A parameter that is too large to be gathered whole is divided by rows (dimension 0) over several units, its
-tiles (:mod:`infinity.partition.tiles`). Autograd sees a parameter for each tile, the only one of its unit.
-The model's own parameter stays what it is by name and shape, and always a placeholder.
+A parameter that is too large to be gathered whole is divided by rows over several units, its tiles. Autograd
+sees a parameter for each tile, the only one of its unit. The model's own parameter is always a placeholder.
 """
 
 import ctypes
@@ -51,11 +50,7 @@ class UpdateFuture(Transfer):
         self.computed = threading.Event()  # the new weights exist, and it reads what it was given no more
 
     def wait_computed(self) -> None:
-        """Return when the new weights exist, though they may not be on disk yet.
-
-        Raises:
-            DiskError: The update has failed.
-        """
+        """Return when the new weights exist, though they may not be on disk yet; raise the update's error."""
         while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
             pass
         if self.done():
@@ -270,11 +265,7 @@ class Unit:
             self.lifecycle.move(home.resting_state)
 
     def attach(self, flat: Tensor) -> None:
-        """Let every parameter view ``flat``, ``(numel,)``, also after an error.
-
-        Raises:
-            StateError: See :meth:`check_data`; what was written is lost.
-        """
+        """Let every parameter view ``flat``, ``(numel,)``, also where :meth:`check_data` raises."""
         try:
             self.check_all()
         finally:
@@ -288,11 +279,7 @@ class Unit:
             segment.writes = segment.param._version
 
     def detach(self) -> None:
-        """Give every parameter its placeholder; the flat buffer has no reader then, also after an error.
-
-        Raises:
-            StateError: See :meth:`check_data`; what was written is lost.
-        """
+        """Give every parameter its placeholder, also where :meth:`check_data` raises."""
         try:
             self.check_all()
         finally:
@@ -326,11 +313,7 @@ class Unit:
             self.check_data(segment)
 
     def check_data(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is what the unit's state says, and was not written.
-
-        Raises:
-            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...``, a write or the like.
-        """
+        """Raise unless the parameter's data is what the unit's state says, and was not written."""
         self.check_place(segment)
         if self.flat is None:
             if _filled(segment.param.data):
@@ -363,11 +346,7 @@ class Unit:
             self._refuse(segment)
 
     def check_memory(self) -> None:
-        """Raise if the flat buffer's storage was moved: an engine reads into its old place, for ever.
-
-        Raises:
-            StateError: ``model.share_memory()`` or the like has moved it.
-        """
+        """Raise if the flat buffer's storage was moved: an engine reads into its old place, for ever."""
         if self.flat is not None and self.flat.data_ptr() != self._address:
             raise StateError(
                 f"{self.name}: its memory was moved by model.share_memory(), so this model cannot go on; "

@@ -1,24 +1,21 @@
 """Plan of fetches and releases at each position of a recorded step, in a bounded memory. Without torch.
 
 [Note: keep, then look ahead]
-Two questions have different answers. *What should stay between two uses?* Whatever saves the most fetches:
-when room is short, the unit whose next use is farthest goes (Belady). *When should the others come?* As early
-as there is room, nearest use first, but never in the place of something that stays. So a plan is made in two
-walks over the trace. The first finds the uses that are served by what an earlier use left in memory. The
+*What should stay between two uses?* Whatever saves the most fetches: when room is short, the unit whose next
+use is farthest goes (Belady). *When should the others come?* As early as there is room, nearest use first,
+but never in the place of something that stays. So a plan is made in two walks over the trace. The first finds
+the uses that are served by what an earlier use left in memory; so that there is room to fetch ahead, it has
+the units of the next :data:`LEAD` uses there, one for each stage of a fetch (disk, bus, other ranks). The
 second releases everything else as soon as its use ends, and fills the room with the nearest future.
-
-Belady alone would leave no room to fetch ahead: the next unit could only come when the last one has gone. So
-the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of a fetch (disk,
-bus, other ranks).
 
 The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit that is
 updated in between may stay, too, where its update can write the new weights into the buffer that it stays in.
 
 [Note: what repeats is walked once]
 A pass of many micro-batches begins with the same events again and again. Two repeats are walked with the rest
-of the pass, and each walk notes in which state every repeat begins. Where one ends as it began, counted from
-there on, and nothing was looked at that the next one does not have, too, any number of further repeats would
-have the same actions: so they are written down, not walked. Else more repeats are walked, at last all.
+of the pass. Where one ends in the state in which it began, counted from there on, and nothing was looked at
+that the next one does not have, too, any number of further repeats would have the same actions: so they are
+written down, not walked. Else more repeats are walked, at last all.
 
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies" 1995
 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section 6.2 (the overlap-centric
@@ -40,10 +37,8 @@ Item = TypeVar("Item", bound=Hashable)
 class ResidentSet(Generic[Item]):
     """Items that are in memory or on their way there: what has a size and comes and goes as a whole.
 
-    Who asks decides what comes; what goes is decided here, in one order for all items.
-
-    Args:
-        release: Called with an item that goes; it calls :meth:`discard`.
+    Who asks decides what comes; what goes is decided here, in one order for all items. ``release`` is called
+    with an item that goes, and calls :meth:`discard`.
     """
 
     def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
@@ -439,7 +434,7 @@ def make_plan(
         nbytes: Size of each unit's full buffer (bytes).
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
-        repeats: The result of :func:`repeats_of`, where it is known.
+        repeats: Of :func:`repeats_of`, where it is known.
     """
     events = tuple(events)
     period, count = repeats or repeats_of(events)

@@ -42,7 +42,8 @@ class Stage:
     def __init__(self, folder: Path, kind: str = "direct") -> None:
         self.volume = Volume([folder / "a.bin"])
         self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
-        self.pool = HostPool(2**24, patience_s=HANG_S)
+        self.pool = HostPool(2**24)
+        self.pool.patience_s = HANG_S
         if kind == "direct":
             made: Any = DirectStore(self.volume, self.engine)
         elif kind == "disk":

@@ -164,7 +164,8 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
     layout = ADAMW.layout(torch.bfloat16)
     values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
     assert len(values) == 4  # a page each
-    pool, rooms = HostPool(pages * 4096, patience_s=0), []
+    pool, rooms = HostPool(pages * 4096), []
+    pool.patience_s = 0
 
     def reading(chunk: ChunkExtents, room: Lease | None) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
         rooms.append(room)

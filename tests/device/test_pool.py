@@ -26,7 +26,8 @@ MIB = 2**20
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    pool = HostPool(16 * MIB, patience_s=0.1)
+    pool = HostPool(16 * MIB)
+    pool.patience_s = 0.1
     yield pool
     pool.close()
 
@@ -104,7 +105,8 @@ def test_releasing_twice_is_harmless_and_use_after_release_is_an_error(pool: Hos
 
 
 def test_what_can_never_fit_is_refused_at_once_with_the_arithmetic() -> None:
-    pool = HostPool(16 * MIB, patience_s=10 * HANG_S)
+    pool = HostPool(16 * MIB)
+    pool.patience_s = 10 * HANG_S
     with pytest.raises(BudgetError, match=r"layers\.3 needs .*Raise memory\.host by at least 2097152 bytes"):
         pool.lease(18 * MIB, who="layers.3")
     pool.close()
@@ -122,7 +124,8 @@ def test_an_exhausted_pool_names_who_holds_it_and_what_to_raise(pool: HostPool) 
 
 
 def test_a_lease_waits_until_a_buffer_comes_back() -> None:
-    pool = HostPool(4 * MIB, patience_s=HANG_S)
+    pool = HostPool(4 * MIB)
+    pool.patience_s = HANG_S
     first = pool.lease(4 * MIB, who="first")
     timer = threading.Timer(0.05, first.release)
     timer.start()
@@ -134,7 +137,8 @@ def test_a_lease_waits_until_a_buffer_comes_back() -> None:
 
 def test_patience_starts_anew_whenever_something_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait takes 0.2 s of 0.3 s, and gives one of three buffers back."""
-    pool = HostPool(4 * MIB, patience_s=0.3)
+    pool = HostPool(4 * MIB)
+    pool.patience_s = 0.3
     large, *small = (pool.lease(n * MIB, who="x") for n in (2, 1, 1))
     held, now = [*small, large], [0.0]
 
@@ -181,7 +185,8 @@ def test_a_forked_child_does_not_copy_the_buffers(pool: HostPool) -> None:
 
 
 def test_a_process_that_is_stopped_uses_up_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = HostPool(4 * MIB, patience_s=HANG_S)
+    pool = HostPool(4 * MIB)
+    pool.patience_s = HANG_S
     first = pool.lease(4 * MIB, who="first")
     timer = threading.Timer(0.05, first.release)
     now = itertools.count(step=3600)
@@ -204,7 +209,8 @@ def test_a_closed_pool_refuses_and_still_takes_back() -> None:
 
 
 def test_a_device_pool_has_tensors_and_no_host_memory() -> None:
-    pool = DevicePool(4 * MIB, torch.device("cpu"), patience_s=0.05)
+    pool = DevicePool(4 * MIB, torch.device("cpu"))
+    pool.patience_s = 0.05
     with pool.lease(3 * MIB, who="a") as lease:
         assert lease.tensor.shape == (3 * MIB,)
         with pytest.raises(StateError, match="no host memory"):
@@ -251,7 +257,8 @@ def test_never_above_capacity_and_no_two_live_buffers_overlap(
 
 
 def test_many_threads_share_a_pool_without_sharing_bytes() -> None:
-    pool = HostPool(4 * MIB, patience_s=HANG_S)
+    pool = HostPool(4 * MIB)
+    pool.patience_s = HANG_S
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -329,7 +336,8 @@ class SlowPool(HostPool):
     """Makes a buffer when the test says so: page-locking takes long, and may be refused."""
 
     def __init__(self) -> None:
-        super().__init__(8 * MIB, patience_s=HANG_S)
+        super().__init__(8 * MIB)
+        self.patience_s = HANG_S
         self.asked, self.may_make, self.refuses = threading.Event(), threading.Event(), False
 
     def make(self, nbytes: int) -> Buffer:
