@@ -282,15 +282,15 @@ ROOM_BUDGETS = {
     "comm": 903,
     "core": 2251,
     "device": 1094,
-    "engine": 3183,
+    "engine": 3181,
     "nvme": 1378,
     "observe": 766,
-    "optim": 994,
-    "partition": 2700,
-    "planner": 4314,
-    "predict": 2593,
+    "optim": 985,
+    "partition": 2702,
+    "planner": 4254,
+    "predict": 2589,
     "recipes": 2183,
-    "shards": 4815,
+    "shards": 4501,
 }
 
 

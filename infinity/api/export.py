@@ -25,6 +25,7 @@ from infinity.device.memory import Lease
 from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome, ShardHome
+from infinity.shards.storage import chunk_places
 from infinity.shards.tiers import Tiers
 
 #: Chunks of weights that are read at one time.
@@ -169,7 +170,7 @@ def _stream_weights(
     chunks = [
         (unit, begin, numel * unit.dtype.itemsize)
         for unit in units
-        for begin, numel in tiers.store.places(unit.shard_numel)
+        for begin, numel in chunk_places(unit.shard_numel, tiers.store.chunk_numel)
         if wanted(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
     ]
     size = max((nbytes for _, _, nbytes in chunks), default=0)
@@ -180,8 +181,7 @@ def _stream_weights(
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
     with contextlib.ExitStack() as held:
-        pool = tiers.storage.host_pool
-        leases = (pool.lease(size, who="exporting weights") for _ in chunks[:_READ_AHEAD])
+        leases = (tiers.storage.host_pool.lease(size, who="exporting") for _ in chunks[:_READ_AHEAD])
         buffers = [held.enter_context(lease) for lease in leases]
         landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
         for (unit, begin, nbytes), lease in landed:

@@ -160,7 +160,7 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
         first = storage.volume.add_sealed(files)
         opened.pop_all()  # the volume closes them
     base = FrozenBase(storage, first, [file.nbytes for file in files], loading)
-    storage.before_close(base.close)
+    storage.stack.callback(base.close)
     tiers.base_files = {file.path.name: file.sample() for file in checkpoint.files}
     tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
     return base

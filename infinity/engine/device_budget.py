@@ -40,8 +40,7 @@ from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.homes import HostHome
-from infinity.shards.tiers import Tiers, stored_form
+from infinity.shards.tiers import Tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +276,12 @@ class UnitBudget:
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
-        aside = {u.index for u in self._units if isinstance(u.home, HostHome) and u.home.set_aside}
-        residents = sum(
-            tiers.resident_nbytes_of(unit, moments=unit.index in aside | trained)
-            for unit in self._units
-            if unit.home.tier is Tier.HOST or stored_form(unit) is not None
-        )
+        residents = 0
+        for unit in self._units:
+            if unit.home.tier is Tier.HOST or unit.home.stored_form is not None:
+                bare = tiers.resident_nbytes_of(unit, moments=False)
+                moments = unit.index in trained or tiers.taken.get(unit.index, 0) > bare  # set aside
+                residents += tiers.resident_nbytes_of(unit, moments=moments)
         chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
         return budget.divide_host(
             storage.host_nbytes, residents, chunks, sizes, resident=storage.memory.resident
@@ -295,6 +294,8 @@ class UnitBudget:
         on_nvme = unit.home.tier is Tier.NVME or thawed
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         numel, largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
+        state_nbytes = self._tiers.layout.state_nbytes(unit.shard_numel)
+        states = budget.rounded(unit.shard_nbytes) + budget.rounded(state_nbytes)
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
@@ -309,7 +310,7 @@ class UnitBudget:
             parameter=largest,
             parameter_nbytes=numel * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,
-            states=self._tiers.on_device_nbytes_of(unit) if trainable and not on_nvme else 0,
+            states=states if trainable and not on_nvme else 0,
         )
 
 

@@ -20,7 +20,7 @@ from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BudgetError, DiskError
+from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.plan import Hardware, Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
@@ -201,9 +201,7 @@ class StepExecutor:
         """Let the states of these units leave the accelerator."""
         self.prefetcher.forget(indices)  # copies of them may still be asked of the device
         for index in indices:
-            home = self.tiers.bring_home(self.units[index])
-            if home is not None:
-                home.wait()
+            self.tiers.at_home(self.units[index])
             assert self.tiers.on_device is not None
             self.tiers.on_device.leave(index)
 
@@ -314,7 +312,9 @@ class StepExecutor:
             return None
         self.gradients.check()
         self.gradients.path.read_norms()
-        total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
+        ready = self.updates.ready
+        squares = math.fsum(ready[index].sum_of_squares for index in sorted(ready))
+        total = self.ranks.sum(squares, "the gradient norm")
         return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
 
     def commit(self, norm: float, max_grad_norm: float | None) -> None:
@@ -335,7 +335,8 @@ class StepExecutor:
         self.activations.end_step()
         self._divide_after_step()
         self._conclude_pass()
-        self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
+        order = self.updates.order  # the states of others would be read ahead in vain
+        order.gradients = tuple(unit for unit in order.gradients if unit in updated)
 
     def _choose_interval(self, updated: Container[int]) -> None:
         """Decide, on all ranks alike, which steps are recorded."""
@@ -346,11 +347,7 @@ class StepExecutor:
             stores = -self.ranks.least(-records.stores_residents(updated), "durability.every")
             wanted = interval.wanted or (2 if stores else 1)
             if wanted > 1:  # units on NVMe have a third place then
-                room = True
-                try:
-                    self.tiers.add_versions(self.units)
-                except DiskError:  # the file system is too full
-                    room = False
+                room = self.tiers.add_versions(self.units)
                 wanted = wanted if self.ranks.least(room, "durability.every") else 1
             interval.every = wanted
             interval.chosen = interval.wanted is not None or wanted == 1

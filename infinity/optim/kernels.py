@@ -142,29 +142,19 @@ def rounded_as(_: Any, like: Any, value: Any) -> Any:
     return like(like, types.float32), generate
 
 
-@intrinsic
-def float_of(_: Any, bits: Any) -> Any:
-    """The float32 with these bits."""
-    return types.float32(types.int32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
-
-
-@intrinsic
-def bits_of(_: Any, value: Any) -> Any:
-    return types.int32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
-
-
 # --- masters: [Note: exact split] in infinity/optim/layout.py --------------------------------------
 
 
 @inlined
 def join(weight: Any, remainder: Any) -> Any:
-    return float_of(np.int32(np.int32(weight) << 16) + np.int32(remainder))
+    bits = np.int32(np.int32(weight) << 16) + np.int32(remainder)
+    return np.int32(bits).view(np.float32)
 
 
 @inlined
 def split(master: Any) -> Any:
     """A float32 as a bfloat16, rounded to nearest with ties up, and the remainder (int16)."""
-    bits = bits_of(master)
+    bits = np.float32(master).view(np.int32)
     return np.int16((bits + 0x8000) >> 16), np.int16(bits)
 
 
@@ -274,7 +264,7 @@ def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
 def e4m3(code: Any) -> Any:
     """The float32 of the bits of a float8 (e4m3fn): exact."""
     size = np.int32(code & 0x7F)
-    normal = float_of(np.int32(np.int32(size << 20) + np.int32(120 << 23)))
+    normal = np.int32(np.int32(size << 20) + np.int32(120 << 23)).view(np.float32)
     value = np.float32(size) * np.float32(2.0**-9) if size < 8 else normal
     value = np.float32(np.nan) if size == 0x7F else value
     return -value if code & 0x80 else value

@@ -59,11 +59,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, dtype: torch.dtype, moments: tuple[StateField, ...]) -> "StateLayout":
-        """Return the state of weights of ``dtype``.
-
-        Raises:
-            ValueError: Not bfloat16, float16 or float32.
-        """
+        """Return the state of weights of ``dtype``; ValueError: not bfloat16, float16 or float32."""
         if dtype not in _EXACT:
             allowed = ", ".join(str(known) for known in _EXACT)
             raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
@@ -111,6 +107,11 @@ class StateLayout:
         sizes = [numel * field.dtype.itemsize for field in self.fields]
         parts = zip(torch.split(buffer, sizes), self.fields, strict=True)
         return tuple(part.view(field.dtype) for part, field in parts)
+
+    def chunk_views(self, buffer: Tensor, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return weights and state of ``numel`` elements that lie at the beginning of ``buffer``, uint8."""
+        middle, end = self.weight_nbytes(numel), self.nbytes(numel)
+        return buffer[:middle].view(self.dtype), self.views(buffer[middle:end], numel)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

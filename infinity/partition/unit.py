@@ -71,6 +71,8 @@ class Home:
         self._tier = tier
         self.version = 0  # the number of the committed one among its places on NVMe
         self.updating: UpdateFuture | None = None  # the last update, in flight or landed
+        self.reloadable = False  # its values are those of a checkpoint, from which they can be had again
+        self.stored_form: Lease | None = None  # in host memory; kept while a copy of it may be on its way
 
     @property
     def tier(self) -> Tier:

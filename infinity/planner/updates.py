@@ -14,42 +14,38 @@ have no reader left in this step and go to the update with the gradient. Where t
 - Under ``no_sync`` no gradient of the step is complete, only that of a micro-batch.
 
 [Note: when an update starts] With two versions a unit's update starts as soon as its gradient exists, inside
-backward: it reads the committed version and writes the next, which ``step`` publishes. Otherwise gradients
-are held, and the updates start at ``step``. Either way they lag into the next forward, in the order in which
-that needs units: the next fetch of a unit waits for that unit's own update.
+backward: it reads the committed version and writes the next, which ``step`` publishes. Otherwise updates
+start at ``step``. Either way they lag into the next forward, in the order in which that needs units: a unit's
+next fetch waits for its own update.
 
 [Note: speculation] The clip coefficient, which depends on the norm of all gradients, is known at ``step``
 only. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it is
-not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
-again from the committed one. So gradients are kept until ``step``; an optimizer that never clips gives them
-back as soon as they were read. While the prediction is that speculation will not be right, updates start at
-``step``.
+not, or ``param_groups`` changed meanwhile, they are rolled back and start again from the committed version.
+So gradients are kept until ``step``; an optimizer that never clips gives them back as soon as they were read.
+While the prediction is that speculation will not be right, updates start at ``step``.
 
 [Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, some units' are
-written to NVMe as soon as they are complete. An update inside backward reads its gradient from memory
-meanwhile, and memory is given back when both are done. One that starts at ``step`` reads it from NVMe, chunk
-by chunk, so that no memory grows with the shard. Each gradient has one place, which no commit names; a write
-to it waits for all that reads or writes it.
+written to NVMe as soon as they are complete; memory is given back when an update inside backward has read it
+there, too. An update that starts at ``step`` reads its gradient from NVMe, chunk by chunk, so that no memory
+grows with the shard.
 
-[Note: chunks in flight] A chunk is a part of a shard that fits one staging buffer. Up to ``depth`` of them
+[Note: chunks in flight] A chunk is a part of a shard that fits one staging buffer; up to ``depth`` of them
 are in flight. The first chunk of the job with the lowest priority number starts next; of the chunks whose
-reads have ended, the most urgent is computed next, one at a time.
+reads have ended, the most urgent is computed next, one at a time. What was read for a cancelled job is
+dropped, and it has ended when its writes in flight have landed, so that the next job may write to the same
+extents.
 
 [Note: what may be read ahead] The state of a committed version changes only by the unit's own update, so it
 can be read as soon as the earlier update has landed, in the order in which jobs will come, and only into
 buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A job takes what was read for
-it only where it reads the same source; else it is dropped. Code that writes states in another way
-(``load_state_dict``) lets nothing be expected first.
-
-[Note: a cancelled job] starts no further chunk, and what was read for it is dropped. It has ended when its
-writes in flight have landed, so that the next job may write to the same extents.
+it only where it reads the same source. Code that writes states in another way (``load_state_dict``) lets
+nothing be expected first.
 """
 
-from collections import Counter
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heappop, heappush
 from typing import Any
 
 from infinity.core.lifecycle import Lifecycle, UpdateState
@@ -57,27 +53,19 @@ from infinity.planner.prefetch_plan import Event, Kind
 
 
 class StepOrder:
-    """The order in which a step uses its units and completes their gradients, as the prefetcher has seen it.
-
-    Attributes:
-        gradients: Units in the order in which a step completes their gradients; empty while unknown.
-    """
+    """The order in which a step uses its units and completes their ``gradients``, as was seen."""
 
     def __init__(self) -> None:
         self._first_uses: dict[int, int] = {}
-        self.gradients: tuple[int, ...] = ()
+        self.gradients: tuple[int, ...] = ()  # empty while unknown
 
     def learn(self, events: Sequence[Event]) -> None:
         """Take in a training pass's trace."""
         self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
         self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
 
-    def expect_only(self, units: Collection[int]) -> None:
-        """Leave out units that completed without a gradient; until the order changes."""
-        self.gradients = tuple(unit for unit in self.gradients if unit in units)
-
     def first_use(self, unit: int) -> int:
-        """Return the position of a unit's first use in the next step; its index while unknown."""
+        """Return the position of a unit's first use in a step; its index while unknown."""
         return self._first_uses.get(unit, unit)
 
 
@@ -87,7 +75,6 @@ class Completions:
     Args:
         leaves: Units that are complete when backward leaves their module.
         parameters: Returns how many parameters of a unit train, and how many it has.
-        recomputed: Whether a recomputed forward reads a unit.
 
     Attributes:
         syncing: False under ``no_sync``: backward completes no gradients of the step.
@@ -121,30 +108,23 @@ class Completions:
         return trainable == parameters or not self._recomputed(unit)
 
     def left(self, units: Iterable[int]) -> list[int]:
-        """Return those of the units that are complete now, whatever has not fired: backward leaves them.
-
-        None are where a pass accumulates nothing (``torch.autograd.grad``).
-        """
+        """Return those of the units that are complete now, whatever has not fired: backward leaves them."""
+        # None where a pass accumulates nothing (torch.autograd.grad).
         return [unit for unit in units if self.in_backward and unit not in self.delivered]
 
     def left_at_end(self, trained: Iterable[int], opened: Collection[int]) -> list[int]:
-        """Return the units that the end of the pass completes, in order.
-
-        Args:
-            trained: Units with trainable parameters.
-            opened: Units that have a gradient which was not sent on its way.
-        """
+        """Return the units that the end of the pass completes; ``opened`` ones hold a gradient back."""
         return sorted({*opened, *(self.left(trained) if self.syncing else ())})
 
     def complete(self, unit: int) -> None:
-        """Take note that a unit's gradient of this pass is complete, and of the step unless more follow."""
+        """A unit's gradient of this pass is complete, and that of the step unless more follow."""
         self.passed.add(unit)
         self._fired.pop(unit, None)
         if self.syncing:
             self.delivered.add(unit)
 
     def end_backward(self) -> None:
-        """Take note of the end of a pass whose gradients are all complete."""
+        """All gradients of a pass are complete."""
         self.synced, self.accumulated = self.syncing, not self.syncing
         self._begin_pass()
 
@@ -164,12 +144,11 @@ class Completions:
 class Speculation:
     """Whether the updates of a step start before its norm is known: see [Note: speculation].
 
-    A saturating counter of two bits predicts whether they will be right.
+    A saturating counter of two bits, 0 to 3, predicts whether they will be right: from 2 on.
 
     Attributes:
         two_versions: An update may start inside backward.
         clips: The step may scale gradients, so they are kept until then.
-        counter: 0 to 3; from 2 on the prediction is that they will be right.
         started: Updates of the last step that started before its norm was known.
         rolled_back: Those of them that were void.
 
@@ -192,10 +171,6 @@ class Speculation:
         self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
         self.started, self.rolled_back = started, 0 if right else started
 
-    def forget(self, started: int) -> None:
-        """Take note of a step without an end, whose updates are void."""
-        self.started = self.rolled_back = started
-
 
 class Do(Enum):
     """An action that the driver of an update carries out when the update returns it."""
@@ -211,19 +186,15 @@ class ShardUpdate:
     """The update of one shard, from its complete gradient to the end of its step.
 
     Args:
-        name: The name of the unit, for messages.
         early: It starts inside backward: see [Note: when an update starts].
         keeps: The step may clip, so the gradient is kept until then: see [Note: speculation].
         spills: See [Note: gradients on NVMe].
-
-    Attributes:
-        in_flight: It was started and has not landed.
     """
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:
         self._lifecycle = Lifecycle(f"update of {name}", UpdateState.HELD)
         self._early, self._keeps, self._spills = early, keeps, spills
-        self.in_flight = False
+        self.in_flight = False  # it was started and has not landed
         self._storing = self._reading = self._rolling_back = False
         self._has_gradient = self._has_weights = True  # in memory
 
@@ -246,7 +217,7 @@ class ShardUpdate:
         """Return whether the unit's next fetch waits until it has landed: it writes the committed version."""
         return self.in_flight and not self.speculated
 
-    # --- what has happened ------------------------------------------------------------------------
+    # --- what has happened: each returns what follows -----------------------------------------------
 
     def complete(self, *, finite: bool = True) -> tuple[Do, ...]:
         """The gradient is complete; if it is not finite the step will be skipped, and nothing reads it."""
@@ -262,7 +233,7 @@ class ShardUpdate:
         return self._free()
 
     def computed(self) -> tuple[Do, ...]:
-        """The new weights exist, and what the update was given is read no more."""
+        """The new weights exist: what the update was given is read no more."""
         self._reading = False
         weights = (Do.FREE_WEIGHTS,) if self._has_weights else ()
         self._has_weights = False
@@ -325,14 +296,12 @@ class Job:
     """The computation of one shard's update, which has come or is expected.
 
     Attributes:
-        name: The name of the unit.
         chunks: The number of chunks; a cancelled job has as many as are written.
         priority: Lower goes first: the position of the shard's next use.
         source: The place that its chunks are read from.
         fits: Chunks of an expected job that memory holds at one time; None: as many as of others.
         started: Chunks that are read, or were; ``computed`` and ``landed`` likewise.
         unread: Indices of chunks that were not read when the job was cancelled; ``unwritten`` likewise.
-        order: Priority, then order of submission.
     """
 
     name: str
@@ -346,7 +315,6 @@ class Job:
     unread: range = field(default=range(0), init=False)
     unwritten: tuple[int, ...] = field(default=(), init=False)
     cancelled: bool = field(default=False, init=False)
-    order: tuple[int, int] = field(default=(0, 0), init=False)
 
 
 class Stage(Enum):
@@ -363,10 +331,8 @@ class ChunkInFlight:
     """A chunk in flight, which has a buffer.
 
     Attributes:
-        name: The name of the unit.
-        source: The place that it is read from.
-        index: Among the chunks of its job.
-        job: The job that it belongs to; None: it was read ahead, or for a job that was cancelled.
+        index: Its place among the chunks of its job, whose ``name`` and ``source`` it has.
+        job: None: it was read ahead, or for a job that was cancelled.
         moving: Transfers that have not ended; the driver counts those that it starts.
     """
 
@@ -399,21 +365,13 @@ Moves = list[tuple[Move, Any]]
 
 
 class ChunkQueue:
-    """Decides what a pipeline of updates does next. It belongs to one thread.
-
-    Args:
-        depth: Chunks in flight at one time.
-    """
+    """Decides what a pipeline of updates does next, with ``depth`` chunks in flight; for one thread."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.in_flight: list[ChunkInFlight] = []
-        self.jobs: dict[tuple[int, int], Job] = {}  # those that have not ended
-        self._waiting: list[tuple[tuple[int, int], Job]] = []  # a heap of jobs with chunks to start
-        self._unended: Counter[str] = Counter()  # jobs, by name
+        self.jobs: list[Job] = []  # those that have not ended, the most urgent first
         self._expected: dict[str, Job] = {}  # those that have not come, in order
-        self._ahead = 0  # chunks of the first of them that are being read, or were
-        self._submitted = 0
         self._refused = False
 
     @property
@@ -421,27 +379,20 @@ class ChunkQueue:
         return not self.jobs and not self.in_flight
 
     def state(self) -> tuple[object, ...]:
-        """Return everything that the next decisions follow from, in values that can be compared."""
-        jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs.values()]
+        """Return what the next decisions follow from, in values that can be compared."""
+        jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs]
         flying = [(each.index, each.stage, each.moving, each.ahead) for each in self.in_flight]
-        return tuple(self._expected), self._ahead, jobs, flying
-
-    # --- what has happened -----------------------------------------------------------------------
+        return tuple(self._expected), jobs, flying
 
     def expect(self, expected: Iterable[Job]) -> Moves:
         """Expect jobs in this order; forget those that were expected before."""
-        self._expected, self._ahead, self._refused = {each.name: each for each in expected}, 0, False
+        self._expected, self._refused = {each.name: each for each in expected}, False
         return self._drop([chunk for chunk in self.in_flight if chunk.ahead])
 
     def submit(self, job: Job) -> Moves:
         """A job has come: it takes what was read ahead for it, which are its first chunks."""
-        self._submitted += 1
         self._refused = False
-        job.order = job.priority, self._submitted
-        self.jobs[job.order] = job
-        self._unended[job.name] += 1
-        if next(iter(self._expected), None) == job.name:
-            self._ahead = 0
+        insort(self.jobs, job, key=lambda each: each.priority)  # behind those that came before
         self._expected.pop(job.name, None)
         ahead = [chunk for chunk in self.in_flight if chunk.ahead and chunk.name == job.name]
         if any(chunk.source != job.source for chunk in ahead):
@@ -451,14 +402,11 @@ class ChunkQueue:
             for chunk in ahead:
                 chunk.job = job
             moves = [(Move.REST, chunk) for chunk in ahead]
-        if not job.chunks:
-            return [*moves, (Move.COMPUTED, job), *self._end(job)]
-        heappush(self._waiting, (job.order, job))
-        return moves
+        return moves if job.chunks else [*moves, (Move.COMPUTED, job), *self._end(job)]
 
     def cancel(self, job: Job) -> Moves:
-        """A job is not wanted any more: see [Note: a cancelled job]."""
-        if job.order not in self.jobs or job.cancelled:
+        """A job is not wanted any more: see [Note: chunks in flight]."""
+        if job not in self.jobs or job.cancelled:
             return []
         mine = [chunk for chunk in self.in_flight if chunk.job is job]
         reading = [chunk for chunk in mine if chunk.stage is Stage.READING]
@@ -474,7 +422,6 @@ class ChunkQueue:
         self._refused = True
         self.in_flight.remove(chunk)
         if chunk.job is None:
-            self._ahead -= 1
             return []
         chunk.job.started -= 1
         # Where others hold the reserve a job that has come goes before those that will come.
@@ -501,8 +448,6 @@ class ChunkQueue:
         ends = job.computed == job.chunks and not job.cancelled
         return [(Move.WRITE, chunk), *([(Move.COMPUTED, job)] if ends else [])]
 
-    # --- what may begin --------------------------------------------------------------------------
-
     def next(self) -> Moves:
         """Return what begins now, a read or a computation; empty: nothing can until something happens."""
         read = None if self._refused or len(self.in_flight) >= self.depth else self._next_read()
@@ -511,31 +456,27 @@ class ChunkQueue:
             return [(Move.READ, read)]
         if all(chunk.stage is not Stage.COMPUTING for chunk in self.in_flight):
             read_in = (c for c in self.in_flight if c.job and c.stage is Stage.READING and not c.moving)
-            chunk = min(read_in, key=lambda each: (each.job.order, each.index), default=None)
+            chunk = min(read_in, key=lambda each: (self.jobs.index(each.job), each.index), default=None)
             if chunk is not None:
                 chunk.stage = Stage.COMPUTING
                 return [(Move.COMPUTE, chunk)]
         return []
 
     def _next_read(self) -> ChunkInFlight | None:
-        while self._waiting and self._waiting[0][1].started == self._waiting[0][1].chunks:
-            heappop(self._waiting)
-        if self._waiting:
-            job = self._waiting[0][1]
-            job.started += 1
-            return ChunkInFlight(job.name, job.source, job.started - 1, job)
+        for job in self.jobs:
+            if job.started < job.chunks:
+                job.started += 1
+                return ChunkInFlight(job.name, job.source, job.started - 1, job)
         # See [Note: what may be read ahead].
-        first = next(iter(self._expected.values()), None)
-        if first is not None and self._ahead == first.chunks:
+        for first in list(self._expected.values()):
+            ahead = sum(chunk.ahead and chunk.name == first.name for chunk in self.in_flight)
+            if ahead < first.chunks:
+                room = min(self.depth, first.fits or self.depth) - RESERVE
+                landed = all(job.name != first.name for job in self.jobs)  # the earlier update
+                may_read = landed and len(self.in_flight) < room
+                return ChunkInFlight(first.name, first.source, ahead) if may_read else None
             del self._expected[first.name]
-            self._ahead = 0
-            return self._next_read()
-        if first is None or self._unended[first.name]:  # the earlier update has not landed
-            return None
-        if len(self.in_flight) >= min(self.depth, first.fits or self.depth) - RESERVE:
-            return None
-        self._ahead += 1
-        return ChunkInFlight(first.name, first.source, self._ahead - 1)
+        return None
 
     def _drop(self, chunks: list[ChunkInFlight]) -> Moves:
         moves: Moves = []
@@ -548,6 +489,5 @@ class ChunkQueue:
         return moves
 
     def _end(self, job: Job) -> Moves:
-        del self.jobs[job.order]
-        self._unended[job.name] -= 1
+        self.jobs.remove(job)
         return [(Move.ENDED, job)]

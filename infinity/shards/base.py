@@ -1,25 +1,21 @@
 """The frozen base of a fine-tune: units whose weights are read where they lie, in a checkpoint's own files.
 
-[Note: nothing is copied]
-A unit whose values all come from safetensors files, and that found no room in host memory, has no extents.
-A fetch of it reads the bytes that its values are made of, widened to whole blocks, as O_DIRECT wants, by the
-run's own engine. So any number of runs read one checkpoint, which none writes.
+[Note: nothing is copied] A unit whose values all come from safetensors files, and that found no room in host
+memory, has no extents. A fetch of it reads the bytes that its values are made of, widened to whole blocks, as
+O_DIRECT wants, by the run's own engine. So any number of runs read one checkpoint, which none writes.
 
-[Note: quantized units]
-Of a unit with quantized weights each rank reads an equal slice of the stored bytes: of all ranges of files
-that the unit is made of, laid end to end in whole blocks. They land where they are gathered or uploaded from,
-and what is gathered is decoded on the device (see :mod:`infinity.partition.mover`). No slice depends on where
-a value is in the flat buffer, so every format is read so, whatever it can be cut into. In host memory, too,
-such a unit lies in its stored form.
+[Note: quantized units] Of a unit with quantized weights each rank reads an equal slice of the stored bytes:
+of all ranges of files that the unit is made of, laid end to end in whole blocks. They land where they are
+gathered or uploaded from, and what is gathered is decoded on the device (see
+:mod:`infinity.partition.mover`). No slice depends on where a value is in the flat buffer, so every format is
+read so, whatever it can be cut into.
 
-[Note: other units]
-The bytes of a unit that is not quantized need an order and often a cast, so they land in a staging buffer,
-and a thread makes this rank's weights of them, piece by piece: the next is read while one is copied. Bytes of
-a block that two pieces need are read twice.
+[Note: other units] The bytes of a unit that is not quantized need an order and often a cast, so they land in
+a staging buffer, and a thread makes this rank's weights of them, piece by piece: the next is read while one
+is copied. Bytes of a block that two pieces need are read twice.
 
-[Note: the end of a file]
-An engine reads whole blocks, and a file's last bytes are seldom one. Those are read once, by a call of their
-own, and are not counted.
+[Note: the end of a file] An engine reads whole blocks, and a file's last bytes are seldom one. Those are read
+once, by a call of their own, and are not counted.
 
 [Note: what is trusted]
 A file's inode, size and time of last change, taken when its header was read, and compared at every step: what
@@ -52,12 +48,10 @@ from infinity.device.memory import Lease
 from infinity.optim.layout import store_master
 from infinity.partition.unit import StoredForm, Unit
 from infinity.shards.homes import Chunk, ShardHome
-from infinity.shards.storage import Storage
+from infinity.shards.storage import Storage, chunk_places
 
-#: The most that one staging buffer takes, and the least: a few ranges with the rest of their blocks (bytes).
-_BUFFER_NBYTES, _LEAST_NBYTES = 4 * 2**20, 8 * BLOCK_NBYTES
-#: Part of the host budget that all of them may take.
-_SHARE = 8
+#: The most that one staging buffer takes, and the least (bytes); part of the host budget that all may take.
+_BUFFER_NBYTES, _LEAST_NBYTES, _SHARE = 4 * 2**20, 8 * BLOCK_NBYTES, 8
 #: Two also on few cores: they wait for the drive most of the time, and while one copies the last piece of a
 #: unit, those of the next are on their way.
 _LEAST_THREADS, _MOST_THREADS = 2, 4
@@ -67,41 +61,30 @@ ViewRead = Callable[[int, int, int], Tensor]
 
 
 class BaseValues(Protocol):
-    """Says what units are made of, and makes them (:class:`infinity.checkpoint.load.CheckpointValues`)."""
+    """Says what units are made of, and makes them: :class:`infinity.checkpoint.load.CheckpointValues`."""
 
-    def why_not_mapped(self, unit: Unit) -> str:
-        """Why values of ``unit`` cannot be read where they lie; empty: they can."""
+    def why_not_mapped(self, unit: Unit) -> str: ...
 
-    def scratch_nbytes(self, unit: Unit) -> int:
-        """The most that making ``unit`` takes of an accelerator's memory; 0: nothing of it is quantized."""
+    def scratch_nbytes(self, unit: Unit) -> int: ...
 
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
-    ) -> Iterable[tuple[int, tuple[Piece, ...]]]:
-        """Cut elements ``[start, stop)`` of the flat buffer into parts that can be made by themselves.
+    ) -> Iterable[tuple[int, tuple[Piece, ...]]]: ...
 
-        Yields:
-            Where a part ends, in order, and the bytes that it is made of; in whole blocks at most
-            ``most_nbytes``, unless it is quantized.
-        """
+    def make(self, unit: Unit, start: int, out: Tensor, view: ViewRead) -> None: ...
 
-    def make(self, unit: Unit, start: int, out: Tensor, view: ViewRead) -> None:
-        """Put elements from ``start`` on of the flat buffer into ``out``; any thread and device."""
+    def master(self, unit: Unit, start: int, stop: int) -> Tensor: ...
 
-    def master(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Exact values, read from the files at once: see ``master`` of ``Tiers.put``."""
-
-    def close(self) -> None:
-        """Close the files."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BaseStep:
-    """Elements ``[start, stop)`` of a flat buffer, and the bytes that they are made of.
+    """Elements ``[start, stop)`` of a flat buffer, and the whole blocks that they are made of.
 
     Attributes:
-        extent: Whole blocks, one after the other where they are read to.
-        tails: What of them is at the end of files; behind the others, a block for each.
+        extent: They lie one after the other where they are read to.
+        tails: Those at the end of files, behind the others.
     """
 
     start: int
@@ -115,7 +98,7 @@ class BaseStep:
         return aligned(nbytes, BLOCK_NBYTES * ranks) // ranks
 
     def shard(self, rank: int, ranks: int) -> Extent:
-        """Return what ``rank`` reads of it, but for the ends of files."""
+        """Return what one of ``ranks`` reads of it, but for the ends of files."""
         nbytes = self.shard_nbytes(ranks)
         return self.extent.part(rank * nbytes, nbytes)
 
@@ -147,7 +130,6 @@ class BaseBuffers(NamedTuple):
 
     @classmethod
     def within(cls, host_nbytes: int) -> "BaseBuffers":
-        """Return those of a host budget."""
         room = host_nbytes // _SHARE
         nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
         threads = min(_MOST_THREADS, max(_LEAST_THREADS, background_threads()))
@@ -155,19 +137,12 @@ class BaseBuffers(NamedTuple):
 
     @property
     def all_nbytes(self) -> int:
-        """Bytes of all of them."""
         return 2 * self.threads * self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The files of a checkpoint, and what of them a unit is read from.
-
-    Attributes:
-        sizes: Bytes of each file.
-        buffer_nbytes: Of one staging buffer.
-        first: Number of the first file in the run's volume.
-    """
+    """The files of a checkpoint, of ``sizes``, from number ``first`` of the run's volume on."""
 
     values: BaseValues
     sizes: Sequence[int]
@@ -175,7 +150,7 @@ class BaseFiles:
     first: int = 0
 
     def stored(self, unit: Unit) -> BaseStep | None:
-        """Return all stored bytes of a quantized unit: see [Note: quantized units]; None: it is not one."""
+        """Return all stored bytes of a quantized unit; None: it is not one."""
         if not self.values.scratch_nbytes(unit):
             return None
         pieces = [piece for _, pieces in self.values.sources(unit, 0, unit.numel) for piece in pieces]
@@ -201,7 +176,7 @@ class BaseFiles:
         yield self._step(at, stop, held)
 
     def read_nbytes(self, unit: Unit, piece_nbytes: int) -> int:
-        """Return what an engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
+        """Return what an engine reads for this rank's shard, in such pieces of its weights."""
         starts = range(0, unit.shard_nbytes, piece_nbytes)
         parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
         return sum(step.extent.nbytes for part in parts for step in self.steps(unit, *part))
@@ -227,15 +202,7 @@ class BaseFiles:
 
 
 class BaseHome(ShardHome):
-    """A unit of a frozen base, in its files.
-
-    Args:
-        base: Reads it.
-        unit: Gets its stored form, if it is quantized.
-
-    Raises:
-        DiskError: The end of a file cannot be read.
-    """
+    """A unit of a frozen base, in its files; if it is quantized, the unit gets its stored form."""
 
     def __init__(self, base: "FrozenBase", unit: Unit) -> None:
         super().__init__(Tier.NVME, base.store.layout)
@@ -250,16 +217,13 @@ class BaseHome(ShardHome):
 
     @property
     def tier(self) -> Tier:
-        """Host memory, if the stored form is there."""
         return Tier.NVME if self.stored_form is None else Tier.HOST
 
     @property
     def lease(self) -> Lease | None:
-        """What holds the stored form in host memory."""
         return self.stored_form
 
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
-        """Return the bytes that the engine reads for this rank's shard."""
         if self.stored_form is not None:
             return 0
         if self._unit.stored is not None:
@@ -286,35 +250,29 @@ class BaseHome(ShardHome):
         return done
 
     def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
-        """Start making this rank's weights from byte ``start`` on, as many as fill ``memory``."""
-        return self.base.make(self._unit, start, memory)
+        unit, out = self._unit, torch.frombuffer(memory, dtype=self._unit.dtype)
+        if unit.stored is None:
+            make = partial(self.base.make, unit, self.base.steps(unit, start, memory.nbytes), out)
+        else:
+            exact = self.layout.only(exact=True).complete((), len(out))
+            first = unit.shard_start + start // unit.dtype.itemsize
+            make = partial(self.base.copy_exact, unit, first, out, exact)
+        return self.base.start(unit, make)
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Every chunk, read from the files; it cannot be written."""
-        assert not write
         store, first = self.base.store, self._unit.shard_start
-        for start, numel in store.places(self._unit.shard_numel):
+        for start, numel in chunk_places(self._unit.shard_numel, store.chunk_numel):
             with store.pool.lease(self.layout.nbytes(numel), who="exact values") as lease:
-                weight, state = store.views(lease, numel)
-                self.copy_exact(first + start, weight, state)
+                weight, state = self.layout.chunk_views(lease.tensor, numel)
+                self.base.copy_exact(self._unit, first + start, weight, state)
                 for moment in self.layout.moments_of(state):
                     moment.zero_()
                 yield start, weight, state
 
-    def copy_exact(self, start: int, weight: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Copy exact values from element ``start`` of the flat buffer on. Blocking."""
-        with self.base.master(self._unit, start, start + len(weight)) as values:
-            store_master(self.layout, values, weight, state)
-
 
 class FrozenBase:
-    """Reads units of one checkpoint for this rank.
-
-    Args:
-        storage: Of the run; has files on NVMe.
-        first: Number of the first of the checkpoint's files in the run's volume.
-        sizes: Bytes of each of them.
-        values: Closed with this.
+    """Reads units of one checkpoint for this rank, whose files the run's volume has from ``first`` on.
 
     Attributes:
         own: Units that are not read where they lie, and why.
@@ -328,17 +286,17 @@ class FrozenBase:
         self.own: dict[str, str] = {}
         # The plans of units stay: they are asked for in every step.
         self.read_nbytes = functools.cache(self.files.read_nbytes)
-        self._steps = functools.cache(lambda *part: tuple(self.files.steps(*part)))
+        self.steps = functools.cache(lambda *part: tuple(self.files.steps(*part)))
         self._tails: dict[Piece, bytes] = {}
         self._leases: list[Lease] = []
         self._pairs: SimpleQueue[list[Lease]] = SimpleQueue()
         self._threads = ThreadPoolExecutor(buffers.threads, "infinity-base")
         self._closed, self._master_lock = threading.Event(), threading.Lock()
         try:
-            for _ in range(buffers.threads):
-                for _ in "12":
-                    self._leases.append(storage.host_pool.lease(buffers.nbytes, who="reading the checkpoint"))
-                self._pairs.put(self._leases[-2:])
+            for number in range(2 * buffers.threads):
+                self._leases.append(storage.host_pool.lease(buffers.nbytes, who="reading the checkpoint"))
+                if number % 2:
+                    self._pairs.put(self._leases[-2:])
         except BaseException:
             self.close()
             raise
@@ -349,14 +307,7 @@ class FrozenBase:
         return sum(lease.nbytes for lease in self._leases)
 
     def home_of(self, unit: Unit, *, quantized: bool = False) -> BaseHome | None:
-        """Return the home of a unit in the files; None: it cannot have one.
-
-        Args:
-            quantized: Only if weights of it are; it is in its stored form then.
-
-        Raises:
-            DiskError: The end of a file cannot be read.
-        """
+        """Return the home of a unit in the files; None: it has none, or is not ``quantized`` as asked."""
         why = self.files.values.why_not_mapped(unit)
         if quantized and (why or not self.files.values.scratch_nbytes(unit)):
             return None
@@ -366,42 +317,31 @@ class FrozenBase:
         return BaseHome(self, unit)
 
     def tail(self, piece: Piece) -> bytes:
-        """Return a block with the end of a file, which is read once; blocking.
-
-        Raises:
-            DiskError: It cannot be read.
-        """
-        if piece in self._tails:
-            return self._tails[piece]
-        code = moved = 0
-        with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
-            try:  # of the last block O_DIRECT reads what there is
-                moved = os.preadv(self.store.volume.fd(piece.file), [block], piece.offset)
-            except OSError as error:
-                code = error.errno or errno.EIO
-            if moved < piece.nbytes:
-                path = self.store.volume.path(piece.file)
-                raise DiskError(
-                    code or errno.EIO, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved
-                )
-            self._tails[piece] = block[:]
+        """Return a block with the end of a file, which is read once; blocking."""
+        if piece not in self._tails:
+            code, moved, volume = errno.EIO, 0, self.store.volume
+            with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
+                try:  # of the last block O_DIRECT reads what there is
+                    moved = os.preadv(volume.fd(piece.file), [block], piece.offset)
+                except OSError as error:
+                    code = error.errno or code
+                if moved < piece.nbytes:
+                    where = {"offset": piece.offset, "nbytes": piece.nbytes, "moved": moved}
+                    raise DiskError(code, "read", volume.path(piece.file), **where)
+                self._tails[piece] = block[:]
         return self._tails[piece]
 
-    @contextlib.contextmanager
-    def master(self, unit: Unit, start: int, stop: int) -> Iterator[Tensor]:
-        """Exact values of elements ``[start, stop)`` of the flat buffer, inside the context. Blocking."""
+    def copy_exact(self, unit: Unit, start: int, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Copy exact values from element ``start`` of the flat buffer on. Blocking."""
         with self._master_lock:  # its memory is one for all threads
-            yield self.files.values.master(unit, start, stop)
+            values = self.files.values.master(unit, start, start + len(weight))
+            store_master(self.store.layout, values, weight, state)
 
-    def make(self, unit: Unit, start: int, memory: memoryview) -> Transfer:
-        """Start to put weights of the shard from byte ``start`` on into ``memory``, as many as fill it."""
-        out, transfer = torch.frombuffer(memory, dtype=unit.dtype), Transfer()
-        if unit.stored is None:
-            make = partial(self._make, unit, self._steps(unit, start, memory.nbytes), out)
-        else:
-            make = partial(self._round, unit, unit.shard_start + start // unit.dtype.itemsize, out)
+    def start(self, unit: Unit, call: Callable[[], object]) -> Transfer:
+        """Start a call on a thread."""
+        transfer = Transfer()
         try:
-            self._threads.submit(transfer.run, make)
+            self._threads.submit(transfer.run, call)
         except RuntimeError as error:  # closed, or the interpreter ends
             transfer.finish(StateError(f"{unit.name} is read after the model was closed ({error})"))
         return transfer
@@ -419,10 +359,8 @@ class FrozenBase:
         self._leases.clear()
         self.files.values.close()
 
-    # --- on a thread -------------------------------------------------------------------------
-
-    def _make(self, unit: Unit, steps: Sequence[BaseStep], out: Tensor) -> None:
-        """Read and copy or cast ``steps`` into ``out``, whose first element is that of the first."""
+    def make(self, unit: Unit, steps: Sequence[BaseStep], out: Tensor) -> None:
+        """Read ``steps``, copied or cast, into ``out``, which begins where they do. Blocking."""
         pair = self._pairs.get()  # there are as many as threads
 
         def read(step: BaseStep, lease: Lease) -> Transfer:
@@ -440,14 +378,3 @@ class FrozenBase:
                     self.decode(unit, step, lease.tensor, out[step.start - first : step.stop - first])
         finally:
             self._pairs.put(pair)
-
-    def _round(self, unit: Unit, start: int, out: Tensor) -> None:
-        """Put weights of a quantized unit from element ``start`` on into ``out``."""
-        with self.master(unit, start, start + len(out)) as values:
-            if values.dtype == out.dtype:
-                out.copy_(values)
-                return
-            exact = [
-                torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.store.layout.exact
-            ]
-            store_master(self.store.layout, values, out, tuple(exact))

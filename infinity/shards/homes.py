@@ -1,23 +1,21 @@
 """Homes of shards: host memory, NVMe, the accelerator. Those in a checkpoint: :mod:`infinity.shards.base`.
 
 A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to all that read
-and write exact values: construction, saved checkpoints, exports, people.
+and
+write exact values: construction, saved checkpoints, exports, people.
 
-[Note: two places of one shard]
-A unit whose home is host memory may have its weights and states on the accelerator, too, if
-``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes there with its
-first update. From then on the accelerator has the newest values: gathers copy the weights from there,
-gradients stay there, and the update runs there. The place in host memory keeps older values until they are
-read: commits, saved checkpoints, exports and state dictionaries have them **brought home** first, and go on
-as for every unit in host memory. What writes values writes them in host memory, and the unit goes to the
-accelerator again with its next update. So training moves no byte of such a unit between host and
-accelerator, and nothing else needs to know of it.
+[Note: two places of one shard] A unit whose home is host memory may have its weights and states on the
+accelerator, too, if ``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes
+there with its first update. From then on the accelerator has the newest values: gathers copy the weights from
+there, gradients stay there, and the update runs there. Host memory keeps older values until they are read:
+commits, saved checkpoints, exports and state dictionaries have them **brought home** first, and go on as for
+every unit in host memory. What writes values writes them in host memory, and the unit goes to the accelerator
+again with its next update.
 
-[Note: order]
-One stream updates shards and brings them home, in the order in which that was asked for. So what is brought
-home are the values of the step after which that was asked for, however soon the next update follows. An
-update has ended when the stream was given the last of it: leases carry the order to the streams that copy the
-weights.
+[Note: order] One stream updates shards and brings them home, in the order in which that was asked for. So
+what is brought home are the values of the step after which that was asked for, however soon the next update
+follows. An update has
+ended when the stream was given the last of it: leases carry the order to the streams that copy the weights.
 
 Who asks gives the stream its work, if there is nothing to wait for. A thread does so for what waits for host
 memory, and for all that is asked for before it is done with that.
@@ -42,27 +40,18 @@ from infinity.optim.layout import StateLayout
 from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
 from infinity.shards.pipeline import Run
-from infinity.shards.storage import ChunkExtents, ShardStore, Storage, Version
+from infinity.shards.storage import ChunkExtents, ShardStore, Storage, Version, chunk_places
 
 #: The first element of a chunk in its shard, its weights, and the fields of its state.
 Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
 
 
 class ShardHome(Home):
-    """A home that has a shard.
-
-    Attributes:
-        reloadable: Its values are those of a checkpoint, from which they can be had again.
-        set_aside: The host budget has room for what training the unit takes more.
-        stored_form: The stored form of a quantized unit in host memory; None: it is not there. A unit that
-            leaves it keeps the memory until no copy of it can be on its way.
-    """
+    """A home that has a shard."""
 
     def __init__(self, tier: Tier, layout: StateLayout) -> None:
         super().__init__(tier)
         self.layout = layout
-        self.reloadable = self.set_aside = False
-        self.stored_form: Lease | None = None
 
     @property
     def trains(self) -> bool:
@@ -91,32 +80,29 @@ class DiskHome(ShardHome):
     def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
         super().__init__(Tier.NVME, store.layout)
         self.store, self._unit = store, unit
-        self.versions = versions or [store.weights(store.places(unit.shard_numel), unit.name)]
+        places = chunk_places(unit.shard_numel, store.chunk_numel)
+        self.versions = versions or [store.weights(places, unit.name)]
         store.changes += 1
 
     @property
     def trains(self) -> bool:
-        """Whether there is room for moments and for every version."""
         return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
 
     def at(self, place: int) -> Version:
-        """Return the only version of a unit that was never trained, or the one in a place."""
+        """Return the version in a place; of a unit that was never trained, its only one."""
         return self.versions[place % len(self.versions)]
 
     @property
     def committed(self) -> Version:
-        """The version that holds the last committed step."""
         return self.at(self.version)
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading the committed weights from byte ``start`` on."""
         part = self.committed.weight.part(start, memory.nbytes)
         return self.store.engine.read(part, memory, urgent=True)
 
     read_weight = fetch
 
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
-        """Return the bytes that one fetch reads."""
         return self._unit.shard_nbytes
 
     # --- room ----------------------------------------------------------------------------------
@@ -126,46 +112,34 @@ class DiskHome(ShardHome):
         self.store.changes += 1
 
     def train(self, count: int | None = None) -> None:
-        """Make room for all that training needs; moments are zeros. Once is enough.
-
-        Args:
-            count: Places; None: as many as the store's.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+        """Make room for all that training needs, zeros, in ``count`` places or as many as the store's."""
         if self.trains:
             return
         [first], store, name = self.versions, self.store, self._unit.name
         places = [(chunk.start, chunk.numel) for chunk in first.chunks]
         bare = [first, *(store.weights(places, name) for _ in range(1, count or store.versions))]
-        self._change([Version(tuple(store.with_state(chunk, name) for chunk in v.chunks)) for v in bare])
+        self._change(
+            Version(tuple(store.with_state(chunk, name, moments=True) for chunk in version.chunks))
+            for version in bare
+        )
 
-    def add_exact(self) -> None:
-        """Make room, zeros, for what makes a shard exact that was never trained."""
-        for number in range(len(self.versions[0].chunks)):
-            self._add_exact(number)
-
-    def _add_exact(self, number: int) -> ChunkExtents:
+    def add_exact(self, number: int) -> ChunkExtents:
+        """Make room, zeros, for what makes a chunk exact of a shard that was never trained."""
         [version] = self.versions
-        chunk = self.store.with_exact(version.chunks[number], self._unit.name)
+        chunk = self.store.with_state(version.chunks[number], self._unit.name, moments=False)
         if chunk is not version.chunks[number]:
             self._change([Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))])
         return chunk
 
     def add_version(self) -> None:
-        """Make room for another version of a shard that is trained.
-
-        Raises:
-            DiskError: The file system is full; nothing changed.
-        """
+        """Make room for another version of a shard that is trained; after a DiskError nothing has changed."""
         chunks: list[ChunkExtents] = []
         store, name = self.store, self._unit.name
         try:
             for chunk in self.versions[0].chunks:
                 chunks += store.weights([(chunk.start, chunk.numel)], name).chunks
-                chunks[-1] = store.with_exact(chunks[-1], name)
-                chunks[-1] = store.with_state(chunks[-1], name)
+                for moments in (False, True):
+                    chunks[-1] = store.with_state(chunks[-1], name, moments=moments)
         except DiskError:
             store.free_versions([Version(tuple(chunks))])
             raise
@@ -189,24 +163,20 @@ class DiskHome(ShardHome):
                     lease = store.pool.lease(nbytes, who="exact values")
                 with ExitStack() as held:
                     held.callback(lease.release)
-                    weight, state = store.views(lease, chunk.numel)
+                    weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
                     if read:
                         store.read(chunk, lease, weight, state)
                     yield chunk.start, weight, state
                     if write:
-                        target = chunk
-                        if not chunk.exact.pieces and self._has_remainder(state):
-                            target = self._add_exact(number)
-                        for transfer in store.write(target, lease):
+                        # Room that was not written reads as zeros, which are no float16 masters.
+                        half = self.layout.dtype is torch.float16
+                        bits = (field.view(torch.int64) for field in state[: len(self.layout.exact)])
+                        if not chunk.exact.pieces and (half or any(bool(each.any()) for each in bits)):
+                            chunk = self.add_exact(number)
+                        for transfer in store.write(chunk, lease):
                             held.callback(transfer.wait)
                         landing.close()
                         landing.enter_context(held.pop_all())
-
-    def _has_remainder(self, state: tuple[Tensor, ...]) -> bool:
-        """Whether any fp32 master differs from its rounded weight."""
-        if self.layout.dtype is torch.float16:
-            return True  # room that was not written reads as zeros, which are no float16 masters
-        return any(bool(field.view(torch.int64).any()) for field in state[: len(self.layout.exact)])
 
 
 @dataclass(slots=True)
@@ -240,10 +210,11 @@ class HostHome(ShardHome):
         there: Its newest values in accelerator memory: see [Note: two places of one shard].
     """
 
-    def __init__(self, storage: Storage, unit: Unit, *, set_aside: bool) -> None:
+    def __init__(self, storage: Storage, unit: Unit) -> None:
         super().__init__(Tier.HOST, storage.layout)
-        self._storage, self._unit, self.set_aside = storage, unit, set_aside
-        self.leases = [self._lease(self.layout.weight_nbytes(unit.shard_numel))]
+        self._pool, self._unit = storage.host_pool, unit
+        self.places = chunk_places(unit.shard_numel, storage.chunk_numel)
+        self.leases = [self._pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)]
         self.state: tuple[Tensor, ...] = ()
         self.copy: DiskHome | None = None
         self.recorded = False
@@ -252,24 +223,19 @@ class HostHome(ShardHome):
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
 
-    def _lease(self, nbytes: int) -> Lease:
-        return self._storage.host_pool.lease(nbytes, who=self._unit.name)
-
-    def _add(self, fields: StateLayout) -> tuple[Tensor, ...]:
+    def _add(self, fields: StateLayout) -> None:
         numel = self._unit.shard_numel
-        self.leases.append(self._lease(fields.state_nbytes(numel)))
-        new = fields.views(self.leases[-1].tensor, numel)
-        self.state += new
-        return new
+        self.leases.append(self._pool.lease(fields.state_nbytes(numel), who=self._unit.name))
+        self.state += fields.views(self.leases[-1].tensor, numel)
 
     def add_moments(self) -> None:
         """Take memory for moments, which are zeros."""
-        for moment in self._add(self.layout.only(moments=True)):
+        self._add(self.layout.only(moments=True))
+        for moment in self.layout.moments_of(self.state):
             moment.zero_()
 
     @property
     def trains(self) -> bool:
-        """Whether there are moments."""
         return len(self.state) == len(self.layout.fields)
 
     @property
@@ -279,7 +245,6 @@ class HostHome(ShardHome):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
         return self.there is not None and (self.updating is None or self.updating.computed.is_set())
 
     @property
@@ -296,12 +261,6 @@ class HostHome(ShardHome):
     def nbytes(self) -> int:
         """Bytes of weights and state."""
         return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Start and elements of every chunk."""
-        numel, most = self._unit.shard_numel, self._storage.chunk_numel
-        return [(start, min(most, numel - start)) for start in range(0, numel, most)]
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Every chunk, in its place."""
@@ -332,27 +291,26 @@ class HostHome(ShardHome):
         Args:
             next_place: Which that is, if it has several.
             updated: Ends when the values are there; None: they are.
-
-        Raises:
-            DiskError: The file system is full.
         """
         new = self.copy is None
         copy = self.copy = self.copy or DiskHome(store, self._unit)
         if self.trains:
             copy.train(2)
         elif self.layout.exact:
-            copy.add_exact()
+            for number in range(len(copy.versions[0].chunks)):
+                copy.add_exact(number)
         if new:
             self.version = 0
         elif copy.trains:
             self.version = next_place(self._unit)
         copy.version, self.recorded = self.version, True
-        if updated is None or updated.done():
-            self.storing = self._move(copy, store.engine.write)
-            return
-        self.storing = self._move(
-            copy, lambda extent, memory: chained(updated, lambda: store.engine.write(extent, memory))
-        )
+
+        def write(extent: Extent, memory: memoryview) -> Transfer:
+            if updated is None:
+                return store.engine.write(extent, memory)
+            return chained(updated, lambda: store.engine.write(extent, memory))
+
+        self.storing = self._move(copy, write)
 
     def _move(self, home: DiskHome, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
         """Read or write the values, where the committed version has the same fields."""
@@ -369,13 +327,8 @@ class HostHome(ShardHome):
 class DeviceShards:
     """Shards of this rank in accelerator memory: see [Note: two places of one shard].
 
-    Args:
-        rule: Updates them; ``layout`` is that of their states.
-        device: The accelerator.
-
     Attributes:
         chosen: Indices of units whose gradients stay on the accelerator, to update them there.
-        pool: Of the shards.
     """
 
     def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
@@ -395,15 +348,14 @@ class DeviceShards:
         """Start to update a shard, which comes here if it is not here yet; does not block.
 
         Args:
-            host: Its home.
             gradient: Returns its gradient on the accelerator, after earlier uses.
             after: The update in flight that makes the values of ``host``; None: they are there.
             ended: Called when the stream was given the update, or with the error.
         """
         with self._lock:
-            new = host.there is None
+            new, layout = host.there is None, self._layout
             if host.there is None:
-                sizes = self._layout.weight_nbytes, self._layout.state_nbytes
+                sizes = layout.weight_nbytes, layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
                 host.there = DeviceShard(weight, state)
                 self._homes[unit.index] = host
@@ -414,7 +366,21 @@ class DeviceShards:
                 try:
                     if new and after is not None:
                         after.wait()
-                    self._update(shard, host if new else None, gradient(), runs)
+                    grad = gradient()
+                    weight: Tensor = shard.weight.tensor.view(
+                        layout.dtype
+                    )  # after the copies of other streams
+                    if new:
+                        shard.fields = weight, *layout.views(shard.state.tensor, weight.numel())
+                        for target, source in zip(shard.fields, host.values(), strict=True):
+                            target.copy_(source, non_blocking=True)
+                    for run in runs:
+                        part = slice(run.start, run.stop)
+                        weights, *state = (each[part] for each in shard.fields)
+                        self._rule.update_on_device(
+                            weights, grad[part], tuple(state), run.hyper, piece_numel=RESIDENT_NUMEL
+                        )
+                    shard.weight.record_use()  # which other streams copy; states are used by this one only
                 except BaseException as raised:  # surfaces at wait
                     return raised.with_traceback(None)
                 return None
@@ -441,27 +407,10 @@ class DeviceShards:
 
         self._thread.submit(play)
 
-    def _update(
-        self, shard: DeviceShard, comes_from: HostHome | None, grad: Tensor, runs: Iterable[Run]
-    ) -> None:
-        weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
-        if comes_from is not None:
-            shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
-            for target, source in zip(shard.fields, comes_from.values(), strict=True):
-                target.copy_(source, non_blocking=True)
-        for run in runs:
-            part = slice(run.start, run.stop)
-            state = tuple(each[part] for each in shard.fields[1:])
-            self._rule.update_on_device(
-                weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL
-            )
-        shard.weight.record_use()  # which other streams copy; states are used by this one only
-
     def bring_home(self, host: HostHome, before: Callable[[], object]) -> Transfer | None:
         """Start to copy a shard's newest values to host memory; None: they are there.
 
-        Args:
-            before: Returns when host memory may be written; on this class's thread.
+        ``before`` returns when host memory may be written; on this class's thread.
         """
         with self._lock:
             shard = host.there

@@ -21,7 +21,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,8 @@ from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves
 from infinity.shards.storage import ChunkExtents, Version
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Elements ``[start, stop)`` of the shard, updated with one group's ``hyper``.
-
-    Elements in no run are frozen or padding: their weights and state are carried over unchanged.
-    """
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of the shard; those in no run are frozen or padding, and carried over."""
 
     start: int
     stop: int
@@ -53,10 +49,7 @@ class Run:
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
     """Cut the shard's elements by the numbers of their update.
 
-    Args:
-        hyper_of: By index of the segment, of those that are updated; parameters that have all numbers in
-        common
-            share the tensor.
+    ``hyper_of`` has those that are updated, by index; what has all numbers in common shares the tensor.
     """
     runs: list[Run] = []
     low, high = unit.shard_start, unit.shard_start + unit.shard_numel
@@ -75,12 +68,7 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
 
 
 class StepHypers:
-    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
-
-    Attributes:
-        groups: The optimizer's ``param_groups``.
-        loss_scale: Of the gradients.
-    """
+    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -224,12 +212,7 @@ class UpdatePipeline:
     # --- any thread --------------------------------------------------------------------------
 
     def submit(self, job: UpdateJob) -> None:
-        """Queue ``job``; returns at once.
-
-        Raises:
-            StateError: The pipeline is closed.
-            BaseException: The error that ended the pipeline.
-        """
+        """Queue ``job``; returns at once. Raises the error that ended the pipeline."""
         self._tell(partial(self._queue.submit, job))
 
     def cancel(self, job: UpdateJob) -> None:
@@ -249,11 +232,7 @@ class UpdatePipeline:
         self._inbox.put(partial(self._queue.expect, expected))
 
     def drain(self) -> None:
-        """Block until every submitted job is done, and nothing that was read ahead is kept.
-
-        Raises:
-            BaseException: The error that ended the pipeline.
-        """
+        """Block until every submitted job is done, and nothing that was read ahead is kept."""
         drained = Transfer()
 
         def begin() -> Moves:
@@ -333,19 +312,18 @@ class UpdatePipeline:
             self._carry_out(self._queue.refuse(chunk))  # one will come with the end of another chunk
             return
         self._buffers[chunk] = _Buffer(lease or self._pool.lease(nbytes, who=who), extents, [])
-        self._start(chunk, self._engine.read, extents.state, 0)
+        self._start(chunk, self._engine.read, extents.state, extents.weight.nbytes)
         if chunk.job is not None:
             self._read_rest(chunk)
 
     def _read_rest(self, chunk: ChunkInFlight) -> None:
         """Read weights and gradient, where they are not at hand."""
         job, extents = chunk.job, self._buffers[chunk].extents
-        begin = extents.state.nbytes
         if job.weight is None:
-            self._start(chunk, self._engine.read, extents.weight, begin)
+            self._start(chunk, self._engine.read, extents.weight, 0)
         gradient = job.source.gradient_of(extents)
         if gradient.pieces:
-            self._start(chunk, self._engine.read, gradient, begin + extents.weight.nbytes)
+            self._start(chunk, self._engine.read, gradient, extents.weight.nbytes + extents.state.nbytes)
 
     def _start(
         self, chunk: ChunkInFlight, move: Callable[[Extent, memoryview], Transfer], extent: Extent, begin: int
@@ -367,12 +345,11 @@ class UpdatePipeline:
         """Run the rule over the chunk's runs; elsewhere carry the weights over."""
         job, held = chunk.job, self._buffers[chunk]
         extents, buffer = held.extents, held.lease.tensor
-        middle, end = self._layout.state_nbytes(extents.numel), self._layout.nbytes(extents.numel)
-        state = self._layout.views(buffer[:middle], extents.numel)
-        new = buffer[middle:end].view(self._layout.dtype)
+        new, state = self._layout.chunk_views(buffer, extents.numel)
         whole = slice(extents.start, extents.start + extents.numel)
         old = new if job.weight is None else job.weight[whole]
         read = job.source.gradient_of(extents).nbytes
+        end = self._layout.nbytes(extents.numel)
         grad = buffer[end : end + read].view(job.source.grad_dtype) if read else job.grad[whole]
         carried = whole.start
 
@@ -397,8 +374,8 @@ class UpdatePipeline:
     def _write(self, chunk: ChunkInFlight) -> None:
         extents = chunk.job.writes.chunks[chunk.index]
         self._buffers[chunk].transfers.clear()
-        self._start(chunk, self._engine.write, extents.state, 0)
-        self._start(chunk, self._engine.write, extents.weight, extents.state.nbytes)
+        self._start(chunk, self._engine.write, extents.state, extents.weight.nbytes)
+        self._start(chunk, self._engine.write, extents.weight, 0)
 
     def _fail(self, error: BaseException) -> None:
         """End every job with ``error``; see [Note: one error ends all]."""
@@ -413,8 +390,7 @@ class UpdatePipeline:
         while not self._inbox.empty():  # jobs that came meanwhile, or were cancelled
             with suppress(BaseException):
                 failed += [job for move, job in self._inbox.get()() if move is Move.ENDED]
-        jobs = self._queue.jobs
-        for job in (*failed, *(jobs[order] for order in sorted(jobs))):
+        for job in (*failed, *self._queue.jobs):
             assert isinstance(job, UpdateJob)
             try:
                 job.on_done(error)

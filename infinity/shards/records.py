@@ -22,7 +22,7 @@ from infinity.shards.journal import CommitRecord, Journal, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
-from infinity.shards.tiers import Tiers, is_reloadable
+from infinity.shards.tiers import Tiers
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Records:
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Return whether a commit of a step that updates these units writes units in host memory."""
-        return any(unit.index in updated or not is_reloadable(unit) for unit, _ in self._residents())
+        return any(unit.index in updated or not home.reloadable for unit, home in self._residents())
 
     def _residents(self) -> Iterator[tuple[Unit, HostHome]]:
         return ((unit, unit.home) for unit in self.units if isinstance(unit.home, HostHome))

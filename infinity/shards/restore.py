@@ -26,7 +26,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.homes import DiskHome, HostHome
 from infinity.shards.saved import SavedRank, SavedRun
 from infinity.shards.storage import ShardStore, Version, versions_of_plain, versions_to_plain
-from infinity.shards.tiers import Tiers, is_reloadable
+from infinity.shards.tiers import Tiers
 from infinity.shards.verified import BlockSums, load_sums
 
 #: The name of a tile: that of its parameter, and its rows.
@@ -41,13 +41,13 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
     listed = []
     for unit in units:
         versions = None
-        if not is_reloadable(unit):
+        if not unit.home.reloadable:
             disk = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
             assert isinstance(disk, DiskHome)
             versions = versions_to_plain(disk.versions)
         segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
-    base = dict(tiers.base_files) if any(map(is_reloadable, units)) else {}
+    base = dict(tiers.base_files) if any(unit.home.reloadable for unit in units) else {}
     files = tiers.storage.files
     drives = 0 if files is None else len(files.paths)
     return {
@@ -103,7 +103,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     }
     # The others have their values from a checkpoint that was loaded again, as in the interrupted run.
     restored = [
-        u for u in units if not is_reloadable(u) or any(s.whole_name not in unsaved for s in u.segments)
+        u for u in units if not u.home.reloadable or any(s.whole_name not in unsaved for s in u.segments)
     ]
     if len(restored) < len(units):
         _check_base(layout.get("base", tiers.base_files), tiers.base_files)
@@ -115,7 +115,8 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:
-            tiers.forget(unit)  # it may have been placed for values of a base
+            if isinstance(unit.home, DiskHome):  # it may have been placed for values of a base
+                unit.home.free()
             if mine is not None and unit.index in likes:
                 _adopt(unit, mine, tiers)
             else:

@@ -1,15 +1,12 @@
 """Storage of a rank's shards: a pool of host memory, and room on NVMe with an engine to reach it.
 
-[Note: the layout of a unit on disk]
-A version of a unit is its shard's weights, end to end, and its shard's state, chunk by chunk, each
-chunk's fields one after the other. So a forward pass reads the weights in one sweep, and the update
-reads and writes each chunk's state in one request sequence.
+[Note: the layout of a unit on disk] A version of a unit is its shard's weights, end to end, and its shard's
+state, chunk by chunk, each chunk's fields one after the other. So a forward pass reads the weights in one
+sweep, and the update reads and writes each chunk's state in one request sequence.
 
-[Note: room as it is needed]
-A unit begins with one version of its weights. The part of a chunk's state that makes its weights exact
-gets room when it has something to say: a checkpoint in the compute dtype never needs it. Moments and
-the second version get room when the unit is first trained. So a frozen unit takes the bytes of its
-weights and no more.
+[Note: room as it is needed] A unit begins with one version of its weights. What makes the weights of a chunk
+exact gets room when it has something to say: a checkpoint in the compute dtype never needs it. Moments and
+the second version get room when the unit is first trained.
 """
 
 import contextlib
@@ -70,64 +67,51 @@ class ChunkExtents:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version: one of the places where a unit's shard is on NVMe."""
+    """One of the places where a unit's shard is on NVMe."""
 
     chunks: tuple[ChunkExtents, ...]
 
     @property
     def weight(self) -> Extent:
-        """Return all weights of the shard, in order."""
-        whole = Extent(())
-        for chunk in self.chunks:
-            whole = whole + chunk.weight
-        return whole
+        """All weights of the shard, in order."""
+        return sum((chunk.weight for chunk in self.chunks), _NOWHERE)
 
 
 def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
     """Versions as lists of numbers, for a file; see :func:`versions_of_plain`."""
+
+    def plain(extent: Extent) -> list[list[int]]:
+        return [[piece.file, piece.offset, piece.nbytes] for piece in extent.pieces]
+
     return [
-        [
-            [
-                chunk.start,
-                chunk.numel,
-                *([[p.file, p.offset, p.nbytes] for p in extent.pieces] for extent in each),
-            ]
-            for chunk in version.chunks
-            for each in [(chunk.weight, chunk.exact, chunk.moments)]
-        ]
+        [[c.start, c.numel, plain(c.weight), plain(c.exact), plain(c.moments)] for c in version.chunks]
         for version in versions
     ]
 
 
 def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
     """Versions that :func:`versions_to_plain` gave, in the files from number ``first`` on."""
+
+    def extent(pieces: list[list[int]]) -> Extent:
+        return Extent(tuple(Piece(first + file, offset, nbytes) for file, offset, nbytes in pieces))
+
     return [
-        Version(
-            tuple(
-                ChunkExtents(
-                    start,
-                    numel,
-                    *(Extent(tuple(Piece(first + p[0], p[1], p[2]) for p in each)) for each in rest),
-                )
-                for start, numel, *rest in chunks
-            )
-        )
+        Version(tuple(ChunkExtents(start, numel, *map(extent, rest)) for start, numel, *rest in chunks))
         for chunks in plain
     ]
 
 
-class ShardStore:
-    """Room on NVMe for the shards of this rank, and how their chunks move.
+def chunk_places(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:
+    """Start and elements of every chunk of a shard."""
+    starts = range(0, shard_numel, chunk_numel)
+    return [(start, min(chunk_numel, shard_numel - start)) for start in starts]
 
-    Args:
-        volume: The volume in which extents are allocated.
-        engine: Reads and writes them.
-        pool: The pool of staging memory for chunks.
-        layout: The layout of weights and states.
-        versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
-        chunk_numel: Elements of a chunk; a multiple of 2,048.
+
+class ShardStore:
+    """Room on NVMe for the shards of this rank, and how their chunks move, through memory of ``pool``.
 
     Attributes:
+        versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         changes: Grows whenever a unit gets or loses extents.
     """
 
@@ -140,19 +124,10 @@ class ShardStore:
         self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
         self.changes = 0
 
-    def places(self, shard_numel: int) -> list[tuple[int, int]]:
-        """Start and elements of every chunk of a shard."""
-        starts = range(0, shard_numel, self.chunk_numel)
-        return [(start, min(self.chunk_numel, shard_numel - start)) for start in starts]
-
     # --- room ----------------------------------------------------------------------------------
 
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
-        """Make room for the weights of one version.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+        """Make room for the weights of one version; DiskError: the file system is full."""
         return Version(
             tuple(
                 ChunkExtents(start, numel, self.volume.allocate(self.layout.weight_nbytes(numel), what=name))
@@ -160,19 +135,12 @@ class ShardStore:
             )
         )
 
-    def with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        """Make room, zeros, for what makes a chunk exact, unless it has it."""
-        if chunk.exact.pieces or not self._exact.fields:
-            return chunk
-        return replace(chunk, exact=self._zeros(self._exact, chunk.numel, name))
-
-    def with_state(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        """Make room, zeros, for all that training needs of a chunk that was never trained."""
-        chunk = self.with_exact(chunk, name)
-        return replace(chunk, moments=self._zeros(self._moments, chunk.numel, name))
-
-    def _zeros(self, layout: StateLayout, numel: int, name: str) -> Extent:
-        return self.volume.allocate(layout.state_nbytes(numel), what=name, zeroed=True)
+    def with_state(self, chunk: ChunkExtents, name: str, *, moments: bool) -> ChunkExtents:
+        """Make room, zeros, for what makes a chunk exact, unless it has it, and for ``moments``."""
+        room = partial(self.volume.allocate, what=name, zeroed=True)
+        if self._exact.fields and not chunk.exact.pieces:
+            chunk = replace(chunk, exact=room(self._exact.state_nbytes(chunk.numel)))
+        return replace(chunk, moments=room(self._moments.state_nbytes(chunk.numel))) if moments else chunk
 
     def free_versions(self, versions: Iterable[Version]) -> None:
         """Give back extents that no unit has any more."""
@@ -182,27 +150,12 @@ class ShardStore:
 
     # --- chunks in memory ------------------------------------------------------------------------
 
-    def views(self, lease: Lease, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return weights and state of a chunk in memory that has room for all of it."""
-        middle = self.layout.weight_nbytes(numel)
-        end = middle + self.layout.state_nbytes(numel)
-        weight = lease.tensor[:middle].view(self.layout.dtype)
-        return weight, self.layout.views(lease.tensor[middle:end], numel)
-
-    def chunk_nbytes(self, numel: int) -> int:
-        """Return the bytes of weights and state of ``numel`` elements."""
-        return self.layout.weight_nbytes(numel) + self.layout.state_nbytes(numel)
-
     @contextmanager
     def reading(self, chunk: ChunkExtents, room: Lease | None = None) -> Iterator[tuple[Tensor, ...]]:
-        """Weights and state of a chunk, in memory that is held inside the context.
-
-        Args:
-            room: Memory for it; None: memory of the pool.
-        """
-        nbytes = self.chunk_nbytes(chunk.numel)
+        """Weights and state of a chunk, inside the context; in ``room``, or in memory of the pool."""
+        nbytes = self.layout.nbytes(chunk.numel)
         with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:
-            weight, state = self.views(lease, chunk.numel)
+            weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
             self.read(chunk, lease, weight, state)
             yield weight, *state
 
@@ -236,15 +189,9 @@ class ShardStore:
 class Storage:
     """Host memory and files of one rank; opened before the model is built, and closed with the run.
 
-    Args:
-        memory: Budgets and directories.
-        host_nbytes: The host budget, the same on every rank.
-        dtype: The compute dtype.
-        device: The device of this rank. For an accelerator host memory is pinned, and holds gradients too.
-
     Attributes:
-        rule: Updates the shards, whose states have its ``layout``.
-        host_pool: Staging buffers, and shards that stay in host memory.
+        host_nbytes: The host budget, the same on every rank.
+        host_pool: Staging buffers, and shards that stay in host memory; pinned for an accelerator.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
         commits: The journal of this rank's commits; None if no process could go on with the run.
@@ -254,6 +201,7 @@ class Storage:
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: The part of the budget that shards may take which stay; on an accelerator with their
             gradients.
+        stack: What ends with this, before files and memory go.
     """
 
     def __init__(
@@ -262,23 +210,22 @@ class Storage:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
         self.rule: UpdateRule = default_rule()
         self.layout: StateLayout = self.rule.layout(dtype)
-        self._stack = contextlib.ExitStack()
-        self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
+        self.stack = contextlib.ExitStack()
+        self.host_pool = self.stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None
         self.engine: TransferEngine | None = None
         self.units_engine: WatchedEngine | None = None
         self.store: ShardStore | None = None
-        self.chunk_numel = CHUNK_NUMEL
         self.commits: Journal | None = None
         self.files: RunFiles | None = None
         self.sums: BlockSums | None = None
-        staging = 0
+        self.chunk_numel, self.resident_nbytes = CHUNK_NUMEL, host_nbytes
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
             share *= 2 if self.on_accelerator else 1  # gradients wait in host memory, too
-            self.chunk_numel = budget.chunk_numel(host_nbytes, share, self._itemsize, CHUNK_NUMEL)
-            staging = budget.STAGED_CHUNKS * self.chunk_nbytes
-        self.resident_nbytes = self._room_for_residents(staging)
+            self.chunk_numel = budget.chunk_numel(host_nbytes, share, self.layout.nbytes(1), CHUNK_NUMEL)
+            room = host_nbytes - budget.STAGED_CHUNKS * self.chunk_nbytes
+            self.resident_nbytes = (room // 2 if self.on_accelerator else room) if memory.resident else 0
 
     def open_files(
         self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
@@ -293,20 +240,18 @@ class Storage:
             note: Gets a line for people about each thing that the machine lacks.
 
         Raises:
-            DiskError: A directory cannot be written.
-            SettingError: ``memory.engine`` cannot be used here.
             StateError: The run cannot go on; says why.
         """
         if not self.memory.nvme:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
-        files = RunFiles(self.memory, run_id, ranks, resume, self._stack, synced=synced, note=note)
+        files = RunFiles(self.memory, run_id, ranks, resume, self.stack, synced=synced, note=note)
         self.files = files
         own = None if files.saved is None else files.saved.own
         weights = stripe_weights([path.parent for path in files.paths])
         self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces)
-        self._stack.callback(self.volume.close)
+        self.stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
             if line:
                 note(line)
@@ -319,14 +264,14 @@ class Storage:
             self.engine = VerifiedEngine(self.engine, self.sums, self.volume)
             if own is not None:
                 load_sums(self.sums, own, 0, note)
-        self._stack.callback(self.engine.close)
+        self.stack.callback(self.engine.close)
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
             self.commits = files.journal
             self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
-            self._stack.callback(self.commits.close)  # before the files that it syncs
+            self.stack.callback(self.commits.close)  # before the files that it syncs
         self.store = ShardStore(
             self.volume, self.units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
@@ -353,10 +298,6 @@ class Storage:
         if self.files is not None:
             self.files.keep = keep
 
-    def before_close(self, call: Callable[[], object]) -> None:
-        """Run ``call`` when this is closed, before files and memory go."""
-        self._stack.callback(call)
-
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
         room = 0 if self.on_accelerator else self.host_nbytes - self.host_pool.leased_nbytes
@@ -370,22 +311,9 @@ class Storage:
 
     def close(self) -> None:
         """Close the engine, remove the files, give back the memory. May be called twice."""
-        self._stack.close()
-
-    @property
-    def _itemsize(self) -> int:
-        return self.layout.weight_nbytes(1) + self.layout.state_nbytes(1)
+        self.stack.close()
 
     @property
     def chunk_nbytes(self) -> int:
         """Bytes that one chunk of an update takes."""
-        return budget.rounded(self.chunk_numel * self._itemsize)
-
-    def _room_for_residents(self, staging_nbytes: int) -> int:
-        """The host budget but for staging, and beside an accelerator for what comes and goes (bytes)."""
-        if not self.memory.nvme:
-            return self.host_nbytes
-        if not self.memory.resident:
-            return 0
-        room = self.host_nbytes - staging_nbytes
-        return room // 2 if self.on_accelerator else room
+        return budget.rounded(self.layout.nbytes(self.chunk_numel))

@@ -1,19 +1,15 @@
 """Placement of shards: which home a unit gets within the budgets, and its exact values there.
 
-A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
-rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
+A unit that fits the host budget stays there and moves nothing; the rest have extents. With one rank and no
+accelerator, a unit whose home is host memory *is* its flat buffer.
 
-[Note: frozen units]
-While a model is built it is unknown what will be trained. So a unit then has its weights and what makes
-them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
-:meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
-would live on NVMe. A unit that is thawed later gets its moments then.
+[Note: frozen units] While a model is built it is unknown what will be trained. So a unit then has its weights
+and what makes them exact, and in the host budget the room for its moments is only set aside. When an
+optimizer is made, :meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones
+to units that would live on NVMe. A unit that is thawed later gets its moments then.
 
 A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
 Its exact values are those of the checkpoint's files.
-
-Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.homes`),
-what reads or writes values here has them brought home first.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -29,27 +25,21 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Transfer
-from infinity.device.memory import Lease
-from infinity.optim.layout import StateLayout, master_of, store_master
+from infinity.optim.layout import master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.storage import ShardStore, Storage, Version
+from infinity.shards.storage import ShardStore, Storage, Version, chunk_places
 
 
 class Tiers:
     """Gives units their homes, and reads and writes their values there.
 
-    Args:
-        storage: Host memory for residents and staging, and files for the others.
-        ranks: Those that share the units.
-        reduce_dtype: Dtype of the gradient reduction.
-
     Attributes:
-        layout: Of weights and states.
         base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
         base_files: Digests of a sample of each of its files, by name.
+        taken: What units have of the budget for residents, with what is set aside (bytes), by index.
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
         on_device: Of units in host memory, those on the accelerator, too; None: there is none.
@@ -59,8 +49,9 @@ class Tiers:
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
-        self.layout: StateLayout = storage.layout
-        self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
+        self.layout = storage.layout
+        self.resident_nbytes = storage.resident_nbytes
+        self.taken: dict[int, int] = {}
         self.base: FrozenBase | None = None
         self.base_files: Mapping[str, str] = {}
         self.pending = False
@@ -70,11 +61,7 @@ class Tiers:
 
     @property
     def store(self) -> ShardStore:
-        """Room on NVMe.
-
-        Raises:
-            StateError: There is none.
-        """
+        """Room on NVMe; StateError: there is none."""
         if self.storage.store is None:
             raise StateError("memory.nvme names no directory, yet a unit is asked for there")
         return self.storage.store
@@ -87,17 +74,12 @@ class Tiers:
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes that the pool takes for a unit in host memory."""
-        form = stored_form(unit)
+        form = unit.home.stored_form
         if form is not None and not isinstance(unit.home, HostHome):
             return rounded(form.nbytes)
         n, layout = unit.shard_numel, self.layout
         nbytes = rounded(layout.weight_nbytes(n)) + rounded(layout.only(exact=True).state_nbytes(n))
         return nbytes + (rounded(layout.only(moments=True).state_nbytes(n)) if moments else 0)
-
-    def on_device_nbytes_of(self, unit: Unit) -> int:
-        """Return the bytes that the unit's weights and states take of a pool of accelerator memory."""
-        n = unit.shard_numel
-        return rounded(self.layout.weight_nbytes(n)) + rounded(self.layout.state_nbytes(n))
 
     def _trained_nbytes(self, unit: Unit) -> int:
         """Return what it takes more while it is trained: moments, and beside an accelerator its gradient."""
@@ -109,41 +91,38 @@ class Tiers:
         return self._reduce_dtype if self._ranks.world_size > 1 else unit.dtype
 
     def gradient_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of this rank's reduced gradient."""
         return unit.shard_numel * self.gradient_dtype(unit).itemsize
 
-    def _take(self, nbytes: int) -> bool:
-        """Take bytes of the budget for residents; False: they are not there."""
-        fits = self._used_nbytes + nbytes <= self.resident_nbytes
-        self._used_nbytes += nbytes if fits else 0
+    def _take(self, unit: Unit, nbytes: int) -> bool:
+        """Let a unit have so many bytes of the budget for residents; False: they are not there."""
+        before = self.taken.get(unit.index, 0)
+        fits = nbytes <= before or sum(self.taken.values()) - before + nbytes <= self.resident_nbytes
+        if fits:
+            self.taken[unit.index] = nbytes
         return fits
 
     # --- homes -------------------------------------------------------------------------------
 
     def place(self, unit: Unit) -> None:
-        """Give a new unit its home, with room for weights and what makes them exact.
-
-        Raises:
-            BudgetError: It fits no tier; says what is needed.
-            DiskError: The file system is full.
-        """
+        """Give a new unit its home, with room for weights and what makes them exact."""
         nbytes = self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
             unit.move_to(home)
-            self._hold(unit, home, set_aside=True)
-        elif self._take(nbytes):
-            unit.move_to(HostHome(self.storage, unit, set_aside=True))
+            self._hold(unit, home, self._trained_nbytes(unit))
+        elif self._take(unit, nbytes):
+            unit.move_to(HostHome(self.storage, unit))
         elif self.storage.store is not None:
             if not self._is_restoring(unit):
                 home = None if self.base is None else self.base.home_of(unit)
                 unit.move_to(home or DiskHome(self.storage.store, unit))
         else:
+            taken_nbytes = sum(self.taken.values())
             raise BudgetError(
                 f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
                 f"state; memory.host leaves {format_nbytes(self.resident_nbytes)} for them, of which "
-                f"{format_nbytes(self._used_nbytes)} are taken by the units before it. Raise memory.host to "
-                f"{self._used_nbytes + nbytes} bytes, which the units up to this one take, or more (infinity "
+                f"{format_nbytes(taken_nbytes)} are taken by the units before it. Raise memory.host to "
+                f"{taken_nbytes + nbytes} bytes, which the units up to this one take, or more (infinity "
                 "plan says what all of them do), or give memory.nvme one or more directories"
             )
 
@@ -154,10 +133,6 @@ class Tiers:
 
         Args:
             movable: No unit is in use yet, so that homes may change.
-
-        Raises:
-            BudgetError: A thawed unit's moments do not fit the host budget.
-            DiskError: The file system is full.
         """
         units = list(units)
         if movable:
@@ -169,11 +144,10 @@ class Tiers:
             if unit.trainable:
                 self._make_trainable(unit)
 
-    def _hold(self, unit: Unit, home: BaseHome, *, set_aside: bool) -> None:
-        """Read the stored form of a quantized unit into host memory if it fits."""
+    def _hold(self, unit: Unit, home: BaseHome, aside_nbytes: int) -> None:
+        """Read the stored form of a quantized unit into host memory if it fits, with bytes to set aside."""
         assert unit.stored is not None
-        aside = self._trained_nbytes(unit) if set_aside else 0
-        if not self._take(rounded(unit.stored.shard_nbytes) + aside):
+        if not self._take(unit, rounded(unit.stored.shard_nbytes) + aside_nbytes):
             return
         lease = self.storage.host_pool.lease(unit.stored.shard_nbytes, who=unit.name)
         try:
@@ -182,40 +156,36 @@ class Tiers:
             lease.release()
             raise
         held = copy(home)
-        held.stored_form, held.set_aside = lease, set_aside
+        held.stored_form = lease
         unit.move_to(held)
 
     def _give_back(self, unit: Unit) -> None:
         """Give back what was set aside for a frozen unit's training, or a trained one's stored form."""
-        home, form = unit.home, stored_form(unit)
-        if not isinstance(home, ShardHome):
-            return
-        if home.set_aside and (form is not None or not unit.trainable):
-            home.set_aside = False
-            self._used_nbytes -= self._trained_nbytes(unit)
+        home, form = unit.home, unit.home.stored_form
         if form is not None and (unit.trainable or unit.stored is None):
             bare = copy(home)
             bare.stored_form = None
             unit.move_to(bare)
             form.release()
-            self._used_nbytes -= rounded(form.nbytes)
+            self._take(unit, 0)
+        elif not unit.trainable and unit.index in self.taken:
+            self._take(unit, self.resident_nbytes_of(unit, moments=False))
 
     def _promote(self, unit: Unit) -> None:
         """Move a unit from NVMe into host memory if it fits."""
         home, trained = unit.home, bool(unit.trainable)
-        if not isinstance(home, ShardHome) or isinstance(home, HostHome):
+        if not isinstance(home, DiskHome | BaseHome):
             return
         if isinstance(home, BaseHome) and unit.stored is not None and not trained:
             if home.stored_form is None:
-                self._hold(unit, home, set_aside=False)
+                self._hold(unit, home, 0)
             return
         nbytes = self.resident_nbytes_of(unit, moments=False) + (self._trained_nbytes(unit) if trained else 0)
-        if self._take(nbytes):
-            host = HostHome(self.storage, unit, set_aside=trained)
+        if self._take(unit, nbytes):
+            host = HostHome(self.storage, unit)
             host.reloadable = home.reloadable
             host.fill(home)
-            self._leave_base(unit)
-            unit.move_to(host)
+            self._move(unit, host)
             if isinstance(home, DiskHome):
                 home.free()
 
@@ -223,48 +193,42 @@ class Tiers:
         home, nbytes = unit.home, self._trained_nbytes(unit)
         if not isinstance(home, HostHome):
             if self.storage.store is not None and not self._is_restoring(unit):
-                self._on_disk(unit).train()
+                self.trained_disk(unit)
         elif not home.trains:
-            if not home.set_aside and not self._take(nbytes):
+            if not self._take(unit, self.resident_nbytes_of(unit, moments=False) + nbytes):
+                left_nbytes = self.resident_nbytes - sum(self.taken.values())
                 raise BudgetError(
                     f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
                     f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
-                    f"{format_nbytes(self.resident_nbytes - self._used_nbytes)}. Raise memory.host, or make "
-                    "the optimizer after requires_grad_(True)"
+                    f"{format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
+                    "requires_grad_(True)"
                 )
             home.add_moments()
 
     def _on_disk(self, unit: Unit) -> DiskHome:
-        """Return a unit's home on NVMe; one that is read where it lies gets extents of this run.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+        """Return a unit's home on NVMe; one that is read where it lies gets extents of this run."""
         home = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
         if isinstance(home, BaseHome):
             disk = DiskHome(self.store, unit)
             disk.reloadable = home.reloadable
             for start, weight, state in disk.chunks(read=False, write=True):
-                home.copy_exact(unit.shard_start + start, weight, state)
-            return self._move_to_disk(unit, disk)
+                home.base.copy_exact(unit, unit.shard_start + start, weight, state)
+            self._move(unit, disk)
+            return disk
         assert isinstance(home, DiskHome), f"{unit.name} has no home on NVMe yet"
         return home
 
-    def _move_to_disk(self, unit: Unit, disk: DiskHome) -> DiskHome:
-        self._leave_base(unit)
-        disk.stored_form = stored_form(unit)  # see ShardHome
-        unit.move_to(disk)
-        return disk
-
-    def _leave_base(self, unit: Unit) -> None:
-        """Let a unit that is read where it lies do so no more."""
+    def _move(self, unit: Unit, home: ShardHome) -> None:
+        """Give a unit another home; it is read where it lies no more."""
         if isinstance(unit.home, BaseHome):
             self.snapshot.wait_for(unit.index)
             unit.stored = None
+        home.stored_form = unit.home.stored_form  # see Home
+        unit.move_to(home)
 
     def _is_restoring(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""
-        return self.pending and not (is_reloadable(unit) or self.base is not None)
+        return self.pending and not (unit.home.reloadable or self.base is not None)
 
     # --- exact values, for construction and for people who write weights ---------------------
 
@@ -276,8 +240,7 @@ class Tiers:
 
         Args:
             master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
-                the compute dtype.
-            moments: The same of the moments, called after it; None: they are zero.
+                the compute dtype; ``moments`` those of the moments, called after it; None: they are zero.
         """
         if not isinstance(unit.home, ShardHome):
             self.place(unit)
@@ -295,8 +258,7 @@ class Tiers:
             given = None if moments is None else moments(*part)
             for number, moment in enumerate(self.layout.moments_of(state)):
                 moment.zero_() if given is None else moment.copy_(given[number])
-        if self.base is not None and isinstance(unit.home, ShardHome):
-            unit.home.reloadable = True
+        unit.home.reloadable = self.base is not None
 
     def gather(self, unit: Unit, shard: Tensor) -> Tensor:
         """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
@@ -321,11 +283,7 @@ class Tiers:
         return tuple(out)
 
     def chunk_fields(self, unit: Unit) -> Generator[tuple[int, tuple[Tensor, ...]]]:
-        """This shard's exact values and moments, fp32, in chunks that stay until the next one is asked for.
-
-        Yields:
-            The chunk's first element in the shard, and its fields.
-        """
+        """Yield this shard's chunks, which stay until the next one is asked for: start, and fp32 fields."""
         for start, weight, state in self._each_chunk(unit):
             yield start, self.layout.full_values(weight, state)
 
@@ -339,10 +297,9 @@ class Tiers:
                 moment.copy_(values)
 
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
-        """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype.
+        """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype; the moments stay.
 
-        Where a weight is what it was ``before``, its exact value stays what it was; elsewhere the
-        exact value becomes the weight. The moments stay.
+        Where a weight is what it was ``before``, its exact value stays; elsewhere that becomes the weight.
         """
         for start, stored, state in self._each_chunk(unit, write=True):
             part = slice(start, start + len(stored))
@@ -355,8 +312,7 @@ class Tiers:
         if write:
             self.snapshot.wait()
             self.before_write()
-            if isinstance(unit.home, ShardHome):
-                unit.home.reloadable = False
+            unit.home.reloadable = False
             if isinstance(unit.home, HostHome):
                 unit.home.recorded = False
         self.at_home(unit)
@@ -364,7 +320,8 @@ class Tiers:
             self.on_device.leave(unit.index)
         home = unit.home
         if not isinstance(home, HostHome) and self._is_restoring(unit):
-            for start, numel in self.store.places(unit.shard_numel):  # read in vain, while a model is built
+            # Read in vain, while a model is built.
+            for start, numel in chunk_places(unit.shard_numel, self.storage.chunk_numel):
                 weight = torch.zeros(numel, dtype=unit.dtype, device="cpu")
                 yield start, weight, self.layout.complete((), numel)
             return
@@ -383,19 +340,15 @@ class Tiers:
             host.fill(disk)
             host.copy, host.version, host.recorded = disk, committed, True
         else:
-            self._move_to_disk(unit, disk)
-
-    def forget(self, unit: Unit) -> None:
-        """Give back the extents of a unit whose states will be found, and that is not in host memory."""
-        if isinstance(unit.home, DiskHome):
-            unit.home.free()
+            self._move(unit, disk)
 
     def make_anew(self, unit: Unit) -> Iterator[Chunk]:
         """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
         if isinstance(unit.home, HostHome):
             unit.home.version = 0
         else:
-            disk = self._move_to_disk(unit, DiskHome(self.store, unit))
+            disk = DiskHome(self.store, unit)
+            self._move(unit, disk)
             if unit.trainable or any(segment.steps for segment in unit.segments):
                 disk.train()
         yield from self._each_chunk(unit, read=False, write=True)
@@ -423,20 +376,18 @@ class Tiers:
 
     # --- places on NVMe --------------------------------------------------------------------------
 
-    def version(self, unit: Unit, place: int | None = None) -> Version:
-        """Return the version that an update reads, or the one in ``place``, which it writes."""
+    def trained_disk(self, unit: Unit) -> DiskHome:
+        """Return a unit's home on NVMe, or the copy there of one in host memory, with room to train it."""
         disk = self._on_disk(unit)
         disk.train()
-        return disk.committed if place is None else disk.at(place)
+        return disk
 
     def next_place(self, unit: Unit, recorded: Container[int]) -> int | None:
         """Return the place that is written next, by an update or for a commit; None: there is none now.
 
-        Args:
-            recorded: Places that commit records name, which a crash must leave whole.
+        ``recorded`` places are those that commit records name, which a crash must leave whole.
         """
-        disk = self._on_disk(unit)
-        disk.train()
+        disk = self.trained_disk(unit)
         if self.storage.memory.versions == 1:
             self.snapshot.wait_for(unit.index)
             return unit.home.version
@@ -463,12 +414,8 @@ class Tiers:
             return pinned
         return len(disk.versions) - 1
 
-    def add_versions(self, units: Iterable[Unit]) -> None:
-        """Give units on NVMe a third place: one is recorded while the other two take turns.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+    def add_versions(self, units: Iterable[Unit]) -> bool:
+        """Give units on NVMe a third place: one is recorded while two take turns; False: there is no room."""
         self.store.versions = 3
         try:
             for home in (unit.home for unit in units):
@@ -476,32 +423,32 @@ class Tiers:
                     home.add_version()
         except DiskError:
             self.store.versions = 2
-            raise
+            return False
+        return True
 
     # --- what is saved beside training ---------------------------------------------------------
 
     def pin(self, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]) -> Snapshot:
         """Keep what every unit holds now until it was read, or :meth:`unpin`; between two steps.
 
-        Args:
-            landing: What is on its way to NVMe, by index of the unit.
+        ``landing`` is what is on its way to NVMe, by index of the unit.
         """
         sources = {}
         for unit in units:
-            home, version, place, chunks = unit.home, None, None, list[tuple[int, int]]()
+            home = unit.home
             if isinstance(home, BaseHome):
                 values_of = self.layout.full_values
                 lasting = ((start, values_of(weight, state)) for start, weight, state in home.chunks())
                 sources[unit.index] = Source(lasting=lasting)
                 continue
-            disk = home.copy if isinstance(home, HostHome) and home.recorded else home
+            source = sources[unit.index] = Source(landing=landing.get(unit.index, ()))
+            disk: object = home
+            if isinstance(home, HostHome):
+                source.values, source.chunks = home.values(), home.places
+                disk = home.copy if home.recorded else None
             if isinstance(disk, DiskHome):
-                version, place = disk.committed, disk.version % len(disk.versions)
-                chunks = [(chunk.start, chunk.numel) for chunk in version.chunks]
-            elif isinstance(home, HostHome):
-                chunks = home.places
-            values = home.values() if isinstance(home, HostHome) else None
-            sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
+                source.version, source.place = disk.committed, disk.version % len(disk.versions)
+                source.chunks = [(chunk.start, chunk.numel) for chunk in source.version.chunks]
         self.snapshot = self._snapshot(sources)
         return self.snapshot
 
@@ -514,13 +461,3 @@ class Tiers:
         store = self.storage.store
         reading = (lambda *_: nullcontext(())) if store is None else store.reading  # none is read there
         return Snapshot(sources, self.layout, self.storage.host_pool, reading)
-
-
-def is_reloadable(unit: Unit) -> bool:
-    """Whether the unit's values are those of a checkpoint, from which they can be had again."""
-    return isinstance(unit.home, ShardHome) and unit.home.reloadable
-
-
-def stored_form(unit: Unit) -> Lease | None:
-    """Return what holds the stored form of a quantized unit in host memory; None: it is not there."""
-    return unit.home.stored_form if isinstance(unit.home, ShardHome) else None

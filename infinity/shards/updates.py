@@ -34,7 +34,7 @@ from infinity.device.memory import Lease
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
-from infinity.shards.homes import HostHome, ShardHome
+from infinity.shards.homes import HostHome
 from infinity.shards.journal import Journal
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
@@ -92,11 +92,7 @@ class PendingUpdate:
 
 
 class StoredGradients:
-    """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.updates`.
-
-    Attributes:
-        chosen: Indices of units whose gradients wait there.
-    """
+    """Gradients of ``chosen`` units that wait on NVMe: see :mod:`infinity.planner.updates`."""
 
     def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
         self._tiers, self._units = tiers, units
@@ -110,22 +106,14 @@ class StoredGradients:
         return sum(self._tiers.gradient_nbytes(self._units[index]) for index in self.chosen)
 
     def place_of(self, unit: Unit) -> Extent:
-        """Return the place of a unit's gradient, which is made if there is none.
-
-        Raises:
-            DiskError: The file system is full.
-        """
+        """Return the place of a unit's gradient, which is made if there is none."""
         if unit.index not in self._places:
             nbytes, what = self._tiers.gradient_nbytes(unit), f"the gradient of {unit.name}"
             self._places[unit.index] = self._tiers.store.volume.allocate(nbytes, what=what)
         return self._places[unit.index]
 
     def write(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start to write a unit's gradient to its place, when nothing reads or writes that any more.
-
-        Raises:
-            DiskError: The one before could not be written; or there is no room.
-        """
+        """Start to write a unit's gradient to its place, when nothing reads or writes that any more."""
         self._wait_for_place(unit.index)
         stored = self._writes[unit.index] = self._tiers.store.engine.write(self.place_of(unit), memory)
         return stored
@@ -138,11 +126,7 @@ class StoredGradients:
     def place(self, indices: frozenset[int], in_use: Iterable[int]) -> None:
         """Let the gradients of these units wait on NVMe, and of no others; between two steps.
 
-        Args:
-            in_use: Indices of units whose gradient of this step may still be read there.
-
-        Raises:
-            DiskError: The file system has no room for them, or one before could not be written.
+        Those of units ``in_use`` may still be read there.
         """
         self.chosen = indices
         for index in self._places.keys() - indices - set(in_use):
@@ -180,7 +164,7 @@ class Updates:
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline
         self.order, self.speculation, self.on_failure = order, speculation, on_failure
-        self._expecting = False
+        self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
@@ -209,9 +193,8 @@ class Updates:
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
-            grad: In host memory, but for units that are updated on the accelerator.
+            grad: In host memory, but for units that are updated on the accelerator; in ``lease``.
             squares: The sum of its squares.
-            lease: Held for ``grad``, given back when the update has read it.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         update = ShardUpdate(
@@ -230,7 +213,11 @@ class Updates:
         for action in actions:
             match action:
                 case Do.STORE:
-                    self._store(pending)
+                    nbytes = self.tiers.gradient_nbytes(pending.unit)
+                    stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
+                    pending.stored = stored
+                    self.records.planned["write"] += nbytes
+                    stored.then(lambda: self._on(pending, pending.update.stored))
                 case Do.START:
                     self._start(pending)
                 case Do.CANCEL:
@@ -242,12 +229,6 @@ class Updates:
                 case Do.FREE_WEIGHTS:
                     pending.weights.release()
                     pending.weights = Weights(stay=pending.weights.stay)
-
-    def _store(self, pending: PendingUpdate) -> None:
-        nbytes = self.tiers.gradient_nbytes(pending.unit)
-        pending.stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
-        self.records.planned["write"] += nbytes
-        pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def land_held(self) -> None:
         """Return when the gradients that :meth:`commit` reads from NVMe are there; DiskError: one is not."""
@@ -274,17 +255,10 @@ class Updates:
             if units[index].home.tier is Tier.NVME
         )
 
-    def total_sum_of_squares(self) -> float:
-        """Return the sum over this rank's shards, in the order of units."""
-        return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
-
     # --- the step ----------------------------------------------------------------------------
 
     def validate(self, grad_scale: float) -> bool:
-        """Let speculated updates stand if they had the right numbers.
-
-        Returns:
-            False: They had not; :meth:`roll_back` comes before :meth:`commit`.
+        """Let speculated updates stand if they had the right numbers; False: :meth:`roll_back` is next.
 
         Raises:
             StateError: They had not, and their gradients were not kept.
@@ -326,7 +300,6 @@ class Updates:
             self._on(pending, pending.update.commit)
             self.hypers.count(pending.used)
             home = pending.unit.home
-            assert isinstance(home, ShardHome)
             home.reloadable = False
             pending.unit.updates += 1
             if pending.place is not None:
@@ -337,14 +310,14 @@ class Updates:
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
         if self.ready:
-            self.speculation.forget(len(self._speculated()))
+            self.speculation.started = self.speculation.rolled_back = len(self._speculated())
             self.roll_back()
         for pending in self.ready.values():
             self._on(pending, pending.update.drop)
         self._close_step()
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
-        """Return units in the order in which the next forward needs them, in which held updates start."""
+        """Return units in the order in which the next forward needs them."""
         return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
@@ -379,8 +352,6 @@ class Updates:
         if self.pipeline is not None:
             self.pipeline.abandon(error)
 
-    # --- starting ----------------------------------------------------------------------------
-
     @property
     def chosen(self) -> frozenset[int]:
         """Indices of units whose gradients stay on the accelerator, where they are updated."""
@@ -402,7 +373,7 @@ class Updates:
             raise
 
     def _on_device(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
-        """Return what updates a unit on the accelerator: see [Note: shards in host memory]."""
+        """Return what updates a unit on the accelerator."""
         home, dtype, on_device = pending.unit.home, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
         assert isinstance(home, HostHome)
@@ -413,25 +384,23 @@ class Updates:
         )  # fmt: skip
 
     def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
-        """Return what updates a unit in host memory: see [Note: shards in host memory]."""
+        """Return what updates a unit in host memory."""
         runs, home = self._runs(pending), pending.unit.home
         assert isinstance(home, HostHome)
         home.recorded = False
         preserve = self.tiers.snapshot.preserve  # not of a snapshot of what this update makes
         storing, home.storing = home.storing, ()
 
-        def update() -> None:
-            for transfer in storing:  # what is written of it leaves first, and what is saved is read
-                transfer.wait()
-            preserve(pending.unit.index)
-            for run in runs:
-                part = slice(run.start, run.stop)
-                weights, state = home.weight[part], tuple(each[part] for each in home.state)
-                self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
-
-        def play(error: BaseException | None = None) -> None:
+        def play() -> None:
+            error: BaseException | None = None
             try:
-                update()
+                for transfer in storing:  # what is written of it leaves first, and what is saved is read
+                    transfer.wait()
+                preserve(pending.unit.index)
+                for run in runs:
+                    part = slice(run.start, run.stop)
+                    weights, state = home.weight[part], tuple(each[part] for each in home.state)
+                    self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
             except BaseException as raised:  # surfaces at wait
                 if self.beside is None:
                     raise
@@ -444,7 +413,7 @@ class Updates:
         """Return what updates a unit on NVMe, chunk by chunk, from its committed version to the next."""
         assert self.pipeline is not None
         unit, spilled = pending.unit, pending.update.reads_stored_gradient
-        pending.place = self.records.next_place(unit)
+        pending.place = place = self.records.next_place(unit)
         for earlier in (unit.home.updating, pending.stored if spilled else None):
             if earlier is not None:
                 earlier.wait()  # of a stored gradient at once after land_held
@@ -454,7 +423,7 @@ class Updates:
         self.records.planned["write"] += layout.nbytes(n)
         pending.job = UpdateJob(
             name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
-            writes=self.tiers.version(unit, pending.place), weight=weights.values, in_place=weights.stay,
+            writes=self.tiers.trained_disk(unit).at(place), weight=weights.values, in_place=weights.stay,
             grad=None if spilled else pending.grad, priority=self.order.first_use(unit.index),
             on_computed=partial(self._computed, pending, future),
             on_done=partial(self._landed, pending, future),
@@ -464,13 +433,12 @@ class Updates:
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
         """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
         gradient = self.stored_gradients.place_of(unit) if spilled else None
-        return ShardSource(self.tiers.version(unit), gradient, self.tiers.gradient_dtype(unit))
+        return ShardSource(self.tiers.trained_disk(unit).committed, gradient, self.tiers.gradient_dtype(unit))
 
     def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:
         return self.hypers.runs(pending.unit, pending.used, pending.grad_scale)
 
     def _computed(self, pending: PendingUpdate, future: UpdateFuture) -> None:
-        """The update has read what it was given; on the pipeline's thread."""
         self._on(pending, pending.update.computed)
         future.computed.set()
 

@@ -12,7 +12,6 @@ import infinity
 from infinity import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
-from infinity.shards.tiers import stored_form
 from tests.helpers import models, quantized, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -169,7 +168,7 @@ def thawed(folder: str) -> list[list[float]]:
 
         def thaw(step: int, model: torch.nn.Module, optimizer: Any, resident: str = resident) -> None:
             if step == 0:
-                held = [unit for unit in runtime_of(model).units if stored_form(unit) is not None]
+                held = [unit for unit in runtime_of(model).units if unit.home.stored_form is not None]
                 assert bool(held) is (resident == "true")
             else:
                 frozen = [p for p in model.parameters() if not p.requires_grad]

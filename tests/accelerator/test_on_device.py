@@ -424,8 +424,6 @@ def test_units_leave_the_device_whose_next_copies_have_been_asked_for():
 
 def failing(where: str) -> tuple[str, bool]:
     """The error of an update on the device, as training meets it; whether every update has ended."""
-    from infinity.shards import updates
-
     begin()
     model, optimizer = make(["memory.host=64MiB", *ALL])
     steps(model, optimizer, range(2 if where != "lease" else 0))
@@ -436,10 +434,8 @@ def failing(where: str) -> tuple[str, bool]:
 
     if where == "lease":
         executor.tiers.on_device.pool.make = fail
-    elif where == "update":
-        UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     else:
-        updates.PendingUpdate.release = fail  # type: ignore[method-assign]
+        UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
     executor.tiers.on_device._thread.submit(int).result()  # after those that were asked for
@@ -448,7 +444,7 @@ def failing(where: str) -> tuple[str, bool]:
     return str(raised.value), ended
 
 
-@pytest.mark.parametrize("where", few(("update",), ("lease", "update", "release")))
+@pytest.mark.parametrize("where", few(("update",), ("lease", "update")))
 def test_an_update_that_fails_on_the_device_ends_training_with_its_error(where: str):
     error, ended = run(failing, where)
     assert "no update" in error

@@ -189,7 +189,7 @@ def test_in_any_order_of_events_every_chunk_is_written_once_within_the_depth(
                 driver.compute()
             case "cancel" if data.draw(st.integers(0, 9)) == 0:
                 job = data.draw(st.sampled_from(jobs))
-                cancelled |= {job.name} & {each.name for each in driver.queue.jobs.values()}
+                cancelled |= {job.name} & {each.name for each in driver.queue.jobs}
                 driver.on(driver.queue.cancel(job))
     driver.run()
     assert not driver.queue.jobs

@@ -22,7 +22,6 @@ from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskE
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from infinity.shards.base import BaseHome
-from infinity.shards.tiers import stored_form
 from tests.helpers import models, quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -111,7 +110,7 @@ def said(model: Any) -> str:
 
 
 def held(model: Any) -> list[Any]:
-    return [unit for unit in runtime_of(model).units if stored_form(unit) is not None]
+    return [unit for unit in runtime_of(model).units if unit.home.stored_form is not None]
 
 
 def mapped(model: Any) -> list[Any]:
@@ -243,7 +242,7 @@ def ranks_of(checkpoint: str, nvme: str) -> Any:
         runtime = runtime_of(model)
         assert held(model) == [unit for unit in runtime.units if unit.stored] != []
         for unit in mapped(model):  # a half of what they would take as weights
-            assert stored_form(unit).nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
+            assert unit.home.stored_form.nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
         losses = train(model, rank=rank, world=2)
     with loaded(Path(checkpoint), nvme, *more) as model, gathered_nbytes() as seen:
         units = list(runtime_of(model).units)

@@ -307,7 +307,7 @@ def test_training_ends_at_the_first_read_of_a_flipped_byte(tmp_path, part):
         optimizer.state_dict()  # waits for the updates
         tiers, volume = runtime.tiers, runtime.storage.volume
         for unit in runtime.units:
-            for chunk in tiers.version(unit).chunks:
+            for chunk in tiers.trained_disk(unit).committed.chunks:
                 for piece in getattr(chunk, part).pieces:
                     flip(volume.path(piece.file), piece.offset + piece.nbytes - 5)
         with pytest.raises(DamagedDataError, match=r"rank0-1-0\.bin: 4096 bytes from offset"):
