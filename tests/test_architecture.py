@@ -275,7 +275,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 475,
-    "activations": 2388,
+    "activations": 2332,
     "api": 1849,
     "app": 1376,
     "checkpoint": 4961,
@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "observe": 766,
     "optim": 985,
     "partition": 2702,
-    "planner": 4254,
+    "planner": 4221,
     "predict": 2589,
     "recipes": 2183,
     "shards": 4501,

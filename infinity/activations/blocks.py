@@ -94,7 +94,6 @@ def _forward(
 
 
 def _is_kv_cache(leaf: object) -> bool:
-    """Whether it is a cache of keys and values, as transformers has them."""
     return hasattr(leaf, "get_seq_length")
 
 

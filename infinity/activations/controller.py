@@ -28,23 +28,15 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from infinity.activations.blocks import NamedBlock, recomputable_blocks, tracked
+from infinity.activations.blocks import recomputable_blocks, tracked
 from infinity.activations.profiler import MemoryMeter, Profiler
 from infinity.activations.slots import ActivationStats
-from infinity.activations.tensor_cache import (
-    ActivationPolicy,
-    PassRecord,
-    TensorCache,
-    planned,
-    storages_of,
-    uniform,
-)
+from infinity.activations.tensor_cache import PassRecord, TensorCache, planned, storages_of, uniform
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Profile
 from infinity.observe.timeline import WatchedEngine
-from infinity.planner.placement import bounded
 from infinity.planner.planning import Planning
-from infinity.planner.search import budget_error
+from infinity.planner.search import bounded, budget_error
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
 
@@ -84,7 +76,7 @@ class FixedBudget:
         return [self._capacity_nbytes]
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
-        """Do nothing: no other part takes what is left."""
+        pass  # no other part takes what is left
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         return budget_error(profile, hardware, self._capacity_nbytes or 0)
@@ -134,9 +126,7 @@ class PassTimer:
         if self._mark is not None:
             time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
             self._mark = None
-            self.ended.append(
-                PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates)
-            )  # fmt: skip
+            self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
         """Passes from number ``first`` on that ended with their step (``updates``), or without it."""
@@ -197,7 +187,13 @@ class Activations:
         if self.policy != "keep":
             blocks = recomputable_blocks(model)
             self.cache.exempt = storages_of([*weights, *model.buffers()])
-            self.cache.record = PassRecord(self._slot_policy(blocks))
+            place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
+            policy = uniform(place, last=2 * len(blocks) - 1)
+            if self.planning is not None:
+                policy = planned(self.planning.plan)
+            elif self.policy == "recompute":
+                policy = uniform(Place.KEEP, recompute=True)
+            self.cache.record = PassRecord(policy)
             stack.callback(setattr, self.cache, "record", None)
             stack.enter_context(tracked(blocks, self.cache))
         return stack
@@ -246,7 +242,6 @@ class Activations:
         self._attached = attached, weights
 
     def _detach(self) -> tuple[Profiler | MemoryMeter | None, list[nn.Parameter]]:
-        """Leave the profiler or the meter, and return it."""
         (attached, weights), self._attached = self._attached or (None, []), None
         self.cache.profiler = None
         if self._units is not None:
@@ -269,14 +264,6 @@ class Activations:
             gradients = [weight.grad for weight in weights if type(weight.grad) is Tensor]
             self.metered_nbytes = attached.peak_nbytes(without=gradients)
 
-    def _slot_policy(self, blocks: Sequence[NamedBlock]) -> ActivationPolicy:
-        if self.planning is not None:
-            return planned(self.planning.plan)
-        if self.policy == "recompute":
-            return uniform(Place.KEEP, recompute=True)
-        place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
-        return uniform(place, last=2 * len(blocks) - 1)
-
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
         # Seconds of a pass when everything is kept, see [Note: the pace of a step]; waits are left out.
@@ -294,7 +281,6 @@ class Activations:
         self.cache.backlog_nbytes = plan.backlog_nbytes
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
-        """The plan for the first of the budget's capacities that one meets."""
         for capacity_nbytes in self.budget.capacities():
             with suppress(BudgetError):
                 return bounded(profile, make_plan(profile, hardware, capacity_nbytes), hardware)

@@ -235,11 +235,13 @@ class PendingLogits(Tensor):
         operators: tuple[Operator, ...] = (), made: "tuple[PendingLogits, Operator] | None" = None,
     ) -> "PendingLogits":  # fmt: skip
         """Return what ``operators`` make of the head's output for ``hidden``."""
-        requires_grad = trained and torch.is_grad_enabled()
+        requires_grad, shape = (
+            trained and torch.is_grad_enabled(),
+            (*hidden.shape[:-1], call.head.out_features),
+        )
         self: PendingLogits = Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], call.head.out_features), dtype=dtype, device=hidden.device,
-            requires_grad=requires_grad,
-        )  # fmt: skip
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
+        )
         self._call, self._hidden, self._written = call, hidden, _version(hidden)
         self._operators, self._made, self._whole = operators, made, None
         call.members.append(weakref.ref(self))

@@ -177,10 +177,9 @@ class Recording:
             for call, time_s in zip(self.calls, seconds)
         )
         traffic = (Traffic(min(at, last), read, written) for at, read, written in self.traffic)
-        return Profile(
-            max(step_s, sum(seconds)), tuple(operators), tuple(self._lifetimes(slots, last)), tuple(slots),
-            tuple(self.blocks()), tuple(traffic),
-        )  # fmt: skip
+        step_s, lifetimes = max(step_s, sum(seconds)), tuple(self._lifetimes(slots, last))
+        blocks = tuple(self.blocks())
+        return Profile(step_s, tuple(operators), lifetimes, tuple(slots), blocks, tuple(traffic))
 
     def _slots(self, last: int) -> list[SlotUse]:
         """Slots that backward asked for; the others need not be loaded."""
@@ -350,7 +349,6 @@ class Profiler(TorchDispatchMode):
         self._recorded.phase = Phase.BACKWARD
 
     def update_begins(self) -> None:
-        """The backward pass has ended."""
         lives = self._recorded.storages.lives
         self._recorded.backward_end = len(self._recorded.calls)
         self._recorded.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
@@ -390,14 +388,10 @@ class Profiler(TorchDispatchMode):
                 self._recorded.storages.lives[index].kind = Kind.GRADIENT
 
     def _indices(self, values: Sequence[Any], kind: Kind, name: str) -> tuple[int, ...]:
-        found: dict[int, None] = {}
-        for value in values:
-            if isinstance(value, Tensor):
-                if value.layout is torch.strided:
-                    weight = kind is Kind.INPUT and isinstance(value, nn.Parameter)
-                    found[self._recorded.storages.find(value, Kind.WEIGHT if weight else kind, name)] = None
-            elif isinstance(value, (list, tuple)):
-                found.update(dict.fromkeys(self._indices(value, kind, name)))
+        find, found = self._recorded.storages.find, dict[int, None]()
+        for leaf in filter(_has_storage, tree_leaves(values)):
+            weight = kind is Kind.INPUT and isinstance(leaf, nn.Parameter)
+            found[find(leaf, Kind.WEIGHT if weight else kind, name)] = None
         return tuple(found)
 
     def _tick(self) -> Any:
@@ -410,7 +404,6 @@ def nodes_made() -> int:
 
 
 def running_node() -> int:
-    """The number of the autograd node that runs."""
     node = torch._C._current_autograd_node()
     return NO_NODE if node is None else int(node._sequence_nr())
 

@@ -40,7 +40,6 @@ class ActivationStats:
             self.peak_nbytes = max(self.peak_nbytes, self.resident_nbytes)
 
     def free_dropped(self) -> None:
-        """Give back what collected slots held."""
         while self.dropped:
             stored, nbytes = self.dropped.popleft()
             self.add(-nbytes)
@@ -82,7 +81,6 @@ class Slot:
             self._stats.dropped.append((self._stored, self.nbytes if held else 0))
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Return whether these are the bytes of ``storage`` at ``version``."""
         last, offset_nbytes = self._last
         return self.version == version and last() is storage and not offset_nbytes
 
@@ -260,36 +258,31 @@ class StoreQueue:
             if self._starting:
                 return
             self._starting = True
-        while self._start_one():
-            pass
+        while (taken := self._take()) is not None:
+            number, slot = taken
+            try:
+                transfer = slot.start_store()
+            except BaseException as error:  # surfaces at the next wait, as one of the disk
+                transfer = Transfer()
+                transfer.finish(error.with_traceback(None))
+            transfer.then(partial(self._ended, number, weakref.ref(slot), transfer))
+            del taken, slot  # a drained queue holds no slot
 
-    def _start_one(self) -> bool:
+    def _take(self) -> tuple[int, Slot] | None:
+        """Take the next slot that may go, and whose graph still lives, into flight; None: there is none."""
         with self._lock:
-            number, slot = self._next()  # held by this frame only: a drained queue holds no slot
-            if slot is None:
-                self._starting = False
-                self._changed.notify_all()
-                return False
-            self._in_flight[number] = slot.nbytes
-            self._stats.nbytes_stored += slot.nbytes
-        try:
-            transfer = slot.start_store()
-        except BaseException as error:  # surfaces at the next wait, as one of the disk
-            transfer = Transfer()
-            transfer.finish(error.with_traceback(None))
-        transfer.then(partial(self._ended, number, weakref.ref(slot), transfer))
-        return True
-
-    def _next(self) -> tuple[int, Slot | None]:
-        """The next slot that may go and whose graph still lives."""
-        while self._waiting:
-            ref, (number, nbytes) = next(iter(self._waiting.items()))
-            if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
-                break
-            del self._waiting[ref]
-            if (slot := ref()) is not None:
-                return number, slot
-        return 0, None
+            while self._waiting:
+                ref, (number, nbytes) = next(iter(self._waiting.items()))
+                if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
+                    break
+                del self._waiting[ref]
+                if (slot := ref()) is not None:
+                    self._in_flight[number] = nbytes
+                    self._stats.nbytes_stored += nbytes
+                    return number, slot
+            self._starting = False
+            self._changed.notify_all()
+            return None
 
     def _ended(self, number: int, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
         """End a store, on the thread that saw the end; the graph, and the slot with it, may be gone."""

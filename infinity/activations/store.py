@@ -82,7 +82,6 @@ class StoredActivation:
         self._end(None)
 
     def _hold(self, storage: Storage, transfer: Transfer) -> Transfer:
-        """Keep ``storage`` alive until ``transfer`` has ended."""
         move = object()
         with self._lock:
             self._in_flight[move] = storage
@@ -226,7 +225,7 @@ def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
 
 
 def copying(
-    thread: ThreadPoolExecutor, move: Callable[[], None], after: torch.Event | None, device: torch.device
+    thread: ThreadPoolExecutor, move: Callable[[], object], after: torch.Event | None, device: torch.device
 ) -> tuple[StreamTransfer, Transfer]:
     """Run ``move()`` on a thread that copies; its work on the accelerator comes after an event.
 
@@ -256,11 +255,44 @@ def copying(
     return issued, ended
 
 
+#: Begins to copy all of a tensor, on a thread that copies.
+Move = Callable[[Tensor], object]
+
+
+class _Staged(StoredActivation):
+    """A storage that a thread stores and another one loads, each by one of two moves."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        threads: Sequence[ThreadPoolExecutor],
+        give_back: Callable[[], None],
+        moves: tuple[Move, Move],
+    ) -> None:
+        super().__init__(give_back)
+        self._threads, self._moves = threads, moves
+        self._nbytes, self._device = storage.nbytes(), storage.device
+        self._packed = record(storage.device)  # a store may be started later, by another thread
+
+    def store(self, storage: Storage) -> Transfer:
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        _, ended = copying(self._threads[0], partial(self._moves[0], source), self._packed, self._device)
+        return self._hold(storage, ended)
+
+    def load(self) -> Loading:
+        target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        allocated, storage = record(self._device), target.untyped_storage()
+        issued, ended = copying(self._threads[1], partial(self._moves[1], target), allocated, self._device)
+        self._hold(storage, ended)
+        return Loading(storage, 0, issued)
+
+
 class StagedStore:
     """Host memory, or NVMe behind it; see [Note: staging].
 
     Args:
         volume: None: bytes stay in ``pool``.
+        engine: With GPUDirect Storage it takes tensors, after what the thread's stream waits for.
         piece_nbytes: Bytes that one buffer may take; larger ones than 16 MiB gain nothing.
     """
 
@@ -268,116 +300,71 @@ class StagedStore:
 
     def __init__(
         self, device: torch.device, pool: Pool, volume: Volume | None = None,
-        engine: TransferEngine | None = None, *, piece_nbytes: int = _PIECE_NBYTES,
+        engine: Any = None, *, piece_nbytes: int = _PIECE_NBYTES,
     ) -> None:  # fmt: skip
-        self.pool, self.volume, self.engine = pool, volume, engine
-        self.piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
-        self.storing, self.loading = (
+        self._pool, self._volume, self._engine = pool, volume, engine
+        self._piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
+        self.threads = [
             ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,)) for name in ("store", "load")
-        )
+        ]
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
         """Reserve room for ``storage``; DiskError: the file system is full."""
-        if self.volume is None or self.engine is None:
-            return _InHost(self, storage, self.pool.lease(storage.nbytes(), who=who))
-        extent = self.volume.allocate(aligned(storage.nbytes()), what=who)
-        kind = _Gds if self.engine.name == "gds" else _OnDisk
-        return kind(self, storage, self.volume, self.engine, extent, who)
+        nbytes, engine = storage.nbytes(), self._engine
+        moves: tuple[Move, Move]
+        if self._volume is None:
+            lease = self._pool.lease(nbytes, who=who)
+            moves = (
+                lambda source: lease.tensor.copy_(source, non_blocking=True),
+                lambda target: target.copy_(lease.tensor, non_blocking=True),
+            )
+            return _Staged(storage, self.threads, lease.release, moves)
+        extent = self._volume.allocate(aligned(nbytes), what=who)
+        moves = partial(self._put, extent, who), partial(self._get, extent, who)
+        if engine.name == "gds":
+            moves = (
+                lambda source: engine.write(extent.head(nbytes), source).wait(),
+                lambda target: engine.read(extent.head(nbytes), target).wait(),
+            )
+        return _Staged(storage, self.threads, partial(self._volume.free, extent), moves)
 
     def close(self) -> None:
-        """Finish all moves."""
-        self.storing.shutdown()
-        self.loading.shutdown()
+        for thread in self.threads:
+            thread.shutdown()
 
-
-class _Staged(StoredActivation):
-    """A storage that the copy threads move."""
-
-    def __init__(self, store: StagedStore, storage: Storage, give_back: Callable[[], None]) -> None:
-        super().__init__(give_back)
-        self._storing, self._loading = store.storing, store.loading
-        self._nbytes, self._device = storage.nbytes(), storage.device
-        self._packed = record(storage.device)  # a store may be started later, by another thread
-
-    def store(self, storage: Storage) -> Transfer:
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        _, ended = copying(self._storing, partial(self.put, source), self._packed, self._device)
-        return self._hold(storage, ended)
-
-    def load(self) -> Loading:
-        target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        allocated, storage = record(self._device), target.untyped_storage()
-        issued, ended = copying(self._loading, partial(self.get, target), allocated, self._device)
-        self._hold(storage, ended)
-        return Loading(storage, 0, issued)
-
-    def put(self, source: Tensor) -> None:
-        """Begin to copy all of ``source`` away, on the thread that stores."""
-        raise NotImplementedError
-
-    def get(self, target: Tensor) -> None:
-        """Begin to copy all of it back, on the thread that loads."""
-        raise NotImplementedError
-
-
-class _InHost(_Staged):
-    """A storage in host memory, each of whose uses follows the end of the copies before it."""
-
-    def __init__(self, store: StagedStore, storage: Storage, lease: Lease) -> None:
-        super().__init__(store, storage, lease.release)
-        self._lease = lease
-
-    def put(self, source: Tensor) -> None:
-        self._lease.tensor.copy_(source, non_blocking=True)
-
-    def get(self, target: Tensor) -> None:
-        target.copy_(self._lease.tensor, non_blocking=True)
-
-
-class _OnDisk(_Staged):
-    """A storage in an extent, each part of which is reached through a piece of host memory."""
-
-    def __init__(
-        self, store: StagedStore, storage: Storage, volume: Volume, engine: Any, extent: Extent, who: str
-    ) -> None:
-        super().__init__(store, storage, partial(volume.free, extent))
-        self._engine, self._extent, self._who = engine, extent, who
-        self._pool, self._piece_nbytes = store.pool, store.piece_nbytes
-
-    def _pieces(self, tensor: Tensor) -> list[tuple[Tensor, Extent]]:
-        pieces, at = torch.split(tensor, self._piece_nbytes), range(0, self._nbytes, self._piece_nbytes)
+    def _pieces(self, extent: Extent, tensor: Tensor) -> list[tuple[Tensor, Extent]]:
+        pieces, at = torch.split(tensor, self._piece_nbytes), range(0, len(tensor), self._piece_nbytes)
         return [
-            (piece, self._extent.part(start, aligned(len(piece))))
-            for piece, start in zip(pieces, at, strict=True)
+            (piece, extent.part(start, aligned(len(piece)))) for piece, start in zip(pieces, at, strict=True)
         ]
 
-    def put(self, source: Tensor) -> None:
+    def _put(self, extent: Extent, who: str, source: Tensor) -> None:
         """Copy the next piece while the one before it is copied, and those before that are written."""
         with ExitStack() as held:  # also after an error nothing is in flight at the end
             copied: deque[tuple[Lease, Extent]] = deque()
 
             def write_copied() -> None:
                 while copied:
-                    lease, extent = copied.popleft()
-                    write = self._engine.write(extent, lease.memory)
+                    lease, part = copied.popleft()
+                    write = self._engine.write(part, lease.memory)
                     held.callback(write.wait)
                     write.then(lease.release)
 
-            for piece, extent in self._pieces(source):
-                lease = self._pool.try_lease(extent.nbytes, who=self._who)
+            for piece, part in self._pieces(extent, source):
+                lease = self._pool.try_lease(part.nbytes, who=who)
                 if lease is None:
                     write_copied()
-                    lease = self._pool.lease(extent.nbytes, who=self._who)
+                    lease = self._pool.lease(part.nbytes, who=who)
                 held.callback(lease.release)
                 lease.tensor[: len(piece)].copy_(piece, non_blocking=True)
                 lease.record_use()
                 write_copied()
-                copied.append((lease, extent))
+                copied.append((lease, part))
             write_copied()
 
-    def get(self, target: Tensor) -> None:
+    def _get(self, extent: Extent, who: str, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
-        pieces = self._pieces(target)
+        pieces = self._pieces(extent, target)
 
         def read(piece: tuple[Tensor, Extent], lease: Lease) -> Transfer:
             reading: Transfer = self._engine.read(piece[1], lease.memory[: piece[1].nbytes])
@@ -385,22 +372,11 @@ class _OnDisk(_Staged):
 
         with ExitStack() as held:
             size = pieces[0][1].nbytes
-            buffers = [held.enter_context(self._pool.lease(size, who=self._who)) for _ in pieces[:2]]
+            buffers = [held.enter_context(self._pool.lease(size, who=who)) for _ in pieces[:2]]
             landed = held.enter_context(closing(stream(pieces, buffers, read)))
             for (piece, _), lease in landed:
                 piece.copy_(lease.tensor[: len(piece)], non_blocking=True)
                 lease.record_use()
-
-
-class _Gds(_OnDisk):
-    """One that moves to and from device memory with GPUDirect Storage: the engine takes tensors."""
-
-    def put(self, source: Tensor) -> None:
-        """Write after what the thread's stream waits for."""
-        self._engine.write(self._extent.head(len(source)), source).wait()
-
-    def get(self, target: Tensor) -> None:
-        self._engine.read(self._extent.head(len(target)), target).wait()
 
 
 #: NVMe or host memory, as far as activations are concerned.

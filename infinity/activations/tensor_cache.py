@@ -50,7 +50,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """Make torch.compile leave ``function`` as it is."""
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -168,49 +167,46 @@ class KeptTensor:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor.detach(), tensor._version
 
-    def tensor(self) -> Tensor:
-        """Return the tensor; RuntimeError: it was modified in place since it was saved."""
-        _check_version(self._tensor, self._version)
-        return self._tensor
+    def check(self) -> Tensor:
+        """Return what counts the tensor's writes: it itself, if its memory stays.
+
+        Raises:
+            RuntimeError: It was modified in place since it was saved; as autograd raises it without hooks.
+        """
+        counter, wanted = self._tensor, self._version
+        if counter._version != wanted:
+            raise RuntimeError(
+                "a tensor that the backward pass needs was modified by an inplace operation after it was "
+                f"saved: {str(counter.dtype).removeprefix('torch.')}{self._shape()} is at version "
+                f"{counter._version}; wanted version {wanted}. torch.autograd.set_detect_anomaly(True) shows "
+                "the operator that saved it"
+            )
+        return counter
+
+    def _shape(self) -> str:
+        return "" if self._tensor.is_nested else f" {list(self._tensor.shape)}"
 
 
-class SlotHandle:
+class SlotHandle(KeptTensor):
     """Stands in autograd's graph for a tensor whose storage is in a slot; holds none of its memory."""
 
-    __slots__ = ("_counter", "_dtype", "_offset", "_size", "_stride", "_version", "is_read", "record", "slot")
+    __slots__ = ("_offset", "_size", "_stride", "is_read", "record", "slot")
 
     def __init__(self, slot: Slot, record: PassRecord, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # [Note: versions]
         self.slot, self.record, self.is_read = slot, record, False
-        self._dtype, self._offset = tensor.dtype, int(tensor.storage_offset())
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._version, self._counter = tensor._version, tensor.detach()
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # [Note: versions]
+        self._offset, self._size, self._stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         slot.readers += 1
 
-    def check(self) -> None:
-        """Raise RuntimeError if the tensor was modified in place since it was saved."""
-        _check_version(self._counter, self._version, self._size)
+    def _shape(self) -> str:
+        return f" {list(self._size)}"
 
     def view(self, storage: torch.UntypedStorage, offset_nbytes: int) -> Tensor:
         """The tensor, if the bytes of its slot begin ``offset_nbytes`` into ``storage``."""
-        empty = torch.empty(0, dtype=self._dtype, device=storage.device)
-        offset = self._offset + offset_nbytes // self._dtype.itemsize
+        empty = torch.empty(0, dtype=self._tensor.dtype, device=storage.device)
+        offset = self._offset + offset_nbytes // empty.itemsize
         return empty.set_(storage, offset, self._size, self._stride)
-
-
-def _check_version(counter: Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raise RuntimeError, as autograd does where no hooks are, if ``counter`` is not at ``version``.
-
-    It shares the count of writes of a tensor of ``shape``.
-    """
-    if counter._version != version:
-        what = "" if counter.is_nested else f" {list(counter.shape if shape is None else shape)}"
-        raise RuntimeError(
-            "a tensor that the backward pass needs was modified by an inplace operation after it was saved: "
-            f"{str(counter.dtype).removeprefix('torch.')}{what} is at version {counter._version}; "
-            f"wanted version {version}. torch.autograd.set_detect_anomaly(True) shows the operator that "
-            "saved it"
-        )
 
 
 def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
@@ -261,7 +257,7 @@ class TensorCache:
     # --- forward -----------------------------------------------------------------------------
 
     @untraced
-    def pack(self, tensor: Tensor) -> KeptTensor | SlotHandle:
+    def pack(self, tensor: Tensor) -> KeptTensor:
         """Return what autograd keeps for ``tensor``; DiskError: no room, or an earlier store failed."""
         record = self.record
         if record is None or not self._takes(tensor):
@@ -307,7 +303,7 @@ class TensorCache:
     # --- backward ----------------------------------------------------------------------------
 
     @untraced
-    def unpack(self, packed: KeptTensor | SlotHandle) -> Tensor:
+    def unpack(self, packed: KeptTensor) -> Tensor:
         """Return the tensor that was packed, bitwise; RuntimeError: it was modified in place since.
 
         DiskError: its bytes could not be read back, or a store failed.
@@ -318,9 +314,9 @@ class TensorCache:
             self._profiled_backward = backward
             self.profiler.backward_begins()
             torch.autograd.Variable._execution_engine.queue_callback(self.profiler.update_begins)
-        if isinstance(packed, KeptTensor):
-            return packed.tensor()
-        packed.check()
+        kept = packed.check()
+        if not isinstance(packed, SlotHandle):
+            return kept
         with self._unprofiled():
             self.stats.free_dropped()
             tensor = self._read(packed)
@@ -345,7 +341,6 @@ class TensorCache:
         return packed.view(storage, offset_nbytes)
 
     def _start_loads(self, record: PassRecord, key: SlotKey) -> None:
-        """Start the loads that are due when backward asks for ``key``."""
         backward, loads = torch._C._current_graph_task_id(), record.policy.loads
         begins = record.backward != backward
         if begins:

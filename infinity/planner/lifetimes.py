@@ -70,7 +70,6 @@ class InactivePeriod:
 
     @property
     def is_worth_storing(self) -> bool:
-        """The storage can leave, and at least one position can do without it."""
         return self.can_leave and self.begin < self.end
 
 
@@ -112,7 +111,6 @@ class Lifetimes:
 
     @cached_property
     def index(self) -> dict[SlotKey, int]:
-        """Index in ``periods`` of each storage that a plan can name."""
         return {period.key: i for i, period in enumerate(self.periods) if period.is_named}
 
 
@@ -166,7 +164,6 @@ class ProfileIndex:
                 self.born[storage.born].append(index)
 
     def lifetimes(self, recomputed: frozenset[int]) -> Lifetimes:
-        """See :func:`lifetimes_of`."""
         profile = self.profile
         blocks = [block for block in profile.blocks if block.region in recomputed]
         packing = _Packing(self, blocks)

@@ -193,7 +193,6 @@ class _Slots:
             self.fetch(index)
 
     def is_resident(self, index: int) -> bool:
-        """Whether backward can read the slot now."""
         return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
@@ -271,11 +270,11 @@ class Simulator:
         self._backlog_nbytes = NEVER_S if plan.backlog_nbytes is None else plan.backlog_nbytes
         self._memory: list[int] = lifetimes.memory.tolist()
         self._queues = TransferQueues(hardware)
-        self._slots = _Slots(lifetimes, plan, self._queues)
+        self.slots = _Slots(lifetimes, plan, self._queues)
         self._agenda = self._actions(plan.waits)
-        self._stall_s = 0.0
+        self._at, self._stall_s = 0, 0.0
         self._peak_nbytes = 0
-        for place in {slot.place for slot in self._slots.all.values()}:
+        for place in {slot.place for slot in self.slots.all.values()}:
             for channel in (STORE[place], LOAD[place]):
                 if not self._queues.rates[channel] > 0:
                     raise RecipeError(
@@ -283,19 +282,15 @@ class Simulator:
                         "plan again"
                     )
 
-    @property
-    def most_backlog_nbytes(self) -> int:
-        """The most bytes that have waited to be stored at one time."""
-        return self._slots.backlog.peak_nbytes
-
     def run(self) -> Outcome:
-        lifetimes, queues, slots, end = self._lifetimes, self._queues, self._slots, len(self._memory)
+        lifetimes, queues, slots, end = self._lifetimes, self._queues, self.slots, len(self._memory)
         begun = {again.begin: again for again in lifetimes.recomputations if again.begin < again.end}
         ends = {again.end for again in begun.values()}
         every = range(0 if self._timeline is None else end)
         stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *begun, *ends, *every})
         again_s: list[Interval] = []
         for at, following in pairwise([*stops, end]):
+            self._at = at
             for do in self._agenda.get(at, ()):
                 do()
             if at in lifetimes.traffic:
@@ -308,7 +303,7 @@ class Simulator:
         step_s = queues.now_s
         self._note(0)
         while queues.next_s() < NEVER_S:
-            self._pass(queues.next_s(), end)
+            self._pass(queues.next_s())
             self._note(0)
         if self._timeline is not None:
             self._timeline.recomputed = again_s
@@ -326,12 +321,11 @@ class Simulator:
 
     def _actions(self, waits: Iterable[StoreWait]) -> dict[int, list[Callable[[], None]]]:
         """What is to be done before each position: pack, leave, release, wait, begin backward, ask."""
-        lifetimes, slots = self._lifetimes, self._slots
+        lifetimes, slots = self._lifetimes, self.slots
         found: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         packed = sorted(slots.all.items(), key=lambda item: item[1].period.key)
         for index, slot in packed:
-            at = slot.period.packed_at + 1
-            found[at].append(partial(self._pack, index, at))
+            found[slot.period.packed_at + 1].append(partial(self._pack, index))
         for index, slot in packed:
             found[slot.period.begin].append(partial(slots.end_forward_use, index))
         for index, slot in packed:
@@ -341,36 +335,35 @@ class Simulator:
         for wait in waits:
             period, last = lifetimes.periods[lifetimes.index[wait.at]], lifetimes.index[wait.slot]
             at = period.end if wait.backward else period.packed_at + 1
-            found[at].append(partial(self._wait, at, "stores", partial(slots.has_stored, last)))
+            found[at].append(partial(self._wait, "stores", partial(slots.has_stored, last)))
         found[lifetimes.backward].append(self._begin_backward)
         for index in sorted({after for after in slots.loads if after is not None} | slots.all.keys()):
-            at = lifetimes.periods[index].end
-            found[at].append(partial(self._ask, index, at))
+            found[lifetimes.periods[index].end].append(partial(self._ask, index))
         return found
 
-    def _pack(self, index: int, at: int) -> None:
-        self._slots.pack(index)
-        self._wait(at, "stores", lambda: self._slots.backlog.nbytes <= self._backlog_nbytes)
+    def _pack(self, index: int) -> None:
+        self.slots.pack(index)
+        self._wait("stores", lambda: self.slots.backlog.nbytes <= self._backlog_nbytes)
 
     def _begin_backward(self) -> None:
         if self._timeline is not None:
             self._timeline.backward_s = self._queues.now_s
-        self._slots.start_loads(None)
+        self.slots.start_loads(None)
 
-    def _ask(self, index: int, at: int) -> None:
-        self._slots.start_loads(index)
-        self._slots.fetch(index)
-        self._wait(at, self._name(index), lambda: self._slots.is_resident(index))
+    def _ask(self, index: int) -> None:
+        self.slots.start_loads(index)
+        self.slots.fetch(index)
+        self._wait(self._name(index), lambda: self.slots.is_resident(index))
 
-    def _wait(self, at: int, cause: str, until: Callable[[], bool]) -> None:
-        """Let time pass before position ``at``, while memory is no more than its neighbours take."""
-        queues, memory = self._queues, self._memory
+    def _wait(self, cause: str, until: Callable[[], bool]) -> None:
+        """Let time pass before a position, while memory is no more than its neighbours take."""
+        queues, memory, at = self._queues, self._memory, self._at
         between = min(memory[at - 1], memory[at]) if 0 < at < len(memory) else 0
         began_s = queues.now_s
         while not until():
             self._note(between)
             assert queues.next_s() < NEVER_S, "compute waits, and nothing moves"
-            self._pass(queues.next_s(), at)
+            self._pass(queues.next_s())
         if queues.now_s > began_s:
             self._note(between)
             self._stall_s += queues.now_s - began_s
@@ -387,23 +380,22 @@ class Simulator:
             done_s = goal_s if left_s <= next_s else done_s + next_s * speed
             running, begun = max(at, begun - 1), max(at + 1, bisect_left(until_s, done_s, at, following))
             self._note(max(memory[running:begun]))
-            self._pass(min(left_s, next_s), at)
+            self._pass(min(left_s, next_s))
         if begun < following:
             self._note(max(memory[begun:following]))
 
-    def _pass(self, passed_s: float, at: int) -> None:
-        """Let time pass after the stop at position ``at``."""
+    def _pass(self, passed_s: float) -> None:
         for channel, index, began_s in self._queues.advance(passed_s):
             if self._timeline is not None:
                 name = "units" if index is None else self._name(index)
                 moved = self._timeline.channels.setdefault(Channel(channel).label, [])
                 moved.append(Interval(began_s, self._queues.now_s, name))
             if index is not None:
-                self._slots.end(channel, index, at)
+                self.slots.end(channel, index, self._at)
 
     def _note(self, nbytes: int) -> None:
         """The device would hold ``nbytes`` if nothing were away."""
-        there = nbytes - self._slots.away_nbytes
+        there = nbytes - self.slots.away_nbytes
         self._peak_nbytes = max(self._peak_nbytes, there)
         if self._timeline is not None and there != self._timeline.memory[-1].nbytes:
             self._timeline.memory.append(Sample(self._queues.now_s, there))

@@ -112,7 +112,7 @@ def test_a_device_that_fails_ends_the_copies_that_wait_for_it(tmp_path, monkeypa
     stored = stage.store.reserve(torch.empty(5000, dtype=torch.uint8).untyped_storage(), "test")
     for module in ("activations.store", "device.accelerator"):
         monkeypatch.setattr(f"infinity.{module}.record", fail)
-    for transfer in copying(stage.store.storing, lambda: None, None, torch.device("cpu")):
+    for transfer in copying(stage.store.threads[0], lambda: None, None, torch.device("cpu")):
         until = time.monotonic() + HANG_S
         while not transfer.done() and time.monotonic() < until:
             time.sleep(0.01)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
-from infinity.planner.placement import bounded
-from infinity.planner.search import POLICIES, plan, smallest_budget
+from infinity.planner.search import POLICIES, bounded, plan, smallest_budget
 from infinity.planner.simulator import play, play_in_detail
 from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (

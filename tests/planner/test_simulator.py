@@ -28,7 +28,7 @@ from infinity.planner import simulator
 from infinity.planner.channels import Channel
 from infinity.planner.events import TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
-from infinity.planner.placement import bounded, with_loads, within
+from infinity.planner.search import bounded, with_loads, within
 from infinity.planner.simulator import Simulator, StepTimeline, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
