@@ -139,8 +139,8 @@ def run(job: Job) -> dict[str, Any]:
             activations = meter.peak_nbytes()
         else:
             activations = runtime.activations.metered_nbytes
-        budgets = runtime.budgets()
-        on_demand = runtime.executor().on_demand
+        budgets = optimizer.budgets
+        on_demand = runtime.executor().figures.on_demand
     read, written = ((b - a) / STEPS for a, b in zip(before, after))
     return {
         "step_s": statistics.median(step_s), "mean_s": all_s / STEPS, "read": read, "written": written,

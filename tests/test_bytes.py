@@ -102,7 +102,7 @@ def count(folder: str, clip: float | None, *overrides: str) -> Counted:
             after[0] - before[0], after[1] - before[1], planned, read, written,
             sum(unit.shard_numel for unit in runtime.units),
             max(Counter(plan.fetched()).values(), default=0), on_demand,
-            runtime.peak_nbytes(), runtime.budgets(), runtime.executor().budget.division.hold_weights,
+            runtime.peak_nbytes(), optimizer.budgets, runtime.executor().budget.division.hold_weights,
             speculated, rolled_back, runtime.executor().updates.stored_gradients.nbytes,
         )  # fmt: skip
 

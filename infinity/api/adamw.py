@@ -48,7 +48,6 @@ class StepState:
         self.add(follow)
 
     def add(self, follow: Mapping[str, Stateful]) -> None:
-        """Follow more objects, under other names."""
         for name, each in follow.items():
             if not isinstance(each, Stateful):
                 raise TypeError(
@@ -61,7 +60,6 @@ class StepState:
 
     @property
     def is_late(self) -> bool:
-        """Return whether something is stepped after the optimizer."""
         return any(map(_is_scheduler, self._followed.values()))
 
     def now(self) -> dict[str, Any]:
@@ -77,7 +75,6 @@ class StepState:
         return {"generators": generator_states(self._device), "buffers": written, "follow": follow}
 
     def late(self) -> dict[str, Any]:
-        """Return the states of the schedulers."""
         return {name: each.state_dict() for name, each in self._followed.items() if _is_scheduler(each)}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -268,9 +265,8 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this step, and the updates that they started."""
         self.runtime.forget_step()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        for param in self._params():
+            param.grad = None
 
     def _totals(self) -> tuple[float, dict[str, float], int, int]:
         """Return the present time, stalls by cause, bytes read and bytes written."""
@@ -299,7 +295,9 @@ class AdamW(torch.optim.Optimizer):
     @property
     def budgets(self) -> dict[str, int | None]:
         """The bytes that each tier may take; None where the disk is the only limit."""
-        return self.runtime.budgets()
+        storage, device_nbytes = self.runtime.storage, self.runtime.executor().budget.division.total
+        nvme = {"nvme": None} if storage.volume else {}
+        return {"device": device_nbytes, "host": storage.host_nbytes, **nvme}
 
     @property
     def timeline(self) -> Timeline:
@@ -349,8 +347,14 @@ class AdamW(torch.optim.Optimizer):
             )
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         for i, param in enumerate(params):
-            if i in state:
-                _check_state(i, param, state[i], moments)
+            for name in moments if i in state else ():
+                shape = tuple(state[i][name].shape) if name in state[i] else None
+                if shape != tuple(param.shape):
+                    got = "is missing" if shape is None else f"has shape {shape}"
+                    raise StateError(
+                        f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from "
+                        "AdamW on the same parameters in the same order"
+                    )
         with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
@@ -442,20 +446,7 @@ def _check_numbers(group: dict[str, Any]) -> None:
         )
 
 
-def _check_state(i: int, param: nn.Parameter, state: dict[str, Any], moments: Sequence[str]) -> None:
-    """Raise unless ``state`` is AdamW's state of ``param``, the i-th of the optimizer."""
-    for name in moments:
-        shape = tuple(state[name].shape) if name in state else None
-        if shape != tuple(param.shape):
-            got = "is missing" if shape is None else f"has shape {shape}"
-            raise StateError(
-                f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from AdamW on "
-                "the same parameters in the same order"
-            )
-
-
 def _default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},

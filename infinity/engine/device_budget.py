@@ -45,39 +45,28 @@ from infinity.shards.tiers import Tiers
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What a division counts on.
+    """What a division counts on (bytes, and indices of units).
 
     Attributes:
-        total: ``memory.device`` of the recipe (bytes); None: derived.
-        ceiling: The most that a derived budget may be, or that planned activations leave (bytes).
-        shared: Planned activations take a part of ``total``; ``planned``: it is known which.
+        total: ``memory.device`` of the recipe; None: derived.
+        ceiling: The most that a derived budget may be, or that planned activations leave.
+        most: The most that units may take with states; None: what activations take is not known yet.
+        shared: Planned activations take a part of ``total``.
         states: Whether states may be in an accelerator's memory.
-        after_step: The most that the total may become, as the first step shows (bytes); None: unknown.
-        trained: Indices of units that get a gradient.
-        accumulates: Gradients wait for later micro-batches.
+        trained: Units that get a gradient; with ``accumulates`` these wait for later micro-batches.
         recomputes: Blocks are recomputed in backward.
-        block: The least window, for a layer schedule (bytes).
+        block: The least window, for a layer schedule.
     """
 
     total: int | None
     ceiling: int
+    most: int | None
     shared: bool
     states: bool
     trained: frozenset[int]
     recomputes: bool
-    planned: bool = False
-    after_step: int | None = None
     accumulates: bool = False
     block: int = 0
-
-    @property
-    def most(self) -> int | None:
-        """Return the most that units may take with states; None: what activations take is not known yet."""
-        if self.shared:
-            return self.ceiling if self.planned else None
-        if self.total is not None or self.after_step is None:
-            return self.total
-        return min(self.ceiling, self.after_step)
 
 
 class UnitBudget:
@@ -86,12 +75,10 @@ class UnitBudget:
     Args:
         leaves: Units that are gathered as one, by module.
         models: Modules that are not inside others.
-        device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
-        ceiling_nbytes: The most that a derived budget may be.
-        shared: Planned activations take a part of ``device_nbytes``.
-        early: Whether an update inside backward is done with its gradient.
+        ceiling_nbytes: The most that a derived ``memory.device`` may be.
+        policy: Of activations: with ``plan`` these take a part of ``memory.device``.
+        clips: Gradients are clipped, so no update inside backward is done with them.
         updates_nbytes: Memory of an accelerator that updates take beside pools.
-        states: Whether states may be in an accelerator's memory.
         recomputes: Blocks may be recomputed in backward, whatever the model says.
 
     Attributes:
@@ -104,22 +91,24 @@ class UnitBudget:
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
-        ranks: Ranks, tiers: Tiers, device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool,
-        early: bool, updates_nbytes: int, states: bool, recomputes: bool,
+        ranks: Ranks, tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
+        recomputes: bool,
     ) -> None:  # fmt: skip
+        memory = tiers.storage.memory
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._early, self._updates_nbytes = early, updates_nbytes
+        self._early, self._updates_nbytes = not clips and memory.versions == 2, updates_nbytes
         self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
         self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         for model in models:
             self._find_nested(model, frozenset())
             for block in recomputable_blocks(model):
                 self._blocks[block.module] = self._used_together(block.module.parameters())
-        shared = shared and device_nbytes is not None
-        self.device_nbytes = device_nbytes
+        self.device_nbytes = total = memory.device
+        shared = policy == "plan" and total is not None
         self._given = _Given(
-            total=device_nbytes, shared=shared, states=states and ranks.on_accelerator,
-            ceiling=min(ceiling_nbytes, (device_nbytes or 0) // 2) if shared else ceiling_nbytes,
+            total=total, most=None if shared else total, shared=shared,
+            states=memory.updates != "host" and ranks.on_accelerator,
+            ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
             trained=self._trained_now(), recomputes=recomputes or self._recomputes_now(),
         )  # fmt: skip
         self.host: budget.HostBudget | None = None
@@ -139,7 +128,6 @@ class UnitBudget:
         return frozenset(unit.index for unit in holding if not any(s.first for s in unit.segments))
 
     def _recomputes_now(self) -> bool:
-        """Return whether the model says that it recomputes blocks."""
         return any(m.training and getattr(m, "gradient_checkpointing", False) for m in self._blocks)
 
     @property
@@ -164,12 +152,10 @@ class UnitBudget:
 
     @property
     def spilled(self) -> frozenset[int]:
-        """Indices of units whose gradients wait on NVMe."""
         return frozenset(self.division.spilled if self.host is None else self.host.spilled)
 
     @property
     def hold_weights(self) -> bool:
-        """Return whether there is room for the weights that updates start from."""
         return self.division.hold_weights if self.host is None else self.host.weights > 0
 
     def divide_again(self, *, accumulates: bool) -> bool:
@@ -188,17 +174,18 @@ class UnitBudget:
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
-        self._divide(ceiling=self.device_nbytes - activations_nbytes, planned=True)
+        left_nbytes = self.device_nbytes - activations_nbytes
+        self._divide(ceiling=left_nbytes, most=left_nbytes)
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
         """Return whether :meth:`divide_after_step` would tell what is not known."""
         given = self._given
-        return given.states and given.total is None and given.after_step is None
+        return given.states and given.total is None and given.most is None
 
     def divide_after_step(self, left_nbytes: int) -> None:
         """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
-        self._divide(after_step=self.division.total + left_nbytes)
+        self._divide(most=min(self._given.ceiling, self.division.total + left_nbytes))
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
@@ -229,8 +216,7 @@ class UnitBudget:
                 f"for its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
                 f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
                 f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
-                + _BESIDE_A_PLAN
-                * self._given.shared
+                + (_BESIDE_A_PLAN if self._given.shared else "")
             )
         if division.spilled and weights + gradients > division.window:
             self._divide(block=weights + gradients)
@@ -238,7 +224,6 @@ class UnitBudget:
         return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
-        """Indices of units with a trainable parameter."""
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
     def _divide(self, **changes: Any) -> None:
@@ -262,7 +247,7 @@ class UnitBudget:
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
             in_use=in_use, in_host=on_accelerator, updates=self._updates_nbytes,
             decoding=self._decoding_nbytes, block=given.block,
-            spill_above=given.total if given.shared and not given.planned else None,
+            spill_above=given.total if given.shared and given.most is None else None,
         )  # fmt: skip
         if given.total is not None and made.total > given.total:
             raise BudgetError(

@@ -96,10 +96,8 @@ class StepExecutor:
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
-                units, leaves, models, ranks, tiers, config.memory.device,
-                ranks.least(_ceiling_nbytes(ranks), "memory.device"),
-                shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
-                updates_nbytes=device_nbytes(rules.values(), ranks), states=config.memory.updates != "host",
+                units, leaves, models, ranks, tiers, ranks.least(_ceiling_nbytes(ranks), "memory.device"),
+                policy=activations.policy, clips=clips, updates_nbytes=device_nbytes(rules.values(), ranks),
                 recomputes=activations.policy in ("recompute", "plan"),
             )  # fmt: skip
             tiers.on_device = self.host = None
@@ -198,7 +196,6 @@ class StepExecutor:
                 on_device.pool.resize(self.budget.states_nbytes)
 
     def _bring_home(self, indices: Iterable[int]) -> None:
-        """Let the states of these units leave the accelerator."""
         self.prefetcher.forget(indices)  # copies of them may still be asked of the device
         for index in indices:
             self.tiers.at_home(self.units[index])
@@ -218,7 +215,6 @@ class StepExecutor:
         self.prefetcher.hold_blocks(window_nbytes, tiles)
 
     def _begin_forward(self) -> None:
-        """Prepare for a forward pass that autograd records."""
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
         self.divide_again(accumulates=False)
         self.updates.expect()
@@ -248,7 +244,6 @@ class StepExecutor:
 
     @property
     def device_pools(self) -> list[Pool]:
-        """Return the pools of device memory."""
         on_device = self.tiers.on_device
         return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
 
@@ -318,7 +313,6 @@ class StepExecutor:
         return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
 
     def commit(self, norm: float, max_grad_norm: float | None) -> None:
-        """Commit the step whose gradients have this norm."""
         updated = set(self.updates.ready)
         if math.isfinite(norm):
             self._choose_interval(updated)
@@ -384,12 +378,10 @@ class StepExecutor:
 
 
 def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of weights in ``dtype`` are reduced."""
     return torch.float32 if config.partition.reduce_dtype == "fp32" else dtype
 
 
 def _ceiling_nbytes(ranks: Ranks) -> int:
-    """The most that a device budget may be if the recipe has none (bytes)."""
     return (memory_nbytes(ranks.device)[0] if ranks.on_accelerator else free_host_nbytes()) // 2
 
 
@@ -419,11 +411,17 @@ def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torc
             raise SettingError("memory.updates", "device", "auto or host: there is no accelerator here")
         return rules
     for home in [Tier.HOST, Tier.NVME] if memory.nvme else [Tier.HOST]:
-        there = DeviceRule(rule, dtype, ranks.device)
-        large = memory.device is None or memory.device >= _LEAST_SHARE * there.nbytes
-        if memory.updates == "device" or (
-            memory.updates == "auto" and large and _is_faster(there, threads[home], memory, home)
+        there, wanted = DeviceRule(rule, dtype, ranks.device), memory.updates == "device"
+        if memory.updates == "auto" and (
+            memory.device is None or memory.device >= _LEAST_SHARE * there.nbytes
         ):
+            cpu, device = measure_rates(rule, there.layout.dtype, there.device, threads[home])
+            wanted = is_faster(cpu, device)
+            if wanted and home is Tier.NVME:
+                speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
+                drive = sum(speeds) / (2 * there.layout.nbytes(1))  # read and written
+                wanted = is_faster(cpu, device, drive)
+        if wanted:
             rules[home] = there
     return rules
 
@@ -450,13 +448,3 @@ def is_faster(cpu: float, device: float, drive: float = math.inf) -> bool:
     Source: SuperOffload (arXiv:2509.21271), placement by the rates of the link and of the CPU.
     """
     return min(device, drive) > _WORTH * min(cpu, drive)
-
-
-def _is_faster(there: DeviceRule, threads: int, memory: MemoryConfig, home: Tier) -> bool:
-    """Measure whether a unit of this home is updated faster on the accelerator."""
-    layout = there.layout
-    cpu, device = measure_rates(there.rule, layout.dtype, there.device, threads)
-    if home is Tier.HOST or not is_faster(cpu, device):
-        return is_faster(cpu, device)
-    speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
-    return is_faster(cpu, device, sum(speeds) / (2 * layout.nbytes(1)))  # read and written

@@ -251,7 +251,6 @@ class GradientPath:
             self._unread.clear()
 
     def reset(self) -> None:
-        """Drop what is left of a step's gradients; none is on its way."""
         for shard in self._shards.values():
             shard.lease.release()
         self._shards.clear()
@@ -386,7 +385,6 @@ class Gradients:
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """Take in one parameter's gradient of this backward pass."""
         if self.completions.synced:
             raise StateError(
                 "a second backward() before step(). To accumulate micro-batches, run every backward() but "
@@ -481,8 +479,7 @@ class Gradients:
                 self._send(unit, None)
             return
         try:
-            weights = self._take_weights(unit)  # may raise, while the gradient is still in its place
-            self._send(unit, weights)
+            self._send(unit, self._take_weights(unit))  # that may raise, while the gradient is in its place
         finally:  # what is fetched in its place may need memory that the update gives back
             if self.prefetcher.streams(unit.index):
                 self.prefetcher.done(unit.index)

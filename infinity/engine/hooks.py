@@ -146,17 +146,12 @@ class Hooks:
         self.units, self.activations = units, activations
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
-        self._hooked: set[int] = set()
+        self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
         self._leaves, self._outside = Leaves(leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
-
-    @property
-    def recorded(self) -> bool:
-        """Return whether autograd recorded a forward pass."""
-        return bool(self._hooked)
 
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
@@ -341,10 +336,9 @@ class Hooks:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
-            ours = self.unit_of(tensor) is not None
-            if ours:
-                return ours, self.pack(tensor)
-            return ours, tensor if outer is None else outer[0](tensor)
+            if self.unit_of(tensor) is not None:
+                return True, self.pack(tensor)
+            return False, tensor if outer is None else outer[0](tensor)
 
         def unpack(packed: Any) -> Any:
             ours, value = packed
@@ -419,7 +413,6 @@ class Hooks:
         return tuple(unit.updates for unit in self.units.holding(module.parameters()))
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose flat buffer ``tensor`` is in."""
         return self.attached.get(tensor.untyped_storage().data_ptr())
 
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
@@ -468,12 +461,10 @@ class Hooks:
         leaf = self._leaves.of(unit)
         if not recomputing or not self._leaves.is_in(leaf):
             self._move_to(() if recomputing else leaf)
-        if leaf:
-            for each in leaf:
+        if leaf or recomputing:
+            for each in leaf or (unit,):
                 if self.prefetcher.streams(each.index):
                     self.pins.keep(each.index, _reading_node(), to_the_end=True)
-        elif recomputing:
-            self.pins.keep(unit.index, _reading_node(), to_the_end=True)
         elif unit.trainable:
             self.pins.keep(unit.index, _reading_node())
         else:
@@ -520,8 +511,8 @@ class Hooks:
         for _, segment in self.units.segments():
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
-            if segment.param.requires_grad and id(segment.param) not in self._hooked:
-                self._hooked.add(id(segment.param))
+            if segment.param.requires_grad and id(segment.param) not in self.hooked:
+                self.hooked.add(id(segment.param))
                 self._hook_parameter(segment.param)
 
     def _hook_parameter(self, param: nn.Parameter) -> None:
@@ -560,7 +551,6 @@ class Hooks:
 
 
 def _in_backward() -> bool:
-    """Return whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 

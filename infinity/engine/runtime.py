@@ -211,7 +211,6 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model computes."""
         return DTYPES[self.config.dtype]  # type: ignore[index]  # auto has been chosen
 
     @property
@@ -257,7 +256,7 @@ class Runtime:
         """Prepare for another block of construction, in which the model is changed."""
         if self._executor is None:
             return
-        if self._executor.updates.hypers.groups or self._executor.hooks.recorded:
+        if self._executor.updates.hypers.groups or self._executor.hooks.hooked:
             raise StateError(
                 "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and "
                 "resize embeddings before that"
@@ -310,12 +309,6 @@ class Runtime:
         peaks = {tier: sum(pool.peak_nbytes for pool in each) for tier, each in pools.items()}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
-    def budgets(self) -> dict[str, int | None]:
-        """Bytes that each tier may take; None where the disk is the only limit."""
-        device_nbytes, host_nbytes = self.executor().budget.division.total, self.storage.host_nbytes
-        nvme = {"nvme": None} if self.storage.volume else {}
-        return {"device": device_nbytes, "host": host_nbytes, **nvme}
-
     def forget_step(self) -> None:
         """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
         self.check_open()
@@ -324,7 +317,6 @@ class Runtime:
                 self._executor.gradients.reset()
 
     def synchronize(self) -> None:
-        """Block until every update has landed."""
         self.check_open()
         if self._executor is not None:
             self._executor.updates.drain()
@@ -359,7 +351,6 @@ class Runtime:
 
     @property
     def records(self) -> Records:
-        """Return the records of the steps that :meth:`step` committed."""
         return self.executor().updates.records
 
     def meet(self) -> None:
@@ -509,7 +500,6 @@ open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def runtimes() -> set[Runtime]:
-    """Return those that serve a module that still exists."""
     return {runtime for ref in served.values() if (runtime := ref()) is not None}
 
 

@@ -51,7 +51,6 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "Blocks":
-        """Return the modules of the largest ``nn.ModuleList``, by parameters."""
         lists = [
             (sum(param.numel() for param in module.parameters()), name, module)
             for name, module in model.named_modules()
@@ -66,7 +65,6 @@ class Blocks(NamedTuple):
         return cls(name, tuple(largest))
 
     def units(self, units: UnitIndex) -> tuple[list[set[int]], list[set[int]]]:
-        """Return the indices of each block's units, and of its tiles."""
         whole, tiles = [], []
         for block in self.modules:
             places = [(units.places(param), units.find(param)) for param in block.parameters()]
@@ -185,7 +183,6 @@ class Forward:
         self.given: dict[nn.Module, list[Sequence[Any]]] = {}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module that the forward of the whole batch calls."""
         blocks = self.schedule.blocks.modules
         if module not in blocks:
             output = module(*args, **kwargs)

@@ -137,13 +137,10 @@ class Layout(Target):
         self.storage.close()
         self._tiers = Tiers(self.storage, self._rank, self.reduce_dtype)
         self.placed = self._place_units()
-        clips = self.recipe.optim.max_grad_norm is not None
-        recomputes = self.policy in ("recompute", "plan") and not self.layered  # that has whole blocks
         self.budget = UnitBudget(
-            model.units, model.leaves, [model.module],
-            self._rank, self._tiers, memory.device, self.device_nbytes // 2,
-            shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
-            states=memory.updates != "host", recomputes=recomputes,
+            model.units, model.leaves, [model.module], self._rank, self._tiers, self.device_nbytes // 2,
+            policy=self.policy, clips=self.recipe.optim.max_grad_norm is not None, updates_nbytes=0,
+            recomputes=self.policy in ("recompute", "plan") and not self.layered,  # that has whole blocks
         )  # fmt: skip
         if self.micro_batches > 1:
             self.budget.divide_again(accumulates=True)
