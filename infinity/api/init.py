@@ -197,11 +197,8 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
     """Release the files, memory and threads that serve ``model``; its weights are gone afterwards.
 
     Waits for updates in flight, needs no other rank, and may be called after any error, and twice. On the way
-    out of an exception the files of a named run stay on disk after its first step, and the run can go on:
-    see :func:`infinity.resume`.
-
-    Args:
-        keep: Leave the files on disk in any case.
+    out of an exception, or with ``keep``, the files of a named run stay on disk after its first step, and the
+    run can go on: see :func:`infinity.resume`.
 
     Raises:
         DiskError: With ``keep``, and not on the way out of an exception: the last step could not be kept.
@@ -227,10 +224,8 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
         loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
 
     Raises:
-        BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it; the
-            message has the arithmetic.
-        SettingError: ``memory.activations`` is offload: the schedule holds what blocks return, so nothing
-            would leave memory.
+        BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it.
+        SettingError: ``memory.activations`` is offload: the schedule holds what blocks return.
         StateError: No blocks were found.
     """
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)

@@ -164,10 +164,6 @@ def save_lora(model: Any, directory: str | Path) -> None:
     Args:
         model: The model that :func:`add_lora` returned.
         directory: Must not exist, or be empty; appears on rank 0, whole or not at all.
-
-    Raises:
-        CheckpointError: ``directory`` is not free.
-        OSError: It cannot be written, or the base cannot be read.
     """
     from huggingface_hub import ModelCard
 

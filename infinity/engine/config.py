@@ -50,13 +50,10 @@ class HasEngineConfig(Protocol):
 
 def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
     """Return the engine's part of ``config``; None stands for the defaults."""
-    if config is None:
-        return EngineConfig()
-    if isinstance(config, EngineConfig):
-        return config
-    if not hasattr(config, "engine"):
+    found = EngineConfig() if config is None else getattr(config, "engine", config)
+    if not isinstance(found, EngineConfig):
         raise TypeError(
             f"wanted a recipe; got {type(config).__name__}: write "
             "infinity.Init(infinity.load_recipe('recipe.yaml'))"
         )
-    return config.engine
+    return found

@@ -160,13 +160,10 @@ class FullValues:
         def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
             self._begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
 
-        def after(module: nn.Module, incompatible: Any) -> None:
-            self.end_load()
-
         return [
             module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(lambda *_: self.end_load()),  # type: ignore[no-untyped-call]
         ]
 
     def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
