@@ -282,15 +282,15 @@ ROOM_BUDGETS = {
     "comm": 903,
     "core": 2251,
     "device": 1094,
-    "engine": 3124,
+    "engine": 3122,
     "nvme": 1378,
     "observe": 766,
-    "optim": 985,
+    "optim": 944,
     "partition": 2702,
-    "planner": 4221,
-    "predict": 2589,
+    "planner": 4196,
+    "predict": 2586,
     "recipes": 2183,
-    "shards": 4501,
+    "shards": 4397,
 }
 
 

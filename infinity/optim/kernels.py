@@ -142,9 +142,6 @@ def rounded_as(_: Any, like: Any, value: Any) -> Any:
     return like(like, types.float32), generate
 
 
-# --- masters: [Note: exact split] in infinity/optim/layout.py --------------------------------------
-
-
 @inlined
 def join(weight: Any, remainder: Any) -> Any:
     bits = np.int32(np.int32(weight) << 16) + np.int32(remainder)
@@ -168,9 +165,6 @@ def join_all(weight: Array, remainder: Array, master: Array) -> None:
 def split_all(master: Array, weight: Array, remainder: Array) -> None:
     for i in range(master.size):
         weight[i], remainder[i] = split(master[i])
-
-
-# --- AdamW -----------------------------------------------------------------------------------------
 
 
 @inlined
@@ -232,9 +226,6 @@ adamw_loops: dict[torch.dtype, Callable[..., object]] = {
 }
 
 
-# --- sums of blocks --------------------------------------------------------------------------------
-
-
 @jit
 def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
     """A 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, into ``sums``.
@@ -257,9 +248,6 @@ def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
         sums[block] = total if total else np.uint32(1)
 
 
-# --- stored forms of weights -----------------------------------------------------------------------
-
-
 @inlined
 def e4m3(code: Any) -> Any:
     """The float32 of the bits of a float8 (e4m3fn): exact."""
@@ -274,10 +262,7 @@ def e4m3(code: Any) -> Any:
 def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any, first_row: int) -> None:
     """Rows of float8 times the scale of their block; the first is number ``first_row`` of its block.
 
-    Args:
-        codes: ``(n * columns,)`` uint8, as is ``out``, but for its dtype.
-        scales: ``(blocks of rows, blocks of columns)``, float32.
-        block: Rows and columns of a block.
+    ``codes`` (uint8) and ``out`` are ``(n * columns,)``, ``scales`` (float32) ``(rows, columns)`` of blocks.
     """
     for row in range(codes.size // columns):
         for number in range(scales.shape[1]):
@@ -286,9 +271,6 @@ def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any
             given, made = codes[row * columns :][begin:end], out[row * columns :][begin:end]
             for i in range(given.size):
                 made[i] = rounded_as(made[i], e4m3(given[i]) * scale)
-
-
-# --- the gradient norm -----------------------------------------------------------------------------
 
 
 @jit

@@ -46,16 +46,11 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The state fields that go with weights of ``dtype``, in the order of their bytes.
-
-    Attributes:
-        exact: Fields that make the weight exact.
-        moments: Fields that the update rule keeps; zeros before the first update.
-    """
+    """The state fields that go with weights of ``dtype``, in the order of their bytes."""
 
     dtype: torch.dtype
-    exact: tuple[StateField, ...]
-    moments: tuple[StateField, ...]
+    exact: tuple[StateField, ...]  # they make the weight exact
+    moments: tuple[StateField, ...]  # the update rule keeps them; zeros before the first update
 
     @classmethod
     def of(cls, dtype: torch.dtype, moments: tuple[StateField, ...]) -> "StateLayout":

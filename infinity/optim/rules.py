@@ -68,23 +68,16 @@ class OptimConfig(Config):
 
 
 class UpdateRule(ABC):
-    """The arithmetic of one optimizer, element by element, on the fp32 master of a weight.
+    """The arithmetic of one optimizer, element by element, on the fp32 master of a weight."""
 
-    Attributes:
-        name: In commit records, so that a run goes on with the rule that it began with.
-        moments: The state that it keeps beside the exact weight: one field or more, of 2 bytes or more each.
-    """
-
-    name: str
-    moments: tuple[StateField, ...]
+    name: str  # in commit records, so that a run goes on with the rule that it began with
+    moments: tuple[StateField, ...]  # beside the exact weight: one field or more, of 2 bytes or more each
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
-        """Return what :meth:`step` reads of a parameter group, computed in float64.
+        """Return what :meth:`step` reads of a parameter group, computed in float64; steps count from 1.
 
-        Args:
-            step: Of this update, from 1.
-            grad_scale: The gradient is multiplied by this first: clip coefficient over loss scale.
+        The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale.
         """
 
     @abstractmethod
@@ -93,11 +86,8 @@ class UpdateRule(ABC):
     ) -> tuple[Tensor, ...]:
         """Return the new master and the new moments, by elementwise torch; what is given stays as it is.
 
-        Only ``+ - * /`` and :func:`root` are rounded alike everywhere: see [Note: forms of a rule].
-
-        Args:
-            master: float32, ``(n,)``, as is ``grad``, which is not scaled.
-            numbers: Those of :meth:`numbers`, each without dimensions.
+        Only ``+ - * /`` and :func:`root` are rounded alike everywhere: see [Note: forms of a rule]. Master
+        and gradient, which is not scaled, are float32, ``(n,)``; each of ``numbers`` is without dimensions.
         """
 
     def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
@@ -141,7 +131,7 @@ class UpdateRule(ABC):
     ) -> None:  # fmt: skip
         """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
 
-        ``hyper`` is in host memory. Where elementwise torch does it, so many elements at a time.
+        ``hyper`` is in host memory.
         """
         if self.update_by_kernel(weight, grad, state, hyper):
             return
@@ -161,9 +151,6 @@ def root(x: Tensor) -> Tensor:
 
 def root_in_float64(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
-
-
-# --- AdamW -----------------------------------------------------------------------------------------
 
 
 class AdamWRule(UpdateRule):
@@ -292,15 +279,11 @@ def default_rule() -> UpdateRule:
     return RULES[DEFAULT]
 
 
-# --- where a rule runs -----------------------------------------------------------------------------
-
-
 class HostRule:
     """An update rule over flat shards in host memory, on the CPU.
 
     Args:
-        threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
-            beside training.
+        threads: CPU threads of one update; None: half of the rank's, beside training.
         callers: Threads that may update at one time. Several take larger slices and keep all cores busy
             together: handing many small ones to every core would take longer than their update.
     """
@@ -340,8 +323,7 @@ class HostRule:
 class DeviceRule:
     """An update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
 
-    Two streams take pieces there and back in turn: while one piece is updated, the next one goes there and
-    the one before it comes back.
+    Two streams take pieces in turn: while one is updated, the next goes there and the last one comes back.
     """
 
     def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:

@@ -146,20 +146,14 @@ class Speculation:
 
     A saturating counter of two bits, 0 to 3, predicts whether they will be right: from 2 on.
 
-    Attributes:
-        two_versions: An update may start inside backward.
-        clips: The step may scale gradients, so they are kept until then.
-        started: Updates of the last step that started before its norm was known.
-        rolled_back: Those of them that were void.
-
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """
 
-    two_versions: bool
-    clips: bool
+    two_versions: bool  # an update may start inside backward
+    clips: bool  # the step may scale gradients, so they are kept until then
     counter: int = 2
-    started: int = 0
-    rolled_back: int = 0
+    started: int = 0  # updates of the last step that started before its norm was known
+    rolled_back: int = 0  # those of them that were void
 
     @property
     def early(self) -> bool:
@@ -183,7 +177,7 @@ class Do(Enum):
 
 
 class ShardUpdate:
-    """The update of one shard, from its complete gradient to the end of its step.
+    """The update of one shard from its complete gradient to the end of its step; events return what follows.
 
     Args:
         early: It starts inside backward: see [Note: when an update starts].
@@ -216,8 +210,6 @@ class ShardUpdate:
     def holds_fetches(self) -> bool:
         """Return whether the unit's next fetch waits until it has landed: it writes the committed version."""
         return self.in_flight and not self.speculated
-
-    # --- what has happened: each returns what follows -----------------------------------------------
 
     def complete(self, *, finite: bool = True) -> tuple[Do, ...]:
         """The gradient is complete; if it is not finite the step will be skipped, and nothing reads it."""
@@ -285,34 +277,23 @@ class ShardUpdate:
         return (Do.FREE_GRADIENT,)
 
 
-# --- chunks ----------------------------------------------------------------------------------------
-
 #: Chunks in flight that what is read ahead never takes from jobs that have come.
 RESERVE = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """The computation of one shard's update, which has come or is expected.
+    """The computation of one shard's update, which has come or is expected."""
 
-    Attributes:
-        chunks: The number of chunks; a cancelled job has as many as are written.
-        priority: Lower goes first: the position of the shard's next use.
-        source: The place that its chunks are read from.
-        fits: Chunks of an expected job that memory holds at one time; None: as many as of others.
-        started: Chunks that are read, or were; ``computed`` and ``landed`` likewise.
-        unread: Indices of chunks that were not read when the job was cancelled; ``unwritten`` likewise.
-    """
-
-    name: str
-    chunks: int = 0
-    priority: int = 0
-    source: Any = None
-    fits: int | None = None
-    started: int = field(default=0, init=False)
+    name: str  # that of the unit
+    chunks: int = 0  # their number; a cancelled job has as many as are written
+    priority: int = 0  # lower goes first: the position of the shard's next use
+    source: Any = None  # the place that its chunks are read from
+    fits: int | None = None  # chunks of an expected job that memory holds; None: as many as of others
+    started: int = field(default=0, init=False)  # chunks that are read, or were
     computed: int = field(default=0, init=False)
     landed: int = field(default=0, init=False)
-    unread: range = field(default=range(0), init=False)
+    unread: range = field(default=range(0), init=False)  # chunks that a cancelled job did not read
     unwritten: tuple[int, ...] = field(default=(), init=False)
     cancelled: bool = field(default=False, init=False)
 
@@ -328,20 +309,14 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class ChunkInFlight:
-    """A chunk in flight, which has a buffer.
+    """A chunk in flight, which has a buffer."""
 
-    Attributes:
-        index: Its place among the chunks of its job, whose ``name`` and ``source`` it has.
-        job: None: it was read ahead, or for a job that was cancelled.
-        moving: Transfers that have not ended; the driver counts those that it starts.
-    """
-
-    name: str
+    name: str  # this, source and index are those of its job
     source: Any
     index: int
-    job: Any = None
+    job: Any = None  # None: it was read ahead, or for a job that was cancelled
     stage: Stage = Stage.READING
-    moving: int = 0
+    moving: int = 0  # transfers that have not ended; the driver counts those that it starts
 
     @property
     def ahead(self) -> bool:

@@ -80,17 +80,12 @@ class BaseValues(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BaseStep:
-    """Elements ``[start, stop)`` of a flat buffer, and the whole blocks that they are made of.
-
-    Attributes:
-        extent: They lie one after the other where they are read to.
-        tails: Those at the end of files, behind the others.
-    """
+    """Elements ``[start, stop)`` of a flat buffer, and the whole blocks that they are made of."""
 
     start: int
     stop: int
-    extent: Extent
-    tails: tuple[Piece, ...]
+    extent: Extent  # they lie one after the other where they are read to
+    tails: tuple[Piece, ...]  # those at the end of files, behind the others
 
     def shard_nbytes(self, ranks: int) -> int:
         """Return what each of ``ranks`` reads, if they share it in whole blocks of equal number."""
@@ -272,18 +267,14 @@ class BaseHome(ShardHome):
 
 
 class FrozenBase:
-    """Reads units of one checkpoint for this rank, whose files the run's volume has from ``first`` on.
-
-    Attributes:
-        own: Units that are not read where they lie, and why.
-    """
+    """Reads units of one checkpoint for this rank, whose files the run's volume has from ``first`` on."""
 
     def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: BaseValues) -> None:
         assert storage.store is not None
         self.store = storage.store  # its engine reads the files, which are in the run's volume
         buffers = BaseBuffers.within(storage.host_nbytes)
         self.files = BaseFiles(values, sizes, buffers.nbytes, first)
-        self.own: dict[str, str] = {}
+        self.own: dict[str, str] = {}  # units that are not read where they lie, and why
         # The plans of units stay: they are asked for in every step.
         self.read_nbytes = functools.cache(self.files.read_nbytes)
         self.steps = functools.cache(lambda *part: tuple(self.files.steps(*part)))

@@ -71,11 +71,7 @@ class ShardHome(Home):
 
 
 class DiskHome(ShardHome):
-    """A shard on NVMe: one version while it was never trained, else two places or more, written in turn.
-
-    Attributes:
-        versions: Those places, of which :attr:`version` is the committed one.
-    """
+    """A shard on NVMe: one version while it was never trained, else two places or more, written in turn."""
 
     def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
         super().__init__(Tier.NVME, store.layout)
@@ -104,8 +100,6 @@ class DiskHome(ShardHome):
 
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
         return self._unit.shard_nbytes
-
-    # --- room ----------------------------------------------------------------------------------
 
     def _change(self, versions: Iterable[Version]) -> None:
         self.versions = list(versions)
@@ -149,8 +143,6 @@ class DiskHome(ShardHome):
         self.store.free_versions(self.versions)
         self._change(())
 
-    # --- values --------------------------------------------------------------------------------
-
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Every chunk; where memory allows, one lands while the next one is made."""
         store = self.store
@@ -165,7 +157,7 @@ class DiskHome(ShardHome):
                     held.callback(lease.release)
                     weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
                     if read:
-                        store.read(chunk, lease, weight, state)
+                        store.read(chunk, lease)
                     yield chunk.start, weight, state
                     if write:
                         # Room that was not written reads as zeros, which are no float16 masters.
@@ -181,17 +173,12 @@ class DiskHome(ShardHome):
 
 @dataclass(slots=True)
 class DeviceShard:
-    """A shard in accelerator memory, which has the newest values of a unit.
-
-    Attributes:
-        fields: Weights, then each field of the state, on the accelerator, once it has come.
-        home: The last copy of it to host memory; None: values there are older.
-    """
+    """A shard in accelerator memory, which has the newest values of a unit."""
 
     weight: Lease
     state: Lease
-    fields: tuple[Tensor, ...] = ()
-    home: Transfer | None = None
+    fields: tuple[Tensor, ...] = ()  # weights, then each field of the state, once it has come
+    home: Transfer | None = None  # the last copy of it to host memory; None: values there are older
 
     def release(self) -> None:
         self.weight.release()
@@ -199,27 +186,18 @@ class DeviceShard:
 
 
 class HostHome(ShardHome):
-    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
-
-    Attributes:
-        state: Without the moments while the unit was never trained.
-        leases: The first is of the weights, which an accelerator copies.
-        copy: Where it is written on NVMe for a commit.
-        recorded: ``copy`` has its values.
-        storing: What writes the values to ``copy``, until the next update of them here.
-        there: Its newest values in accelerator memory: see [Note: two places of one shard].
-    """
+    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state."""
 
     def __init__(self, storage: Storage, unit: Unit) -> None:
         super().__init__(Tier.HOST, storage.layout)
         self._pool, self._unit = storage.host_pool, unit
         self.places = chunk_places(unit.shard_numel, storage.chunk_numel)
         self.leases = [self._pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)]
-        self.state: tuple[Tensor, ...] = ()
-        self.copy: DiskHome | None = None
-        self.recorded = False
-        self.storing: Sequence[Transfer] = ()
-        self.there: DeviceShard | None = None
+        self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
+        self.copy: DiskHome | None = None  # where it is written on NVMe for a commit
+        self.recorded = False  # the copy has its values
+        self.storing: Sequence[Transfer] = ()  # what writes them there, until the next update of them here
+        self.there: DeviceShard | None = None  # its newest values: see [Note: two places of one shard]
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
 
@@ -267,8 +245,6 @@ class HostHome(ShardHome):
         for start, numel in self.places:
             part = slice(start, start + numel)
             yield start, self.weight[part], self.layout.complete([field[part] for field in self.state], numel)
-
-    # --- NVMe ----------------------------------------------------------------------------------
 
     def fill(self, home: ShardHome) -> None:
         """Copy the values of another home of the unit."""
@@ -325,15 +301,11 @@ class HostHome(ShardHome):
 
 
 class DeviceShards:
-    """Shards of this rank in accelerator memory: see [Note: two places of one shard].
-
-    Attributes:
-        chosen: Indices of units whose gradients stay on the accelerator, to update them there.
-    """
+    """Shards of this rank in accelerator memory: see [Note: two places of one shard]."""
 
     def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
         self._rule, self._layout, self._device = rule, layout, device
-        self.chosen: frozenset[int] = frozenset()
+        self.chosen: frozenset[int] = frozenset()  # units whose gradients stay on the accelerator
         self.pool = DevicePool(0, device)
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
         self._stream = new_stream(device)

@@ -146,24 +146,17 @@ class ShardSource:
 class UpdateJob(Job):
     """The update of one shard on NVMe.
 
-    Attributes:
-        writes: The version that the new values go to, in the chunks of ``source``.
-        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads its own, as of
-            ``grad``.
-        runs: Ascending, not overlapping.
-        in_place: The new weights are put there, too, before ``on_computed``; it may be ``weight`` itself.
-        on_computed: Called when the last chunk has been computed: ``weight`` and ``grad`` are used no more.
-            Not called when the job fails or is cancelled before.
-        on_done: Called once, after the last write has landed, or with the error. Both are called on the
-            pipeline's thread.
+    ``on_computed`` is called when the last chunk has been computed: ``weight`` and ``grad`` are used no more.
+    Not when the job fails or is cancelled before. ``on_done`` is called once, after the last write or with
+    the error. Both are called on the pipeline's thread.
     """
 
     source: ShardSource
-    writes: Version
-    weight: Tensor | None
+    writes: Version  # the new values go there, in the chunks of ``source``
+    weight: Tensor | None  # (shard_numel,) in the compute dtype, as ``grad``; None: each chunk reads its own
     grad: Tensor | None
-    runs: tuple[Run, ...]
-    in_place: Tensor | None = None
+    runs: tuple[Run, ...]  # ascending, not overlapping
+    in_place: Tensor | None = None  # the new weights are put there, too, before ``on_computed``
     on_computed: Callable[[], None]
     on_done: Callable[[BaseException | None], None]
 

@@ -42,18 +42,13 @@ _NOWHERE = Extent(())
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtents:
-    """Elements ``[start, start + numel)`` of a shard in one version.
-
-    Attributes:
-        exact: Extents of what the exact values have beyond the weights; empty: nothing.
-        moments: Extents of the update rule's moments; empty while the unit was never trained.
-    """
+    """Elements ``[start, start + numel)`` of a shard in one version."""
 
     start: int
     numel: int
     weight: Extent
-    exact: Extent = _NOWHERE
-    moments: Extent = _NOWHERE
+    exact: Extent = _NOWHERE  # what the exact values have beyond the weights; empty: nothing
+    moments: Extent = _NOWHERE  # empty while the unit was never trained
 
     @property
     def state(self) -> Extent:
@@ -124,8 +119,6 @@ class ShardStore:
         self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
         self.changes = 0
 
-    # --- room ----------------------------------------------------------------------------------
-
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
         """Make room for the weights of one version; DiskError: the file system is full."""
         return Version(
@@ -148,19 +141,17 @@ class ShardStore:
             self.volume.free(chunk.weight)
             self.volume.free(chunk.state)
 
-    # --- chunks in memory ------------------------------------------------------------------------
-
     @contextmanager
     def reading(self, chunk: ChunkExtents, room: Lease | None = None) -> Iterator[tuple[Tensor, ...]]:
         """Weights and state of a chunk, inside the context; in ``room``, or in memory of the pool."""
         nbytes = self.layout.nbytes(chunk.numel)
         with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:
-            weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
-            self.read(chunk, lease, weight, state)
+            weight, state = self.read(chunk, lease)
             yield weight, *state
 
-    def read(self, chunk: ChunkExtents, lease: Lease, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+    def read(self, chunk: ChunkExtents, lease: Lease) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Read what a chunk has on NVMe, and complete what it does not have there; blocking."""
+        weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
         for transfer in [self.engine.read(*part) for part in self._parts(chunk, lease.memory)]:
             transfer.wait()
         if not chunk.exact.pieces:
@@ -168,6 +159,7 @@ class ShardStore:
         if not chunk.moments.pieces:
             for moment in self.layout.moments_of(state):
                 moment.zero_()
+        return weight, state
 
     def write(self, chunk: ChunkExtents, lease: Lease) -> list[Transfer]:
         """Start to write what a chunk has room for on NVMe."""
@@ -189,19 +181,7 @@ class ShardStore:
 class Storage:
     """Host memory and files of one rank; opened before the model is built, and closed with the run.
 
-    Attributes:
-        host_nbytes: The host budget, the same on every rank.
-        host_pool: Staging buffers, and shards that stay in host memory; pinned for an accelerator.
-        volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
-        units_engine: The same engine for shards, which can be watched.
-        commits: The journal of this rank's commits; None if no process could go on with the run.
-        files: This rank's directories of the run; None without one.
-        sums: Sums of the blocks in the files, by which every read is checked; None: without
-            ``memory.verify``.
-        chunk_numel: Elements of a shard that are staged at one time.
-        resident_nbytes: The part of the budget that shards may take which stay; on an accelerator with their
-            gradients.
-        stack: What ends with this, before files and memory go.
+    The host budget is the same on every rank; its memory is pinned for an accelerator.
     """
 
     def __init__(
@@ -210,15 +190,17 @@ class Storage:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
         self.rule: UpdateRule = default_rule()
         self.layout: StateLayout = self.rule.layout(dtype)
-        self.stack = contextlib.ExitStack()
+        self.stack = contextlib.ExitStack()  # what ends with this; called before files and memory go
         self.host_pool = self.stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
-        self.volume: Volume | None = None
+        self.volume: Volume | None = None  # files on NVMe; None without a directory, as what follows
         self.engine: TransferEngine | None = None
-        self.units_engine: WatchedEngine | None = None
+        self.units_engine: WatchedEngine | None = None  # the same for shards, which can be watched
         self.store: ShardStore | None = None
-        self.commits: Journal | None = None
-        self.files: RunFiles | None = None
-        self.sums: BlockSums | None = None
+        self.files: RunFiles | None = None  # this rank's directories of the run
+        self.commits: Journal | None = None  # None if no process could go on with the run
+        self.sums: BlockSums | None = None  # by which every read is checked; None: without memory.verify
+        # Elements of a shard that are staged at one time; bytes for shards that stay, and beside an
+        # accelerator for their gradients.
         self.chunk_numel, self.resident_nbytes = CHUNK_NUMEL, host_nbytes
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half

@@ -34,30 +34,21 @@ from infinity.shards.storage import ShardStore, Storage, Version, chunk_places
 
 
 class Tiers:
-    """Gives units their homes, and reads and writes their values there.
-
-    Attributes:
-        base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
-        base_files: Digests of a sample of each of its files, by name.
-        taken: What units have of the budget for residents, with what is set aside (bytes), by index.
-        pending: The states of an interrupted run are still to be put into their places. Until then units
-            on NVMe have none, and what is stored in a unit is forgotten.
-        on_device: Of units in host memory, those on the accelerator, too; None: there is none.
-        before_write: Called before committed values are written in place.
-        snapshot: What is being saved beside training; any thread may end that, and leave one of no unit.
-    """
+    """Gives units their homes, and reads and writes their values there."""
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.layout = storage.layout
         self.resident_nbytes = storage.resident_nbytes
-        self.taken: dict[int, int] = {}
-        self.base: FrozenBase | None = None
-        self.base_files: Mapping[str, str] = {}
+        self.taken: dict[int, int] = {}  # what units have of it, with what is set aside, by index
+        self.base: FrozenBase | None = None  # while a checkpoint with one is loaded
+        self.base_files: Mapping[str, str] = {}  # digests of a sample of each of its files, by name
+        # The states of an interrupted run are still to be put into their places. Until then units on NVMe
+        # have none, and what is stored in a unit is forgotten.
         self.pending = False
-        self.on_device: DeviceShards | None = None
-        self.before_write: Callable[[], object] = lambda: None
-        self.snapshot = self._snapshot({})
+        self.on_device: DeviceShards | None = None  # of units in host memory, those on the accelerator, too
+        self.before_write: Callable[[], object] = lambda: None  # before values are written in place
+        self.snapshot = self._snapshot({})  # what is saved beside training; any thread may end that
 
     @property
     def store(self) -> ShardStore:
@@ -65,8 +56,6 @@ class Tiers:
         if self.storage.store is None:
             raise StateError("memory.nvme names no directory, yet a unit is asked for there")
         return self.storage.store
-
-    # --- bytes -------------------------------------------------------------------------------
 
     def streams(self, unit: Unit) -> bool:
         """Whether full values of the unit come and go; else its home is its flat buffer."""
@@ -100,8 +89,6 @@ class Tiers:
         if fits:
             self.taken[unit.index] = nbytes
         return fits
-
-    # --- homes -------------------------------------------------------------------------------
 
     def place(self, unit: Unit) -> None:
         """Give a new unit its home, with room for weights and what makes them exact."""
@@ -230,8 +217,6 @@ class Tiers:
         """Whether the unit's states will come from an interrupted run."""
         return self.pending and not (unit.home.reloadable or self.base is not None)
 
-    # --- exact values, for construction and for people who write weights ---------------------
-
     def put(
         self, unit: Unit, master: Callable[[int, int], Tensor],
         moments: Callable[[int, int], Sequence[Tensor]] | None = None,
@@ -330,8 +315,6 @@ class Tiers:
         assert isinstance(home, ShardHome)
         yield from home.chunks(read=read, write=write)
 
-    # --- the states of an interrupted run (infinity.shards.restore) ------------------------------
-
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
         """Let a unit have versions that were found; one that lives in host memory is read."""
         disk, host = DiskHome(self.store, unit, versions), unit.home
@@ -353,8 +336,6 @@ class Tiers:
                 disk.train()
         yield from self._each_chunk(unit, read=False, write=True)
 
-    # --- units that are on an accelerator, too ---------------------------------------------------
-
     def at_home(self, unit: Unit) -> None:
         """Return when the home of a unit has its newest values."""
         home = self.bring_home(unit)
@@ -373,8 +354,6 @@ class Tiers:
             preserve(unit.index)
 
         return self.on_device.bring_home(unit.home, before)
-
-    # --- places on NVMe --------------------------------------------------------------------------
 
     def trained_disk(self, unit: Unit) -> DiskHome:
         """Return a unit's home on NVMe, or the copy there of one in host memory, with room to train it."""
@@ -425,8 +404,6 @@ class Tiers:
             self.store.versions = 2
             return False
         return True
-
-    # --- what is saved beside training ---------------------------------------------------------
 
     def pin(self, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]) -> Snapshot:
         """Keep what every unit holds now until it was read, or :meth:`unpin`; between two steps.

@@ -44,14 +44,13 @@ from infinity.shards.tiers import Tiers
 class Weights(NamedTuple):
     """A shard's committed weights for its update, as far as they are at hand.
 
-    Attributes:
-        values: ``(shard_numel,)`` in the compute dtype; None: the update reads them from NVMe.
-        lease: Given back when the update has read them; None: they are not the update's to give back.
-        stay: The update writes the new weights there, too: the place of ``values``, if they are at hand.
+    The update writes the new ones to ``stay``, too: the place of ``values``, if they are at hand.
     """
 
-    values: Tensor | None = None
-    lease: Lease | None = None
+    values: Tensor | None = None  # (shard_numel,) in the compute dtype; None: the update reads them from NVMe
+    lease: Lease | None = (
+        None  # given back when the update has read them; None: not the update's to give back
+    )
     stay: Tensor | None = None
 
     @classmethod
@@ -66,29 +65,20 @@ class Weights(NamedTuple):
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """A unit whose gradient of this step is complete on this rank.
-
-    Attributes:
-        grad: ``(shard_numel,)`` in memory, as long as ``lease`` is held.
-        used: Parameters that have a gradient.
-        grad_scale: The clip coefficient, as far as it is known.
-        future: Of the update, when it has started.
-        job: Of one in the pipeline; ``place`` is the version that it writes.
-        stored: Ends when the gradient is on NVMe; None: it stays in memory.
-    """
+    """A unit whose gradient of this step is complete on this rank."""
 
     unit: Unit
     update: ShardUpdate
-    grad: Tensor
+    grad: Tensor  # (shard_numel,) in memory, as long as ``lease`` is held
     sum_of_squares: float
     lease: Lease
     weights: Weights
-    used: tuple[Segment, ...]
-    grad_scale: float = 1.0
-    future: UpdateFuture | None = None
-    place: int | None = None
+    used: tuple[Segment, ...]  # parameters that have a gradient
+    grad_scale: float = 1.0  # the clip coefficient, as far as it is known
+    future: UpdateFuture | None = None  # of the update, when it has started
+    place: int | None = None  # the version that a job in the pipeline writes
     job: UpdateJob | None = None
-    stored: Transfer | None = None
+    stored: Transfer | None = None  # ends when the gradient is on NVMe; None: it stays in memory
 
 
 class StoredGradients:
@@ -152,9 +142,6 @@ class Updates:
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-
-    Attributes:
-        ready: Updates of this step, by index of the unit.
     """
 
     def __init__(
@@ -167,14 +154,12 @@ class Updates:
         self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
-        self.ready: dict[int, PendingUpdate] = {}
+        self.ready: dict[int, PendingUpdate] = {}  # of this step, by index of the unit
         for unit in units:
             unit.home.updating = None  # of an optimizer before
         self.records = Records(tiers, units, commits, every, speculation)
         self.stored_gradients = StoredGradients(tiers, units)
         self._lock = threading.Lock()  # guards the states of updates
-
-    # --- gradients ---------------------------------------------------------------------------
 
     def announce(self, incoming: Transfer) -> None:
         """Expect a gradient that will have been given to :meth:`add` when ``incoming`` ends; any thread."""
@@ -255,8 +240,6 @@ class Updates:
             if units[index].home.tier is Tier.NVME
         )
 
-    # --- the step ----------------------------------------------------------------------------
-
     def validate(self, grad_scale: float) -> bool:
         """Let speculated updates stand if they had the right numbers; False: :meth:`roll_back` is next.
 
@@ -324,8 +307,6 @@ class Updates:
         self.ready.clear()
         self.hypers.end_step()
         self._expecting = False
-
-    # --- what is in flight ---------------------------------------------------------------------
 
     def wait_until_unused(self, unit: Unit) -> None:
         """Return when no update reads or writes the weights that ``unit`` stayed with."""
