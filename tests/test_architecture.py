@@ -326,7 +326,7 @@ LARGE_CLASSES: dict[str, int] = {
     "engine/executor.py StepExecutor": 17,
     "engine/hooks.py Hooks": 15,
     "engine/runtime.py Runtime": 18,
-    "partition/init_context.py Construction": 14,
+    "partition/init_context.py Construction": 13,
     "partition/unit.py Unit": 15,
     "planner/clock.py _Player": 15,
     "shards/storage.py Storage": 16,

@@ -43,11 +43,7 @@ class Box(NamedTuple):
 
 
 def shard_pieces(
-    start: int,
-    stop: int,
-    new: Sequence[Span],
-    old: Mapping[Hashable, tuple[int, int]],
-    shard_numel: Mapping[int, int] | Sequence[int],
+    start: int, stop: int, new: Sequence[Span], old: Mapping[Hashable, tuple[int, int]], numels: Sequence[int]
 ) -> Iterator[ShardPiece]:
     """The pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer, in order.
 
@@ -56,14 +52,14 @@ def shard_pieces(
     Args:
         new: Parameters of the new unit, where they lie in its flat buffer, ascending, without overlap.
         old: The old unit of each parameter, by the same sources, and its first element there.
-        shard_numel: Elements of one rank's shard, by old unit.
+        numels: Elements of one rank's shard, by old unit.
     """
     for source, first, last in new:
         low, high = max(start, first), min(stop, last)
         if low >= high:
             continue
         unit, offset = old[source]
-        shift, numel = offset - first, shard_numel[unit]
+        shift, numel = offset - first, numels[unit]
         while low < high:
             rank, begin = divmod(low + shift, numel)
             end = min(numel, begin + high - low)

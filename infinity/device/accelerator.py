@@ -30,6 +30,8 @@ import torch
 
 from infinity.core.transfer import Transfer
 
+_module: Callable[[torch.device], Any] = torch.get_device_module
+
 
 def use_own_stream(device: torch.device) -> None:
     """Let the calling thread work on ``device``, on a new stream; on the CPU do nothing.
@@ -194,10 +196,6 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(device.index)
     torch.accelerator.set_device_index(device)
     return nullcontext()
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 #: Turn that cache off, and another one.

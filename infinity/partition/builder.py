@@ -185,9 +185,8 @@ class UnitBuilder:
         self.building: list[nn.Module] = []  # whose ``__init__`` goes on, the outermost first
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
         self._leaf_names = tuple(leaf)
-        self._leaf: tuple[nn.Module, int] | None = (
-            None  # the outermost that is built, perhaps; its first unit
-        )
+        #: The outermost leaf that is built, perhaps, and its first unit.
+        self._leaf: tuple[nn.Module, int] | None = None
 
     @property
     def _open_nbytes(self) -> int:

@@ -55,6 +55,8 @@ _CPU = torch.device("cpu")
 S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
+Upload = Callable[[Tensor, int], object]
 #: Counts the seconds that compute waits, by cause.
 Waits = Callable[[str, Callable[[], object]], None]
 #: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
@@ -79,11 +81,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def bring(
-        self,
-        nbytes: int,
-        who: str,
-        fetch: Callable[[memoryview, int], Transfer],
-        upload: Callable[[Tensor, int], object],
+        self, nbytes: int, who: str, fetch: Callable[[memoryview, int], Transfer], upload: Upload
     ) -> Callable[[], None]:
         """Start to bring a shard of ``nbytes``; what is returned ends it.
 
@@ -91,7 +89,6 @@ class Staging:
 
         Args:
             fetch: Starts to read the shard's bytes, from the given one on, into memory.
-            upload: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
         """
         size = min(nbytes, self.piece_nbytes)
         with self._lock:

@@ -134,40 +134,35 @@ class TileOrder:
 
     def __init__(self) -> None:
         self.used: set[int] = set()  # in this training pass
-        self._to_come: list[int] = []
+        self.to_come: list[int] = []
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
 
     def note(self, tile: int, *, recomputed: bool) -> None:
         """Write down a use in forward, or one that is recomputed: backward uses the tile once more."""
         if recomputed and not self._recomputing:  # a block begins
             self._cross_out(tile)
-            self._recomputed = len(self._to_come)
+            self._recomputed = len(self.to_come)
         elif not recomputed:
             self._recomputed = 0
         self._recomputing = recomputed
-        self._to_come.append(tile)
+        self.to_come.append(tile)
 
     def after(self, tile: int) -> Iterator[int]:
         """Yield the tiles that backward uses after ``tile``, which it uses now, each once."""
         self._recomputing = False
         self._cross_out(tile)
-        in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
+        in_order = max(0, len(self.to_come) - self._recomputed)  # below: a block that is not recomputed
         found = {tile}
-        for each in islice(reversed(self._to_come), in_order):
+        for each in islice(reversed(self.to_come), in_order):
             if each not in found:
                 found.add(each)
                 yield each
 
     def _cross_out(self, tile: int) -> None:
         """Forget the last use of ``tile``, and all after it."""
-        uses = self._to_come
+        uses = self.to_come
         place = next((at for at in range(len(uses) - 1, -1, -1) if uses[at] == tile), len(uses))
         del uses[place:]
-
-    @property
-    def over(self) -> bool:
-        """Return whether backward has come to all of them."""
-        return not self._to_come
 
 
 class TileRoom:
@@ -185,12 +180,9 @@ class TileRoom:
         if self.slot_nbytes:
             ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // self.slot_nbytes)
             self.slots = max(2, min(1 + ahead, capacity_nbytes // 2 // self.slot_nbytes))
+        self.slots_nbytes = self.slots * self.slot_nbytes
         #: The least that plans need.
         self._others_nbytes = 2 * max((nbytes[unit] for unit in nbytes.keys() - stored), default=0)
-
-    @property
-    def slots_nbytes(self) -> int:
-        return self.slots * self.slot_nbytes
 
     def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
         """Leave room in plans for any of these sets of tiles, decoded if they fit, or else stored."""

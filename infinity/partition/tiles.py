@@ -164,14 +164,6 @@ class TiledWeight:
             "its values use infinity.gathered or infinity.state_dict"
         )
 
-    def refuse_cast(self, how: str) -> NoReturn:
-        """Raise: the dtype of a parameter is that of its units, which keep its values."""
-        raise StateError(
-            f"{how} on {self.name}, which is {self.places[0][0].dtype} in its units: choose the dtype with "
-            "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
-            'change it, and .to("meta") cannot drop its values'
-        )
-
 
 def used_after(units: UnitIndex, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:
     """Return the tiles of the packed experts that follow those of ``places`` in the same module."""
@@ -295,7 +287,11 @@ class TiledParameter(nn.Parameter):
             moved = func(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **kwargs)
             loses_values = moved.is_meta and not own.is_meta  # the model of a plan has none
             if moved.dtype != own.dtype or loses_values:
-                own.tiled.refuse_cast(name)
+                raise StateError(
+                    f"{name} on {own.tiled.name}, which is {own.dtype} in its units: choose the dtype with "
+                    "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) "
+                    'cannot change it, and .to("meta") cannot drop its values'
+                )
             return own  # not moved: a copy would be whole
         inputs = (func is torch.autograd.backward and kwargs.get("inputs")) or ()
         if any(isinstance(each, cls) for each in inputs):  # autograd knows the tiles

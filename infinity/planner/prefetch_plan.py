@@ -28,7 +28,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -172,13 +173,9 @@ class Run(NamedTuple):
 
 def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Run, ...]:
     """The runs of a pass, in order; units of ``can_stay`` may be updated where they are."""
-    spans: list[tuple[int, int, int]] = []
-    for position, event in enumerate(events):
-        if event.kind is Kind.USE:
-            if spans and spans[-1][0] == event.unit:
-                spans[-1] = (event.unit, spans[-1][1], position)
-            else:
-                spans.append((event.unit, position, position))
+    uses = ((event.unit, position) for position, event in enumerate(events) if event.kind is Kind.USE)
+    grouped = ((unit, [position for _, position in each]) for unit, each in groupby(uses, itemgetter(0)))
+    spans = [(unit, positions[0], positions[-1]) for unit, positions in grouped]
     updated = {event.unit for event in events if event.kind is Kind.DONE and event.unit not in can_stay}
     following = {unit: float(len(spans) + i) for i, (unit, _, _) in reversed([*enumerate(spans)])}
     following |= dict.fromkeys(updated, math.inf)

@@ -288,7 +288,7 @@ def test_tiles_of_a_block_that_is_recomputed_are_used_in_another_order():
         assert backward(prefetcher, [layer]) == []
         started = {unit for unit in mover.starts() if unit in prefetcher.routed}
         assert started <= {*layer[1], *layer[2]}, "none of a block whose turn has not come"
-    assert prefetcher.tiles.over
+    assert not prefetcher.tiles.to_come
 
 
 def test_blocks_before_one_that_was_recomputed_may_not_be():
@@ -296,7 +296,7 @@ def test_blocks_before_one_that_was_recomputed_may_not_be():
     forward(prefetcher)
     forward(prefetcher, LAYERS[-1:], recomputed=True)
     backward(prefetcher)
-    assert prefetcher.tiles.over
+    assert not prefetcher.tiles.to_come
 
 
 def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another():
