@@ -280,17 +280,17 @@ ROOM_BUDGETS = {
     "app": 1376,
     "checkpoint": 4961,
     "comm": 903,
-    "core": 2247,
+    "core": 2203,
     "device": 1092,
     "engine": 3122,
-    "nvme": 1378,
+    "nvme": 1291,
     "observe": 766,
     "optim": 944,
     "partition": 2686,
     "planner": 4193,
     "predict": 2586,
     "recipes": 2183,
-    "shards": 4397,
+    "shards": 4242,
 }
 
 

@@ -228,8 +228,7 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         self._scaled = False
-        if self.runtime.records.unrecorded:
-            self.runtime.records.record(*self._small_state())
+        self.runtime.records.record(self._small_state)
 
     def follow(self, **more: Stateful) -> None:
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
@@ -373,7 +372,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _go_on_from(self, steps: int) -> None:
         self.steps = self.runtime.records.steps = steps
-        self.runtime.records.reload(*self._small_state())
+        self.runtime.records.reload(self._small_state)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -36,14 +36,9 @@ _MOST_OWNER_NBYTES = 4096
 #: The longest name of a file, and the longest path, that Linux takes (bytes).
 _NAME_NBYTES, _PATH_NBYTES = 255, 4095
 
-# --- making ----------------------------------------------------------------------------------------
-
 
 def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
-    """Return a descriptor of a new file of mode 0600, which takes the place of what had its name.
-
-    The directory is this user's own; see [Note: a name is not a file].
-    """
+    """Return a descriptor of a new file of mode 0600, which takes the place of what had its name."""
     path.unlink(missing_ok=True)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -64,11 +59,8 @@ def append_file(path: Path) -> TextIO:
 def open_found(path: Path, flags: int) -> int:
     """Open what has a name in a directory that others may write, if it is this user's and no link.
 
-    With ``os.O_CREAT`` it may be made; what is there must be a file without another name.
-
-    Raises:
-        UnsafePathError: It is a link, or another user's.
-        OSError: It cannot be opened.
+    With ``os.O_CREAT`` it may be made; what is there must be a file without another name. Raises an
+    UnsafePathError if it is not so.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -88,10 +80,7 @@ def open_found(path: Path, flags: int) -> int:
 
 
 def own_directory(path: Path) -> None:
-    """Make the directory ``path``, or see that it is this user's; afterwards its mode is 0700.
-
-    Raises an UnsafePathError if it is a link, another user's, or writable by all users.
-    """
+    """Make the directory ``path`` with mode 0700, or let it have that, if it is safely this user's."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     fd = open_found(path, os.O_RDONLY)
@@ -112,10 +101,7 @@ def own_directory(path: Path) -> None:
 
 
 def shared_directory(path: Path) -> None:
-    """Make the directory ``path``, or see that only this user and root can replace what lies in it.
-
-    Raises an UnsafePathError otherwise.
-    """
+    """Make the directory ``path``, or see that only this user and root can replace what lies in it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     sticky = bool(found.st_mode & stat.S_ISVTX)
@@ -133,14 +119,8 @@ def shared_directory(path: Path) -> None:
         )
 
 
-# --- reading what a user or a checkpoint names -----------------------------------------------------
-
-
 def open_regular(path: Path) -> int:
-    """Return a descriptor for reading ``path``; links are followed, and nothing blocks.
-
-    Raises an OSError if it is no regular file that may be read.
-    """
+    """Return a descriptor for reading a regular file; links are followed, and nothing blocks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL byte
@@ -162,9 +142,6 @@ def read_file(path: Path, most_nbytes: int) -> bytes:
     if max(size, len(content)) > most_nbytes:
         raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_nbytes} are read", str(path))
     return content
-
-
-# --- paths that users write ------------------------------------------------------------------------
 
 
 def expand_user(path: str) -> str:
@@ -199,9 +176,6 @@ def is_file(path: str | Path) -> bool:
         return False
 
 
-# --- locks -----------------------------------------------------------------------------------------
-
-
 def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
     """Make the file ``path``, lock it exclusively, and write into it which process holds it.
 
@@ -216,9 +190,7 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
 def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: float = PATIENCE_S) -> int:
     """Open this user's ``path`` and lock it; the descriptor is that of the file which has this name now.
 
-    Raises:
-        LockedError: Another process, which is named, holds a conflicting lock for longer than ``patience_s``.
-        UnsafePathError: See :func:`open_found`.
+    Raises a LockedError, which names the holder, after ``patience_s``; and as :func:`open_found`.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -127,27 +127,17 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among those that a launcher started.
-
-    Attributes:
-        local_rank: Number of this rank on its machine, from 0; None: no launcher says so.
-        local_world_size: Ranks on this machine; None likewise.
-        launcher: Who said it; empty: nothing did, and this is the only process.
-    """
+    """This process among those that a launcher started."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = None
+    local_rank: int | None = None  # on its machine; None: no launcher says so
     local_world_size: int | None = None
-    launcher: str = ""
+    launcher: str = ""  # who said it; empty: nothing did, and this is the only process
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launch:
-    """Return the place of this process, as its ``environment`` says.
-
-    Raises:
-        LaunchError: A variable is missing, or has no valid value.
-    """
+    """Return the place of this process, or raise a LaunchError if a variable is missing or makes no sense."""
     env = os.environ if environment is None else environment
     named = next((each for each in _LAUNCHERS if each.world_size in env), None)
     local = next((each.local_rank for each in _LAUNCHERS if each.local_rank in env), None)
@@ -223,16 +213,13 @@ class Section:
     """Context of lines that no signal's handler comes between; may be nested, and used as a decorator.
 
     On other threads than the main one it does nothing: no signal raises there.
-
-    Attributes:
-        depth: Sections that the main thread is in.
-        pending: The handlers' calls that are held back, by signal, and when these came (s).
-        broken: Sections that an exception of a handler has left.
     """
 
     def __init__(self) -> None:
-        self.depth = self.broken = 0
+        self.depth = 0  # sections that the main thread is in
+        self.broken = 0  # those that an exception of a handler has left
         self._main = threading.main_thread().ident
+        #: The handlers' calls that are held back, by signal, and when these came (s).
         self.pending: dict[int, tuple[Callable[[], object], float]] = {}
 
     def __enter__(self) -> None:

@@ -158,9 +158,6 @@ def stream(
 
     Yields:
         Each piece in order, and the buffer that has it until the next one is asked for.
-
-    Raises:
-        DiskError: A piece cannot be read.
     """
     left, free = iter(pieces), deque(buffers)
     reading: deque[tuple[P, B, Transfer]] = deque()

@@ -30,16 +30,12 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of one drive, and the time of a core that each byte costs.
-
-    Attributes:
-        both_bytes_per_s: Reads and writes at one time, together; None: not measured.
-    """
+    """Speed of one drive, and the time of a core that each byte costs."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     processor_s_per_byte: float = 0.0
-    both_bytes_per_s: float | None = None
+    both_bytes_per_s: float | None = None  # reads and writes at one time, together; None: not measured
 
     @property
     def mixed_bytes_per_s(self) -> float:
@@ -50,17 +46,13 @@ class Speed:
 def measure(
     directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None, both: bool = False
 ) -> Speed:
-    """Write a file of ``nbytes``, write it again, read it, and remove it.
+    """Write a file of ``nbytes``, write it again, read it, and remove it. Raises a DiskError.
 
     Args:
         allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
             the CPU ordinary pages are pinned one by one: about half of the speed for several times the
             processor's time. From and to an accelerator bytes move by GPUDirect Storage.
         both: Read and write at one time, too; not by GPUDirect Storage.
-
-    Raises:
-        DirectoryError: The directory cannot be written.
-        DiskError: The file system is full, or the drive reports an error.
     """
     path = Path(directory) / f".probe-{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:

@@ -100,11 +100,8 @@ class RunDirectory:
             path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)  # while it is held: see :mod:`infinity.core.files`
         self.leave()
-        try:
+        with contextlib.suppress(OSError):  # another rank's files are there, or another program's
             self.path.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
 
     def finish(self) -> None:
         """Say that this rank is done with the run. Once all ranks are, no process goes on with it."""

@@ -34,13 +34,9 @@ class Range:
 
 @dataclass(slots=True)
 class Space:
-    """Taken ranges of one file: best fit among what was given back, else at the end. No file is touched.
+    """Taken ranges of one file: best fit among what was given back, else at the end. No file is touched."""
 
-    Attributes:
-        end: The first byte that was never taken.
-    """
-
-    end: int = 0
+    end: int = 0  # the first byte that was never taken
     taken_nbytes: int = 0
     _free: dict[int, int] = field(default_factory=dict)  # offset -> nbytes, no two touch
 
@@ -95,34 +91,25 @@ class Space:
 
 @dataclass(slots=True)
 class VolumeFile:
-    """One file of a volume, and the space in it.
-
-    Attributes:
-        direct: It bypasses the page cache.
-        nbytes: Bytes that it has: those that the file system has reserved, or that are only read.
-        sealed: It is never written again, and may lose its name.
-        stamp: The stamp (:func:`_stamp_of`) of a checkpoint's file; None: the file is the run's.
-    """
+    """One file of a volume, and the space in it."""
 
     path: Path
     fd: int
-    direct: bool
-    nbytes: int = 0
+    direct: bool  # past the page cache
+    nbytes: int = 0  # that the file system has reserved, or that are only read
     space: Space = field(default_factory=Space)
-    sealed: bool = False
-    stamp: tuple[int, ...] | None = None
+    sealed: bool = False  # it is never written again, and may lose its name
+    stamp: tuple[int, ...] | None = None  # of a checkpoint's file; None: the file is the run's
 
     def take(self, nbytes: int, what: str) -> Range:
         """Take a range for which the file system has promised room."""
-        if not self.space.fits(nbytes) and self.space.end + nbytes > self.nbytes:
-            self._reserve(self.space.end + nbytes, what)
-        return self.space.take(nbytes)
-
-    def _reserve(self, end: int, what: str) -> None:
+        end = 0 if self.space.fits(nbytes) else self.space.end + nbytes
         for reserved in (aligned(end, _GROWTH_NBYTES), end):
-            nbytes = reserved - self.nbytes
+            if end <= self.nbytes:
+                break
+            more = reserved - self.nbytes
             try:
-                os.posix_fallocate(self.fd, self.nbytes, nbytes)
+                os.posix_fallocate(self.fd, self.nbytes, more)
             except OSError as error:
                 os.ftruncate(self.fd, self.nbytes)  # a failed call may have reserved a part of it
                 if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
@@ -131,12 +118,12 @@ class VolumeFile:
                 elif reserved == end:
                     action = f"reservation of room for {what}"
                     raise DiskError(
-                        error.errno or errno.EIO, action, self.path, offset=self.nbytes, nbytes=nbytes
+                        error.errno or errno.EIO, action, self.path, offset=self.nbytes, nbytes=more
                     ) from error
                 else:
                     continue
             self.nbytes = reserved
-            return
+        return self.space.take(nbytes)
 
     def zero(self, piece: Range) -> None:
         """Write zeros, or raise a DiskError; blocking."""
@@ -155,29 +142,25 @@ class VolumeFile:
             return
         try:
             if self.stamp is not None:
-                self._check_stamp(self.stamp)
-                return
-            named = self.sealed or is_named(self.fd, self.path)
-            # `nbytes` first: another thread makes the file larger before it.
-            reserved, size = self.nbytes, os.fstat(self.fd).st_size
-        except OSError as error:
-            if isinstance(error, DiskError):
-                raise
-            raise DiskError(error.errno or errno.EIO, "check", self.path) from error
-        if not named:
-            raise ChangedFileError(self.path, "was removed or replaced")
-        if size < reserved:
-            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
-
-    def _check_stamp(self, stamp: tuple[int, ...]) -> None:
-        try:
-            named = _stamp_of(self.path.stat())
+                now = _stamp_of(self.path.stat())
+            else:
+                named = self.sealed or is_named(self.fd, self.path)
+                # `nbytes` first: another thread makes the file larger before it.
+                nbytes, size = self.nbytes, os.fstat(self.fd).st_size
         except FileNotFoundError:
             raise ChangedCheckpointError(self.path, "was removed") from None
-        if named[:2] != stamp[:2]:
-            raise ChangedCheckpointError(self.path, "was replaced")
-        if named != stamp:
-            raise ChangedCheckpointError(self.path, f"was written ({stamp[2]} bytes before, {named[2]} now)")
+        except OSError as error:
+            raise DiskError(error.errno or errno.EIO, "check", self.path) from error
+        if self.stamp is not None:
+            if now[:2] != self.stamp[:2]:
+                raise ChangedCheckpointError(self.path, "was replaced")
+            if now != self.stamp:
+                what = f"was written ({self.stamp[2]} bytes before, {now[2]} now)"
+                raise ChangedCheckpointError(self.path, what)
+        elif not named:
+            raise ChangedFileError(self.path, "was removed or replaced")
+        elif size < nbytes:
+            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {nbytes}")
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -190,12 +173,8 @@ def _stamp_of(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def open_sealed(path: Path, fd: int | None = None) -> VolumeFile:
-    """Open a file to read past the page cache: one of a run before, or, open as ``fd``, a checkpoint's."""
-    if fd is None:
-        again, direct = open_direct(path, open_found, "opening")
-        nbytes = os.fstat(again).st_size
-        return VolumeFile(path, again, direct, nbytes, Space(nbytes, nbytes), sealed=True)
+def open_sealed(path: Path, fd: int) -> VolumeFile:
+    """Open a checkpoint's file, which is open as ``fd``, to read it past the page cache."""
     own, flags, direct = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC, True  # the same file, surely
     try:
         again = os.open(own, flags | os.O_DIRECT)
@@ -207,15 +186,17 @@ def open_sealed(path: Path, fd: int | None = None) -> VolumeFile:
     return VolumeFile(path, again, direct, found.st_size, sealed=True, stamp=_stamp_of(found))
 
 
-def _open_found(path: Path, space: Space) -> VolumeFile:
-    """Open a file that an interrupted run of this rank has left, in which ``space`` is taken."""
-    file = VolumeFile(path, *open_direct(path, open_found, "opening"), space=space)
-    file.nbytes = os.fstat(file.fd).st_size
-    if file.nbytes < space.end:
-        file.close()
-        raise ChangedFileError(path, f"was cut to {file.nbytes} bytes of at least {space.end}")
-    space.extend(file.nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
-    return file
+def open_own(path: Path, space: Space | None = None) -> VolumeFile:
+    """Open a file that an interrupted run has left, in which ``space`` is taken; None: it is only read."""
+    fd, direct = open_direct(path, open_found, "opening")
+    nbytes = os.fstat(fd).st_size
+    if space is None:
+        return VolumeFile(path, fd, direct, nbytes, Space(nbytes, nbytes), sealed=True)
+    if nbytes < space.end:
+        os.close(fd)
+        raise ChangedFileError(path, f"was cut to {nbytes} bytes of at least {space.end}")
+    space.extend(nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
+    return VolumeFile(path, fd, direct, nbytes, space)
 
 
 def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
@@ -246,25 +227,14 @@ class Volume:
         paths: The files; their directories exist and are this user's own.
         weights: Relative speeds of their drives; equal when None.
         found: The files are there; for each the space that its extents take. None: they are made.
-
-    Attributes:
-        on_zeros: Called with the number of a file and a range of it that was allocated, and reads as zeros.
-        peak_nbytes: The most that was allocated at one time.
-
-    Raises:
-        DirectoryError: A file cannot be made, or opened.
-        ChangedFileError: A file that was found is shorter than its extents.
     """
 
     def __init__(
         self, paths: Sequence[Path], weights: Sequence[float] | None = None,
         found: Sequence[Space] | None = None,
     ) -> None:  # fmt: skip
-        weights = [1.0] * len(paths) if weights is None else list(weights)
-        if not paths or len(paths) != len(weights) or min(weights) <= 0:
-            raise ValueError(
-                f"a volume needs one positive weight per path; got {weights} for {len(paths)} paths"
-            )
+        weights = weights or [1.0] * len(paths)
+        #: Called with the number of a file and a range of it that was allocated, and reads as zeros.
         self.on_zeros: Callable[[int, Range], object] = lambda file, zeros: None
         self._weights = [weight / sum(weights) for weight in weights]
         self._lock = threading.Lock()
@@ -274,17 +244,17 @@ class Volume:
                 if found is None:
                     self._files.append(VolumeFile(path, *open_direct(path, create_file, "making")))
                 else:
-                    self._files.append(_open_found(path, found[number]))
+                    self._files.append(open_own(path, found[number]))
         except BaseException:
             self.close()
             raise
-        self.peak_nbytes = self.allocated_nbytes
+        self.peak_nbytes = self.allocated_nbytes  # the most at one time
 
     def __len__(self) -> int:
         return len(self._files)
 
     def add_sealed(self, files: Sequence[VolumeFile]) -> int:
-        """Take in files that are only read (:func:`open_sealed`); returns the number of the first."""
+        """Take in files that are only read; returns the number of the first."""
         first = len(self._files)
         self._files += files
         self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
@@ -386,12 +356,7 @@ class Volume:
                 raise DiskError(error.errno or errno.EIO, "sync", file.path) from error
 
     def check(self) -> None:
-        """See that the files are those that were made, and no shorter; two system calls each.
-
-        Raises:
-            ChangedFileError: Another program truncated, replaced or removed one, or changed a checkpoint's.
-            DiskError: The file system does not answer.
-        """
+        """See that the files are what they were; two system calls each. Raises a ChangedFileError."""
         for file in self._files:
             file.check()
 

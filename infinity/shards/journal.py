@@ -90,16 +90,11 @@ class CorruptJournalError(InfinityError, OSError):
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Names of one rank's files in a run's directories.
-
-    Attributes:
-        generation: Grows when a run goes on with files of another layout: on another number of ranks.
-        run: A random number that the journals of a run have in common.
-    """
+    """Names of one rank's files in a run's directories."""
 
     rank: int
-    generation: int = 1
-    run: int = 0
+    generation: int = 1  # grows when a run goes on with files of another layout: on another number of ranks
+    run: int = 0  # a random number that the journals of a run have in common
 
     @classmethod
     def of(cls, path: Path) -> "RankFiles | None":
@@ -122,22 +117,15 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``.
-
-    Attributes:
-        counts: Updates that each parameter of each unit has had.
-        world_size: Ranks that share the units.
-        state: The small state of the step; see :func:`pack`.
-        number: The number of the commit, one more than that of the commit before; 0: it is not written yet.
-        layout: Says where versions lie; None in one to be written: as the last one says.
-    """
+    """A commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
 
     step: int
     versions: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()  # updates that each parameter of each unit has had
     world_size: int = 1
-    state: bytes = field(default=b"", repr=False)
-    number: int = 0
+    state: bytes = field(default=b"", repr=False)  # see pack()
+    number: int = 0  # one more than that of the commit before; 0: it is not written yet
+    #: Says where versions lie; None in a commit to be written: as the last one says.
     layout: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
 
@@ -196,16 +184,11 @@ def _record_of(number: int, body: bytes, state: bytes, layout: bytes) -> CommitR
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The block beside a journal, which is made with the first commit; see [Note: the head].
-
-    Attributes:
-        oldest: Number of the oldest commit that is whole; 0: none was ever written over.
-        in_place: Versions of the commits before that are being written in place.
-    """
+    """The block beside a journal, which is made with the first commit; see [Note: the head]."""
 
     owner: RankFiles
-    oldest: int = 0
-    in_place: bool = False
+    oldest: int = 0  # the number of the oldest commit that is whole; 0: none was ever written over
+    in_place: bool = False  # versions of the commits before that are being written in place
 
     @staticmethod
     def path(journal: Path) -> Path:
@@ -234,21 +217,13 @@ class Head:
         head = cls(RankFiles(rank, generation, run), oldest, bool(in_place))
         if head.owner.journal != journal.name:
             raise CorruptJournalError(
-                f"{journal}: put in the place of another rank's, or generation's, journal"
+                f"{journal}: put in the place of another rank's or generation's journal"
             )
         return head
 
 
-# --- writing -----------------------------------------------------------------------------------------
-
-
 class Journal:
     """The commits of one rank, which are written on a thread of its own. Any thread may call.
-
-    Args:
-        folder: The folder in which the journal is, or is made.
-        owner: Names the file.
-        synced: A commit survives a power cut.
 
     Attributes:
         landed: Called with the updates of a commit on the drive, and before committed versions are written
@@ -257,9 +232,6 @@ class Journal:
         obsolete: Called once with the first commit behind all ranks: what an earlier generation had may go.
         last: The commit that is being written, or was written last; None: this process has written none.
         stands: There is a commit of this process, written or being written, that is valid.
-
-    Raises:
-        DirectoryError: The files cannot be made or opened.
     """
 
     def __init__(self, folder: Path, owner: RankFiles, *, synced: bool = False) -> None:
@@ -284,34 +256,26 @@ class Journal:
             if found is not None:
                 self._head_fd, _ = open_direct(Head.path(self.path), open_found, "opening")
             rows = self._db.execute("SELECT number FROM commits ORDER BY number")
-            self._numbers = [number for (number,) in rows]
-
-    @property
-    def any(self) -> bool:
-        """Return whether there is a commit; also of a journal that was closed."""
-        return bool(self._numbers)
+            self.numbers = [number for (number,) in rows]  # of the commits that are there
 
     def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         """Write ``record`` when every update has landed; never, if one fails. Raises as :meth:`wait`."""
         self.wait()
-        written, self.stands = Transfer(), True
-        self.last = written
-        left = [len(updates) + 1]
-        lock = threading.Lock()
+        self.last = written = Transfer()
+        self.stands = True
+        left = iter(updates)
 
-        def landed() -> None:
-            with lock:
-                left[0] -= 1
-                if left[0]:
+        def go_on() -> None:
+            for update in left:
+                if not update.done():
+                    update.then(go_on)
                     return
             try:
                 self._thread.submit(written.run, partial(self._write, record, updates))
             except RuntimeError as error:  # closed meanwhile
                 written.finish(error)
 
-        for update in updates:
-            update.then(landed)
-        landed()
+        go_on()
 
     def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         for update in updates:
@@ -324,9 +288,8 @@ class Journal:
     def wait(self) -> None:
         """Block until the last commit is in the journal.
 
-        Raises:
-            DiskError: An update of that step failed; the commit before it stands.
-            StateError: Its small state could not be read back; likewise.
+        Raises an error of an update of that step, or a StateError if its small state could not be read back;
+        the commit before it stands.
         """
         if self.last is not None:
             self.last.wait()
@@ -338,12 +301,11 @@ class Journal:
                 self._make_head()
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
-                number = max([*self._numbers, self._head.oldest - 1, 0]) + 1
+                number = max([*self.numbers, self._head.oldest - 1, 0]) + 1
                 if record.layout is not None:
                     layout = json.dumps(record.layout, separators=(",", ":")).encode()
-                    self._db.execute(
-                        "INSERT INTO layouts (body, crc) VALUES (?, ?)", (layout, zlib.crc32(layout))
-                    )
+                    described = layout, zlib.crc32(layout)
+                    self._db.execute("INSERT INTO layouts (body, crc) VALUES (?, ?)", described)
                 [[place]] = self._db.execute("SELECT max(number) FROM layouts")
                 fields = {
                     "step": record.step,
@@ -358,9 +320,9 @@ class Journal:
                 for drive, part in enumerate(sums):
                     row_of_sums = number, drive, part, zlib.crc32(part)
                     self._db.execute("INSERT INTO sums VALUES (?, ?, ?, ?)", row_of_sums)
-                kept = [*self._numbers[-1:], number]
+                kept = [*self.numbers[-1:], number]
                 self._keep_from(kept[0])
-            self._numbers = kept
+            self.numbers = kept
             if self._head.in_place:
                 self._set_head(in_place=False)
 
@@ -396,15 +358,12 @@ class Journal:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._keep_from(number)
-        self._numbers = [each for each in self._numbers if each >= number]
+        self.numbers = [each for each in self.numbers if each >= number]
 
     def retire(self) -> None:
-        """Give up the commit before the last one, whose versions are about to be written.
-
-        The last one is in the journal of every rank.
-        """
+        """Give up the commit before the last one, which every rank's journal has: it is written over now."""
         with self._lock:
-            newest = max(self._numbers, default=0)
+            newest = max(self.numbers, default=0)
             if self._head.oldest < newest:
                 with self._writing():
                     self._set_oldest(newest)
@@ -418,10 +377,10 @@ class Journal:
         A later one, which not all ranks had, goes: its versions are about to be written again.
         """
         with self._lock:
-            if max(self._numbers) > record.number:
+            if max(self.numbers) > record.number:
                 with self._writing():
                     self._db.execute("DELETE FROM commits WHERE number > ?", (record.number,))
-                self._numbers = [number for number in self._numbers if number <= record.number]
+                self.numbers = [number for number in self.numbers if number <= record.number]
             self.retire()
             self.stands = True
 
@@ -431,7 +390,7 @@ class Journal:
         with self._lock, self._writing():
             self.stands = False
             self.landed()
-            self._set_oldest(max(self._numbers, default=0) + 1, in_place=True)
+            self._set_oldest(max(self.numbers, default=0) + 1, in_place=True)
 
     def close(self) -> None:
         """End the thread, after the commit that is being written, and close the files. Twice is harmless."""
@@ -455,31 +414,18 @@ class Journal:
             raise kind(code, f"writing the journal of commits ({first_line(error)})", self.path) from error
 
 
-# --- reading -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a journal.
-
-    Attributes:
-        head: None: there was no commit yet, or the journal cannot be read.
-        commits: Whole commits, by step.
-        problems: A line about each commit that should be whole and is not.
-    """
+    """The contents of a journal."""
 
     path: Path
-    head: Head | None = None
-    commits: Mapping[int, CommitRecord] = field(default_factory=dict)
-    problems: Sequence[str] = ()
+    head: Head | None = None  # none: there was no commit yet, or the journal cannot be read
+    commits: Mapping[int, CommitRecord] = field(default_factory=dict)  # whole ones, by step
+    problems: Sequence[str] = ()  # a line about each commit that should be whole and is not
 
 
 def read_journal(path: Path) -> Contents:
-    """Read a journal, which another process may be writing; what a kill left of a transaction is undone.
-
-    Raises:
-        CorruptJournalError: It is not what was written.
-    """
+    """Read a journal, which another process may be writing; what a kill left of a transaction is undone."""
     head = Head.read(path)
     commits: dict[int, CommitRecord] = {}
     problems: list[str] = []

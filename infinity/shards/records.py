@@ -24,23 +24,22 @@ from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
 from infinity.shards.tiers import Tiers
 
+#: Returns the small state of a step, and what returns the rest of it when the next forward pass begins.
+SmallState = Callable[[], tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None]]
+
 
 @dataclass(slots=True)
 class StepState:
-    """The small state of the last recorded step, as bytes; empty: no step has one.
+    """The small state of the last recorded step.
 
-    Step counts, generators and what the optimizer follows are known when ``step()`` ends; ``late`` returns
-    the rest, the learning rates that schedulers set after it, when the next forward pass begins.
-
-    Attributes:
-        step: The step whose state it is.
-        taken: The state of a later step that is not packed; None: there is none.
+    Step counts, generators and what the optimizer follows are known when ``step()`` ends, the learning rates
+    that schedulers set after it when the next forward pass begins.
     """
 
-    packed: bytes = b""
-    step: int = 0
-    taken: Mapping[str, Any] | None = None
-    late: Callable[[], Mapping[str, Any]] | None = None
+    packed: bytes = b""  # empty: no step has one
+    step: int = 0  # whose state it is
+    taken: Mapping[str, Any] | None = None  # that of a later step, which is not packed
+    late: Callable[[], Mapping[str, Any]] | None = None  # returns the rest of it
 
     def complete(self, step: int) -> None:
         if self.taken is None:
@@ -64,23 +63,15 @@ class CommitInterval:
     Beside its record a commit writes what lies in host memory, while the next step computes. How much longer
     that step takes is measured: at first every second step is recorded, then every n-th, so that commits
     take at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
-
-    Attributes:
-        wanted: The number that was asked for; None: as measured.
-        chosen: ``every`` stays as it is.
     """
 
     def __init__(self, every: int | None) -> None:
-        self.wanted, self.every, self.chosen = every, 1, False
+        self.wanted = every  # None: as measured
+        self.every, self.chosen = 1, False  # steps from one record to the next; whether it stays so
         self._ended_s: float | None = None
         self._recorded = False  # the step before the one that runs now
-        self._took_s: dict[bool, list[float]] = {
-            True: [],
-            False: [],
-        }  # steps with a commit beside, or without
-
-    def ends(self, step: int) -> bool:
-        return step % self.every == 0
+        #: The time of steps with a commit beside them, and without.
+        self._took_s: dict[bool, list[float]] = {True: [], False: []}
 
     def step(self, *, recorded: bool) -> None:
         """Note that a step ends; if it is ``recorded``, its commit is written beside the next one."""
@@ -106,10 +97,6 @@ class Records:
         commits: The journal; None if no process could go on with the run.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
         speculation: Its prediction belongs to the small state of a step.
-
-    Attributes:
-        steps: Steps that were committed.
-        planned: Bytes that updates and records of all steps were to ``read`` and ``write``.
     """
 
     def __init__(
@@ -118,8 +105,8 @@ class Records:
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
         self._speculation, self._small = speculation, StepState()
-        self.interval, self.steps = CommitInterval(every), 0
-        self.planned: Counter[str] = Counter()
+        self.interval, self.steps = CommitInterval(every), 0  # steps that were committed
+        self.planned: Counter[str] = Counter()  # bytes that updates and records were to "read" and "write"
         # What is not recorded yet, and what must land before; nothing there: it was written over in place.
         self._commit: tuple[CommitRecord, list[Transfer] | None] | None = None
         self._layout = -1  # changes of the store that the last record knew
@@ -136,7 +123,7 @@ class Records:
     def end_step(self) -> None:
         """A step was committed: begin to record it, if it is one of those that are."""
         self.steps += 1
-        recorded = self.commits is not None and (self.interval.ends(self.steps) or self._void)
+        recorded = self.commits is not None and (self.steps % self.interval.every == 0 or self._void)
         if recorded:
             self._store_residents()
             self._commit = self._make_commit()
@@ -175,25 +162,17 @@ class Records:
         world_size = self.units[0].world_size
         return CommitRecord(self.steps, versions, counts, world_size, layout=layout), landing
 
-    @property
-    def unrecorded(self) -> bool:
-        """Whether a step was committed that is to be recorded, so that another process can go on."""
-        return self._commit is not None
-
-    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Record the step that :meth:`end_step` ended, with the small state that belongs to it.
-
-        ``late`` returns the rest of it, which is ready when the next forward pass begins; None: that is all.
-        """
+    def record(self, small: SmallState) -> None:
+        """Record the step that :meth:`end_step` ended, if it is recorded, with its small state."""
         if self._commit is not None:
-            self._take(state, late)
-            if late is None:
+            self._take(*small())
+            if self._small.late is None:
                 self.end_commit()
 
-    def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
-        self.record(state, late)
-        self._take(state, late)
+    def reload(self, small: SmallState) -> None:
+        """Let this be the small state of the last step: one was loaded."""
+        self.record(small)
+        self._take(*small())
 
     def _take(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
         self._small.taken, self._small.late = {**state, "predictor": self._speculation.counter}, late

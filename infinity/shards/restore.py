@@ -20,21 +20,21 @@ from torch import Tensor
 
 from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.intervals import ShardPiece, Span, shard_pieces
-from infinity.nvme.volume import Volume, open_sealed
+from infinity.nvme.volume import Volume, open_own
 from infinity.optim.rules import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.homes import DiskHome, HostHome
 from infinity.shards.saved import SavedRank, SavedRun
-from infinity.shards.storage import ShardStore, Version, versions_of_plain, versions_to_plain
+from infinity.shards.storage import ChunkExtents, ShardStore, Version, versions_of_plain, versions_to_plain
 from infinity.shards.tiers import Tiers
-from infinity.shards.verified import BlockSums, load_sums
+from infinity.shards.verified import load_sums
 
 #: The name of a tile: that of its parameter, and its rows.
 _TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
-    """Describe where the versions of every unit lie, and what lies there: the layout for a commit.
+    """Return the layout for a commit: where the versions of every unit lie, and what lies there.
 
     A unit whose values come from a checkpoint that is loaded again has none, and the files of that are.
     """
@@ -58,17 +58,11 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Files and places that go when the first commit after the restored one stands on all ranks.
+    """Files and places that go when the first commit after the restored one stands on all ranks."""
 
-    Attributes:
-        adopted: Units that have the places of the saved commit; all others have new ones.
-        versions: Extents in the rank's own files.
-        paths: Files of the generation before.
-    """
-
-    adopted: set[int]
-    versions: Sequence[Version] = ()
-    paths: Sequence[Path] = ()
+    adopted: set[int]  # units that have the places of the saved commit; all others have new ones
+    versions: Sequence[Version] = ()  # in the rank's own files
+    paths: Sequence[Path] = ()  # of the generation before
 
     def discard(self, store: ShardStore) -> None:
         store.free_versions(self.versions)
@@ -111,7 +105,10 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):
             if rank not in sources:
-                sources[rank] = _open_source(saved.ranks[rank], volume, storage.sums)
+                first = volume.add_sealed([open_own(path) for path in saved.ranks[rank].data])
+                if storage.sums is not None:
+                    load_sums(storage.sums, saved.ranks[rank], first)
+                sources[rank] = _Source(saved.ranks[rank], first)
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:
@@ -157,12 +154,7 @@ def _whole(name: str) -> tuple[str, int]:
 
 
 class _Source:
-    """The units of one rank in the saved commit.
-
-    Attributes:
-        first: Number of the volume's file that is its first.
-        versions: The versions of each unit; none of one whose values come from a checkpoint.
-    """
+    """The units of one rank in the saved commit, whose first file is number ``first`` of the volume's."""
 
     def __init__(self, saved: SavedRank, first: int) -> None:
         self.saved, self.first = saved, first
@@ -196,13 +188,6 @@ class _Source:
                 yield folder / f"rank{files.rank}.lock"
 
 
-def _open_source(saved: SavedRank, volume: Volume, sums: BlockSums | None) -> _Source:
-    first = volume.add_sealed([open_sealed(path) for path in saved.data])
-    if sums is not None:
-        load_sums(sums, saved, first)
-    return _Source(saved, first)
-
-
 def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
     """Let a unit keep its extents; one that lives in host memory is read."""
     record = source.saved.record
@@ -234,12 +219,9 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The old place of a parameter, or of a tile of it: index of the unit, offset in it; and its step count.
+    """Elements ``[first, stop)`` of a parameter: unit and offset where they were; and its step count.
 
-    Attributes:
-        shape: The shape of the parameter without its first dimension, if it has any.
-        first: The first element of the parameter that was there.
-        stop: The one after the last.
+    ``shape`` is the parameter's without its first dimension, if it has any.
     """
 
     unit: int
@@ -251,14 +233,7 @@ class _Place:
 
 
 class _Reader:
-    """Reads ranges of saved units; keeps the chunk that was read last.
-
-    Args:
-        sources: Sources by old rank.
-
-    Attributes:
-        shard_numels: Elements of a shard of each saved unit.
-    """
+    """Reads ranges of saved units; keeps the chunk that was read last."""
 
     def __init__(self, tiers: Tiers, sources: Mapping[int, _Source], world_size: int) -> None:
         self._tiers, self._sources = tiers, sources
@@ -266,14 +241,14 @@ class _Reader:
         self.shard_numels = [unit["numel"] // world_size for unit in any_rank.units]
         self._places: dict[str, list[_Place]] = {}
         for index, unit in enumerate(any_rank.units):
-            for segment, steps in zip(unit["segments"], any_rank.saved.record.counts[index], strict=True):
-                name, offset, shape = segment
-                (name, row), inner = _whole(name), tuple(shape[1:])
+            counts = any_rank.saved.record.counts[index]
+            for (tile, offset, shape), steps in zip(unit["segments"], counts, strict=True):
+                (name, row), inner = _whole(tile), tuple(shape[1:])
                 first = row * math.prod(inner)
                 place = _Place(index, offset, inner, steps, first, first + math.prod(shape))
                 self._places.setdefault(name, []).append(place)
         self._held = contextlib.ExitStack()
-        self._at: tuple[int, int, int] | None = None
+        self._chunk: ChunkExtents | None = None
         self._fields: tuple[Tensor, ...] = ()
 
     def find(self, segment: Segment) -> list[_Place]:
@@ -281,12 +256,12 @@ class _Reader:
         name, shape = segment.whole_name, tuple(segment.whole_shape)
         places = self._places.get(name, [])
         numel = sum(place.stop - place.first for place in places)
-        was = shape
-        if places and shape and (inner := math.prod(places[0].shape)):
-            was = numel // inner, *places[0].shape
-        if not places or was != shape or numel != math.prod(shape):
-            has = f"{name} of shape {was}" if places else f"no {name}"
-            raise _differs(f"has {has}; this one has shape {shape}")
+        if not places:
+            raise _differs(f"has no {name}; this one has shape {shape}")
+        inner = places[0].shape
+        if inner != shape[1:] or numel != math.prod(shape):
+            was = numel // max(1, math.prod(inner)), *inner
+            raise _differs(f"has {name} of shape {was}; this one has shape {shape}")
         if segment.numel == segment.whole_shape.numel():
             return places
         stop = segment.first + segment.numel
@@ -296,11 +271,10 @@ class _Reader:
         """Copy a piece of a saved shard, field by field."""
         chunks, at = self._sources[piece.rank].committed(piece.unit).chunks, piece.start
         while at < piece.stop:
-            number, chunk = next((n, c) for n, c in enumerate(chunks) if c.start <= at < c.start + c.numel)
-            if self._at != (piece.rank, piece.unit, number):
+            chunk = next(each for each in chunks if each.start <= at < each.start + each.numel)
+            if self._chunk is not chunk:
                 self.close()
-                self._fields = self._held.enter_context(self._tiers.store.reading(chunk))
-                self._at = piece.rank, piece.unit, number
+                self._chunk, self._fields = chunk, self._held.enter_context(self._tiers.store.reading(chunk))
             end = min(piece.stop, chunk.start + chunk.numel)
             for target, values in zip(into, self._fields, strict=True):
                 target[at - piece.start : end - piece.start] = values[at - chunk.start : end - chunk.start]
@@ -308,5 +282,5 @@ class _Reader:
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""
-        self._at, self._fields = None, ()
+        self._chunk, self._fields = None, ()
         self._held.close()

@@ -35,22 +35,14 @@ from infinity.shards.journal import (
 
 @dataclass(frozen=True, slots=True)
 class SavedRank:
-    """The files of one rank of an interrupted run.
-
-    Attributes:
-        files: Names of its files.
-        journal: Path of its journal.
-        layout: The layout of versions; see :func:`infinity.shards.restore.describe`.
-        data: The data files, by number of the drive.
-        spaces: The space that the extents of its units take in each data file.
-    """
+    """The files of one rank of an interrupted run."""
 
     files: RankFiles
     journal: Path
     record: CommitRecord
-    layout: Mapping[str, Any]
-    data: Sequence[Path]
-    spaces: Sequence[Space]
+    layout: Mapping[str, Any]  # of versions; see infinity.shards.restore.describe
+    data: Sequence[Path]  # by number of the drive
+    spaces: Sequence[Space]  # what the extents of its units take in each of them
 
     def committed(self) -> Iterator[tuple[str, Piece]]:
         """Each piece of the committed versions, with a parameter of its unit; files are numbered by drive."""
@@ -67,20 +59,14 @@ def _pieces_of(version: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """The last commit of an interrupted run.
-
-    Attributes:
-        step: Steps that were committed.
-        own: The saved state of this rank, if there are as many ranks now: it goes on in its own files.
-        ranks: The saved states of old ranks; all of them, if there are others now.
-    """
+    """The last commit of an interrupted run."""
 
     step: int
     generation: int
     run: int
     world_size: int
-    own: SavedRank | None
-    ranks: Mapping[int, SavedRank]
+    own: SavedRank | None  # of this rank, if there are as many ranks now: it goes on in its own files
+    ranks: Mapping[int, SavedRank]  # of old ranks; all of them, if there are others now
 
     def state(self, rank: int) -> bytes:
         """The small state for ``rank``: its own, or that of an old rank in its place."""
@@ -163,17 +149,13 @@ def committed_step(folders: Sequence[Path]) -> int | None:
 
     Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
     """
-    steps: dict[int, dict[int, int]] = {}  # by generation and rank
-    complete: dict[int, bool] = {}
+    newest: dict[int, dict[int, CommitRecord]] = {}  # by generation and rank
     for files, each in _journals(folders):
         if each.commits:
-            record = each.commits[max(each.commits)]
-            of_ranks = steps.setdefault(files.generation, {})
-            of_ranks[files.rank] = record.step
-            complete[files.generation] = len(of_ranks) >= record.world_size
-    # a rank that went on with another number of ranks may be ahead of the others
-    newest = max(steps, key=lambda generation: (complete[generation], generation), default=None)
-    return None if newest is None else min(steps[newest].values())
+            newest.setdefault(files.generation, {})[files.rank] = each.commits[max(each.commits)]
+    # A rank that went on with another number of ranks may be ahead of the others.
+    whole = [g for g, records in newest.items() if len(records) >= records[min(records)].world_size]
+    return min(each.step for each in newest[max(whole or newest)].values()) if newest else None
 
 
 def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) -> Path | None:
@@ -185,15 +167,15 @@ def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) ->
     return None
 
 
-def clear(folders: Iterable[Path], ranks: Ranks, keep: Container[int] = ()) -> None:
-    """Remove files of all generations but these, those of other ranks than today's among them.
+def clear(folders: Iterable[Path], ranks: Ranks, keep: int) -> None:
+    """Remove files of all generations but one, those of other ranks than today's among them.
 
     Every rank must call, after all have looked for commits.
     """
     for folder in folders:
         for path in folder.glob("rank*"):
             files = RankFiles.of(path)
-            if files is None or files.rank % ranks.world_size != ranks.rank or files.generation in keep:
+            if files is None or files.rank % ranks.world_size != ranks.rank or files.generation == keep:
                 continue
             path.unlink(missing_ok=True)
             if files.rank >= ranks.world_size:
@@ -319,14 +301,7 @@ class RunFiles:
         resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will look
             for it again.
         stack: Gives the directories back, last of all that it closes.
-        synced: Commits survive a power cut.
         note: Gets a line for people about each thing that the machine lacks.
-
-    Attributes:
-        saved: The last commit of an interrupted run, with which this one goes on.
-        journal: The journal of this rank's commits; None: no process will look for them.
-        paths: Paths of the data files, one on each drive.
-        keep: Leave the files on disk at the end, if a process can go on with the run.
     """
 
     def __init__(
@@ -334,9 +309,9 @@ class RunFiles:
         stack: contextlib.ExitStack, *, synced: bool, note: Callable[[str], object],
     ) -> None:  # fmt: skip
         self._looked = False  # for a commit: from then on files without one may go
-        self.saved: SavedRun | None = None
-        self.journal: Journal | None = None
-        self.keep = False
+        self.saved: SavedRun | None = None  # with which this run goes on
+        self.journal: Journal | None = None  # of this rank; None: no process will look for its commits
+        self.keep = False  # leave the files on disk at the end, if a process can go on with the run
         self._files, directories = RankFiles(ranks.rank), list[RunDirectory]()
         for root in memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
@@ -344,7 +319,7 @@ class RunFiles:
         stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
         if resume is not None:
-            self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
+            self._files = self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
@@ -355,33 +330,29 @@ class RunFiles:
             self.journal = Journal(folder, self._files, synced=synced)
             stack.callback(self.journal.close)
         named = [directory.file(self._files.data(drive)) for drive, directory in enumerate(directories)]
-        self.paths: Sequence[Path] = named if own is None else own.data
+        self.paths: Sequence[Path] = named if own is None else own.data  # one on each drive
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object], *,
         versions: int,
-    ) -> None:  # fmt: skip
+    ) -> RankFiles:  # fmt: skip
         """Find the last commit, name this rank's files, and remove what belongs to no commit."""
         where = ", ".join(map(str, folders))
-        saved = None if resume == "never" else find_saved(folders, ranks, note)
-        if saved is None:
-            self._looked = True
-            if resume == "must":
-                raise StateError(
-                    f"run.resume=must, but there is no commit in {where}; run.resume=auto begins a new run "
-                    "there"
-                )
-            clear(folders, ranks)
-            self._files = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
-            return
-        if versions == 1:
+        self.saved = saved = None if resume == "never" else find_saved(folders, ranks, note)
+        self._looked = saved is None
+        if saved is None and resume == "must":
+            raise StateError(
+                f"run.resume=must, but there is no commit in {where}; run.resume=auto begins a new run there"
+            )
+        if saved is not None and versions == 1:
             raise StateError(
                 f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
                 f"memory.versions=2 to go on; {BEGIN_ANEW}"
             )
-        clear(folders, ranks, keep=(saved.generation,))
-        self.saved = saved
-        self._files = RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
+        clear(folders, ranks, keep=0 if saved is None else saved.generation)
+        if saved is None:
+            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+        return RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
 
     def _finish(self, directories: list[RunDirectory]) -> None:
         """Say in every directory that the run is over, before the first file goes."""
@@ -391,13 +362,14 @@ class RunFiles:
 
     @property
     def _can_go_on(self) -> bool:
-        return self.saved is not None or (self.journal is not None and self.journal.any)
+        return self.saved is not None or (self.journal is not None and bool(self.journal.numbers))
 
     def _end_directory(self, directory: RunDirectory, world_size: int) -> None:
         if not self._looked and directory.is_empty():
             directory.remove()  # this process made it
         elif not self._looked or (self.keep and self._can_go_on):
-            if self.saved is not None and self.saved.own is None and self.journal and not self.journal.any:
+            fresh = self.saved is not None and self.saved.own is None
+            if fresh and self.journal is not None and not self.journal.numbers:
                 for path in directory.path.glob(f"{self._files.stem}[-.]*"):  # of no use without a commit
                     path.unlink(missing_ok=True)
             directory.leave()

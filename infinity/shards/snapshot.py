@@ -31,24 +31,16 @@ _SLICE_S = 0.5
 
 @dataclass(slots=True)
 class Source:
-    """The place of the values of one unit.
+    """The place of the values of one unit."""
 
-    Attributes:
-        chunks: Start and elements of the parts in which they are read.
-        values: Weights and all fields of the state in host memory; None: only on NVMe.
-        version: The version on NVMe, number ``place``; None: the values are only in host memory.
-        landing: Transfers that must end before: the update, and writes.
-        lasting: Reads all chunks of a unit whose values do not change; None: they may.
-        copy: Holds ``values``, where they are the snapshot's own.
-    """
-
-    chunks: Sequence[tuple[int, int]] = ()
-    values: tuple[Tensor, ...] | None = None
-    version: Version | None = None
-    place: int | None = None
-    landing: Sequence[Transfer] = ()
+    chunks: Sequence[tuple[int, int]] = ()  # start and elements of the parts in which they are read
+    values: tuple[Tensor, ...] | None = None  # weights and state in host memory; None: only on NVMe
+    version: Version | None = None  # that on NVMe; None: the values are only in host memory
+    place: int | None = None  # its number among the unit's places
+    landing: Sequence[Transfer] = ()  # what must end before: the update, and writes
+    #: Reads all chunks of a unit whose values do not change.
     lasting: Generator[tuple[int, tuple[Tensor, ...]]] | None = None
-    copy: Lease | None = None
+    copy: Lease | None = None  # holds `values`, where they are the snapshot's own
 
 
 class Snapshot:
@@ -71,8 +63,6 @@ class Snapshot:
         self._room: Lease | None = None  # in which chunks are read
         self._cancelled = self._busy = False
 
-    # --- the thread that reads ---------------------------------------------------------------
-
     def read(self, index: int) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         """Yield first element and fields of each chunk of this shard's exact values and moments, fp32.
 
@@ -93,7 +83,7 @@ class Snapshot:
             for number, (start, numel) in enumerate(source.chunks):
                 with self._changed:
                     self._check()
-                    fields = self._from_memory(source, start, numel)
+                    fields = None if source.values is None else self._copies(source.values, start, numel)
                 if fields is not None:
                     yield start, fields
                 elif source.version is not None:
@@ -104,11 +94,8 @@ class Snapshot:
             self._busy = False
             self._release(index)
 
-    def _from_memory(self, source: Source, start: int, numel: int) -> tuple[Tensor, ...] | None:
-        """Copies of a chunk's fields; None: they are on NVMe only."""
-        if source.values is None:
-            return None
-        weight, *fields = (each[start : start + numel] for each in source.values)
+    def _copies(self, values: Sequence[Tensor], start: int, numel: int) -> tuple[Tensor, ...]:
+        weight, *fields = (each[start : start + numel] for each in values)
         state = self._layout.complete(fields, numel)
         return tuple(each.clone() for each in self._layout.full_values(weight, state))
 
@@ -134,8 +121,6 @@ class Snapshot:
                 self._changed.wait(_SLICE_S)
         for index in list(self._sources):
             self._release(index)
-
-    # --- threads that train ------------------------------------------------------------------
 
     def place(self, index: int) -> int | None:
         """Return the place of a unit that must stay as it is; None: none must."""

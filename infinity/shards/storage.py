@@ -35,7 +35,7 @@ from infinity.optim.layout import CHUNK_NUMEL, StateLayout, store_master
 from infinity.optim.rules import UpdateRule, default_rule
 from infinity.shards.journal import Journal, Resume
 from infinity.shards.saved import RunFiles, SavedRun
-from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
+from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums
 
 _NOWHERE = Extent(())
 
@@ -240,8 +240,7 @@ class Storage:
         self.engine = make_engine(self.memory.engine, self.volume, note)
         if self.memory.verify:
             self.sums = BlockSums()
-            for drive in range(len(files.paths)):
-                self.sums.add(drive, salt_of(ranks.rank, drive))
+            self.sums.add(0, ranks.rank, len(files.paths))
             self.volume.on_zeros = self.sums.set_zeros
             self.engine = VerifiedEngine(self.engine, self.sums, self.volume)
             if own is not None:

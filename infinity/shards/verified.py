@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import torch
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import DamagedDataError, StateError
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.transfer import Transfer, TransferEngine, chained
 from infinity.device.machine import background_threads
-from infinity.nvme.volume import Range, Volume, open_sealed
+from infinity.nvme.volume import Range, Volume, open_own
 from infinity.shards.journal import CorruptJournalError, read_sums
 from infinity.shards.saved import SavedRank, find_saved
 
@@ -71,10 +72,11 @@ class BlockSums:
         self._lock = threading.Lock()  # guards what follows
         self._files: dict[int, tuple[int, Sums]] = {}  # salt and sums, by number of the file
 
-    def add(self, file: int, salt: int) -> None:
-        """Keep sums of a file of the volume; of others nothing is known."""
+    def add(self, first: int, rank: int, drives: int) -> None:
+        """Keep sums of a rank's files, from number ``first`` of the volume on; of others nothing is known."""
         with self._lock:
-            self._files[file] = salt, np.zeros(0, np.uint32)
+            for drive in range(drives):
+                self._files[first + drive] = salt_of(rank, drive), np.zeros(0, np.uint32)
 
     def drop(self, first: int, count: int) -> None:
         with self._lock:
@@ -136,20 +138,12 @@ class VerifiedEngine:
         self._threads = ThreadPoolExecutor(background_threads(), "infinity-verify")
 
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
-        verified, read = Transfer(), self._engine.read(extent, memory, urgent=urgent)
+        def check() -> Transfer:
+            checked = Transfer()
+            self._threads.submit(checked.run, partial(self._sums.check, extent, memory, self._path))
+            return checked
 
-        def check() -> None:
-            read.wait()  # ended: raises at once if it failed
-            self._sums.check(extent, memory, self._path)
-
-        def submit() -> None:
-            try:
-                self._threads.submit(verified.run, check)
-            except RuntimeError as error:  # the interpreter ends: it takes no more work
-                verified.finish(error)
-
-        read.then(submit)
-        return verified
+        return chained(self._engine.read(extent, memory, urgent=urgent), check)
 
     def write(self, extent: Extent, memory: memoryview) -> Transfer:
         written, write = Transfer(), self._engine.write(extent, memory)
@@ -170,9 +164,6 @@ class VerifiedEngine:
         return getattr(self._engine, name)
 
 
-# --- sums that were kept with a commit --------------------------------------------------------------
-
-
 def load_sums(
     sums: BlockSums, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
 ) -> None:
@@ -182,8 +173,7 @@ def load_sums(
         first: Number of the volume's file that is its first.
         note: Gets a line for people if it knew nothing.
     """
-    for drive in range(len(saved.data)):
-        sums.add(first + drive, salt_of(saved.files.rank, drive))
+    sums.add(first, saved.files.rank, len(saved.data))
     try:
         kept = _kept_sums(saved)
     except CorruptJournalError as error:
@@ -242,7 +232,7 @@ def _check_rank(saved: SavedRank) -> RankCheck:
     damage: list[str] = []
     with contextlib.ExitStack() as stack:
         buffer = stack.enter_context(mmap.mmap(-1, _READ_NBYTES))  # aligned, for O_DIRECT
-        files = [open_sealed(path) for path in saved.data]
+        files = [open_own(path) for path in saved.data]
         for file in files:
             stack.callback(file.close)
         for name, piece in pieces:

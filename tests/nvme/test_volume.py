@@ -15,7 +15,7 @@ from infinity.core.nbytes import Extent, Piece
 from infinity.device.memory import HostPool, Lease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
-from infinity.nvme.volume import Space, Volume, open_sealed
+from infinity.nvme.volume import Space, Volume, open_own, open_sealed
 from tests.helpers.cases import examples
 from tests.helpers.limits import file_limit
 
@@ -208,7 +208,7 @@ def test_a_file_that_grew_is_still_ours(volume: Volume) -> None:
 def test_a_sealed_file_may_lose_its_name_but_none_of_its_bytes(volume: Volume, tmp_path: Path) -> None:
     path = tmp_path / "base"
     path.write_bytes(bytes(8192))
-    volume.add_sealed([open_sealed(path)])
+    volume.add_sealed([open_own(path)])
     other = path.rename(tmp_path / "base2")
     volume.check()
     os.truncate(other, 4096)

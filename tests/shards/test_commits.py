@@ -120,7 +120,7 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
     journal.append(CommitRecord(3, ()))
     journal.close()
     assert [record.number for record in records(tmp_path)] == [4]
-    assert Journal(tmp_path, RankFiles(0, run=7)).any
+    assert Journal(tmp_path, RankFiles(0, run=7)).numbers
 
 
 def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path, monkeypatch) -> None:

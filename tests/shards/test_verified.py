@@ -134,8 +134,7 @@ def engine(request, tmp_path):
         volume = Volume([tmp_path / "a.bin", tmp_path / "b.bin"])
         stack.callback(volume.close)
         sums = BlockSums()
-        for file in range(2):
-            sums.add(file, file)
+        sums.add(0, rank=0, drives=2)
         volume.on_zeros = sums.set_zeros
         engine = VerifiedEngine(make_engine(request.param, volume), sums, volume)
         stack.callback(engine.close)

@@ -19,11 +19,8 @@ def make_engine(
 ) -> TransferEngine:
     """The engine called ``name``; ``auto`` is the fastest that works here.
 
-    Args:
-        note: Gets a line for people if that is not the one that is fastest elsewhere.
-
-    Raises:
-        SettingError: The engine that was asked for cannot be used here; says why.
+    ``note`` gets a line for people if that is not the one that is fastest elsewhere. Raises a SettingError if
+    the engine that was asked for cannot be used here.
     """
     if name not in ("auto", "libaio", "threads", "gds"):
         raise ValueError(f"memory.engine: got {name!r}; wanted auto | libaio | threads | gds")

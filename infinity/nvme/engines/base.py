@@ -16,6 +16,7 @@ import errno
 import resource
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,23 +55,17 @@ class Move(Transfer):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A contiguous part of a move, small enough for one system call.
-
-    Attributes:
-        offset: In the file.
-        start: In the move's memory.
-        note: What a library said beyond an errno.
-    """
+    """A contiguous part of a move, small enough for one system call."""
 
     move: Move
     file: int
     fd: int
-    offset: int
-    start: int
+    offset: int  # in the file
+    start: int  # in the move's memory
     nbytes: int
     moved: int = 0
     tries: int = 0
-    note: str = ""
+    note: str = ""  # what a library said beyond an errno
 
     def memory(self) -> Any:
         """The part of the move's memory that is still to be moved."""
@@ -79,29 +74,29 @@ class Request:
 
 
 class QueuedEngine:
-    """Queues, results, counters; an engine adds :meth:`wake` and :meth:`stop`, and threads.
+    """Queues, results, counters; an engine adds :meth:`wake`, and the mains of threads.
 
-    Args:
-        request_nbytes: Bytes of a request; an eighth more where that saves one.
-
-    Attributes:
-        name: The name in ``memory.engine``.
-        lock: Guards the queues and counts here; an engine guards its own with it, too.
-        stopping: Threads of the engine end.
+    ``request_nbytes`` are those of a request; an eighth more where that saves one.
     """
 
-    name: str
+    name: str  # in memory.engine
 
     def __init__(self, volume: Volume, request_nbytes: int) -> None:
         self._volume, self._request_nbytes = volume, request_nbytes
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # guards what follows; an engine guards its own counts with it, too
         self._urgent: deque[Request] = deque()
         self._others: deque[Request] = deque()
         self._idle = threading.Condition(self.lock)
         self._taken_nbytes = self.nbytes_read = self.nbytes_written = 0
-        self._closed = self.stopping = False
+        self._closed = self.stopping = False  # threads end
+        self._threads: list[threading.Thread] = []
 
-    # --- the protocol ------------------------------------------------------------------------
+    def start(self, *mains: Callable[[], None]) -> None:
+        """Start the engine's threads, which end when ``stopping`` is set."""
+        for number, main in enumerate(mains):
+            name = f"infinity-{self.name}-{number}"
+            self._threads.append(threading.Thread(target=main, name=name, daemon=True))
+            self._threads[-1].start()
 
     def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Move:
         return self._start(extent, memory, urgent=urgent, writes=False)
@@ -126,20 +121,17 @@ class QueuedEngine:
         if first:
             self.stop()
 
-    # --- what an engine adds -----------------------------------------------------------------
-
     def wake(self) -> None:
         """Wake threads: something was queued, or they must stop. The lock is held."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Give back threads, which end as ``stopping`` is set, and kernel contexts."""
-        raise NotImplementedError
+        """Give back threads, and what else an engine has."""
+        for thread in self._threads:
+            thread.join()
 
     def begin(self, move: Move) -> None:
         """Look at a move before its first request is queued; on the caller's thread."""
-
-    # --- what an engine calls ----------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
@@ -217,8 +209,6 @@ class QueuedEngine:
         if request.note:
             error.add_note(request.note)
         return error
-
-    # --- starting ----------------------------------------------------------------------------
 
     def _start(self, extent: Extent, memory: Memory, *, urgent: bool, writes: bool) -> Move:
         if extent.nbytes != memory.nbytes:

@@ -22,14 +22,9 @@ from infinity.nvme.volume import Volume
 
 
 class GdsEngine:
-    """kvikio's asynchronous cuFile calls for tensors of the accelerator; another engine for host memory.
+    """kvikio's asynchronous cuFile calls for tensors of the accelerator; for host memory what ``host`` makes.
 
-    Args:
-        host: Makes that engine.
-
-    Raises:
-        ImportError: kvikio is missing (``pip install infinity-offload[gds]``).
-        StateError: There is no accelerator.
+    Raises an ImportError without kvikio, and a StateError without an accelerator.
     """
 
     name = "gds"

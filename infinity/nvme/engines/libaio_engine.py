@@ -29,12 +29,7 @@ def load() -> ModuleType:
 
 
 class LibaioEngine(QueuedEngine):
-    """Keeps up to ``depth`` requests with the kernel.
-
-    Raises:
-        ImportError: See :func:`load`.
-        OSError: Likewise, or the kernel gives no context.
-    """
+    """Keeps up to ``depth`` requests with the kernel. Raises as :func:`load`, or if that gives no context."""
 
     name = "libaio"
 
@@ -47,12 +42,7 @@ class LibaioEngine(QueuedEngine):
         self._submitting = threading.Lock()
         self._work = threading.Condition(self.lock)  # something is queued
         self._results = threading.Condition(self.lock)  # the kernel has something
-        self._threads = [
-            threading.Thread(target=self._feed, name="infinity-aio-submit", daemon=True),
-            threading.Thread(target=self._reap, name="infinity-aio-reap", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.start(self._feed, self._reap)
 
     def wake(self) -> None:
         if self._slots.free:  # else the reaper submits, as soon as one is
@@ -61,11 +51,8 @@ class LibaioEngine(QueuedEngine):
             self._results.notify()
 
     def stop(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        super().stop()
         self._c.io_queue_release(self._context)
-
-    # --- to the kernel -----------------------------------------------------------------------
 
     def _feed(self) -> None:
         """Submit what comes while the kernel has less than its share."""
@@ -109,8 +96,6 @@ class LibaioEngine(QueuedEngine):
             time.sleep(0.001)  # the kernel is short of memory
         if guilty is not None:
             self.settle(guilty, -code)
-
-    # --- from the kernel ---------------------------------------------------------------------
 
     def _reap(self) -> None:
         events = (self._c.io_event * self._slots.count)()

@@ -22,18 +22,10 @@ class ThreadsEngine(QueuedEngine):
     ) -> None:
         super().__init__(volume, request_nbytes)
         self._work = threading.Condition(self.lock)
-        self._threads = [
-            threading.Thread(target=self._main, name=f"infinity-io-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.start(*[self._main] * threads)
 
     def wake(self) -> None:
         self._work.notify(len(self._threads) if self.stopping else self.waiting)
-
-    def stop(self) -> None:
-        for thread in self._threads:
-            thread.join()
 
     def _main(self) -> None:
         while True:
