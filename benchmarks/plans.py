@@ -22,8 +22,9 @@ from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
+from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
-from infinity.predict.plan_recipe import PlannedRun, count, plan_recipe, seconds
+from infinity.predict.plan_recipe import count, seconds
 from infinity.recipes.recipe import load_recipe
 
 HARDWARE = ("dgx-2", "dgx-a100", "hgx-h100", "hgx-h200", "gh200", "desktop-4090", "vm-2core")
@@ -88,13 +89,13 @@ class Page:
 
     name: str
     machine: str
-    planned: PlannedRun | None
+    planned: DryRun | None
     missing: str
     planning_s: float
 
 
 #: Plans of the model that was planned last, by ranks.
-_PLANNED: dict[int, PlannedRun] = {}
+_PLANNED: dict[int, DryRun] = {}
 
 
 def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path) -> Page:
@@ -106,8 +107,9 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
     machine, began_s = load_machine(on), time.process_time()
     try:
         like = _PLANNED.get(machine.devices_in_all)
-        planned = plan_recipe(recipe, machine, like=None if like is None else like.run)
+        planned = dry_run(recipe, machine, like=like)
         _PLANNED[machine.devices_in_all] = planned
+        assert planned.cost.step_s > 0  # the step is played here, too
     except BudgetError as error:
         return Page(name, on, None, str(error), time.process_time() - began_s)
     planning_s = time.process_time() - began_s
@@ -130,7 +132,7 @@ def row(page: Page) -> list[str]:
     planned = page.planned
     if planned is None:
         return [page.machine, "no", sentence(page.missing), *[""] * 8]
-    run, cost = planned.run, planned.cost
+    run, cost = planned, planned.cost
     last = planned.drives_last_s()
     return [
         page.machine,
@@ -181,7 +183,7 @@ def write_page(path: Path, pages: Sequence[Page], largest: str) -> None:
     for name in dict.fromkeys(page.name for page in pages):
         own = [page for page in pages if page.name == name]
         some = next((page.planned for page in own if page.planned is not None), None)
-        title = name if some is None else f"{name}: {count(some.run.params)} parameters"
+        title = name if some is None else f"{name}: {count(some.params)} parameters"
         lines += ["", f"## {title}", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += ["| " + " | ".join(row(page)) + " |" for page in own]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -161,10 +161,10 @@ def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
     """The plan's figures for the same, with all budgets given."""
     import infinity
     from infinity.planner.simulator import play
-    from infinity.predict.plan_recipe import plan_recipe
+    from infinity.predict.dry_run import dry_run
 
-    planned = plan_recipe(infinity.load_recipe(overrides=job.overrides), machine, ranks, here=True)
-    cost, made = planned.cost, planned.run
+    planned = dry_run(infinity.load_recipe(overrides=job.overrides), machine, ranks, here=True)
+    cost, made = planned.cost, planned
     activations = made.trace.peak_nbytes
     if made.activations.places or made.activations.recomputed:
         activations = play(made.profile, made.activations, made.rates.channels).peak_nbytes
@@ -179,7 +179,7 @@ def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
 def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -> list[str]:
     """A run's overrides, with its model, its files, and the device memory that is the least."""
     import infinity
-    from infinity.predict.plan_recipe import plan_recipe
+    from infinity.predict.dry_run import dry_run
 
     overrides = [
         *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}",
@@ -193,7 +193,7 @@ def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -
         overrides.append("optim.max_grad_norm=1e9")  # what is clipped is updated twice: no plan foresees it
     if any("LEAST" in each for each in overrides):
         roomy = [each for each in overrides if "LEAST" not in each]
-        division = plan_recipe(infinity.load_recipe(overrides=roomy), machine, ranks).run.division
+        division = dry_run(infinity.load_recipe(overrides=roomy), machine, ranks).division
         overrides = [each.replace("LEAST", str(division.least)) for each in overrides]
     elif not any(each.startswith("memory.device") for each in overrides):
         overrides.append("memory.device=256MiB")

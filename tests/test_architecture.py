@@ -287,8 +287,8 @@ ROOM_BUDGETS = {
     "observe": 766,
     "optim": 944,
     "partition": 2686,
-    "planner": 4193,
-    "predict": 2586,
+    "planner": 3943,
+    "predict": 2173,
     "recipes": 2183,
     "shards": 4242,
 }

@@ -29,43 +29,56 @@ began; then each further one takes what it took. Where that does not happen in t
 be so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
 from infinity.core.lifecycle import UpdateState
-from infinity.planner.channels import Channel
-from infinity.planner.events import DECODE, LINKS, UPDATE, DeviceMemory, StepCost, Task, VirtualClock
+from infinity.planner.events import (
+    DECODE,
+    LINKS,
+    UPDATE,
+    Channel,
+    DeviceMemory,
+    StepCost,
+    Task,
+    VirtualClock,
+)
 from infinity.planner.machines import COLLECTIVE_S
 from infinity.planner.prefetch_plan import Event, Kind
-from infinity.planner.step import MicroBatch, StepScript, StepSetup, StepTrace, Stored, tries
+from infinity.planner.step import StepScript, StepSetup, StepTrace, Stored, tries
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
 
 #: Steps are played until so many take about as long as each other, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
+#: A unit's update is played in at most so many chunks.
+_CHUNKS = 8
 
 
 def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     """Predict what a training step costs; see [Note: what is played]."""
-    return _Player(StepScript.of(trace, setup), setup).run()
+    return _Player(trace, setup).run()
 
 
-def _are_alike(marks: Sequence[StepCost]) -> bool:
-    """Return whether steps repeat: the last few took about as long."""
-    last = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
-    return len(last) == _LEAST_STEPS and max(last) <= (1 + _ALIKE) * min(last)
+@dataclass(slots=True)
+class _Span:
+    """The work of the training thread between two events of the plan: calls, compute, calls."""
+
+    before: list[Callable[[], None]] = field(default_factory=list)
+    compute_s: float = 0.0
+    after: list[Callable[[], None]] = field(default_factory=list)
 
 
 class _Player:
-    """Plays a script for some steps; see [Note: what is played]."""
+    """Plays a step some times; see [Note: what is played]."""
 
-    def __init__(self, script: StepScript, setup: StepSetup) -> None:
-        self.script, self.setup, self.units = script, setup, setup.units
+    def __init__(self, trace: StepTrace, setup: StepSetup) -> None:
+        self.trace, self.setup = trace, setup
+        self.script = StepScript.of(trace, setup)
         self._clock = VirtualClock(setup.rates)
         self._memory = DeviceMemory(setup.division, on_accelerator=setup.on_accelerator)
-        self._updates = PlayedUpdates(script, setup, self._clock, self._memory)
-        self._on_device = frozenset(setup.division.on_device)
+        self._updates = PlayedUpdates(self.script, setup, self._clock, self._memory)
         self._ready: dict[int, bool] = {}  # units on their way, or there
         self._staying: set[int] = set()
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
@@ -73,7 +86,30 @@ class _Player:
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
         self._carried = False  # one of the micro-batch before was
-        self._away: dict[int, bool] = {}
+        self._away: dict[int, bool] = {}  # activations that are loaded, and whether they are there
+        times_s, places = trace.times_s(setup.rates).tolist(), trace.accumulated()[1]
+        self._micro_batches = [self._spans(i, times_s, places) for i in range(self.script.earlier + 1)]
+
+    def _spans(self, index: int, times_s: list[float], places: list[int]) -> list[_Span]:
+        """Return the work of a micro-batch; ``places``: where others follow, positions of the trace."""
+        trace, setup, last = self.trace, self.setup, index == self.script.earlier
+        spans = [_Span() for _ in range(1 + (len(trace.events) if last else self.script.length))]
+        at = spans if last else [spans[place] for place in places]
+        for span, time_s in zip(at, times_s, strict=True):
+            span.compute_s += time_s
+        for each in trace.stored:
+            at[each.load_at].before.append(partial(self._load, each))
+            at[each.packed_at].after.append(partial(self._pack, each))
+        for each in trace.stored:
+            at[each.asked_at].before.append(partial(self._ask, each))
+        for position, unit in trace.begun:
+            if index == 0 or setup.ranks > 1:
+                at[position].after.append(partial(self._begin_gradient, unit))
+        for position, unit in trace.completed:
+            # In the last micro-batch the plan's events tell those of units that stream.
+            if (last and not setup.units[unit].streams) or (not last and setup.ranks > 1):
+                at[position].after.append(partial(self._end_gradient, unit, last))
+        return spans
 
     # --- units ---------------------------------------------------------------------------------
 
@@ -84,92 +120,70 @@ class _Player:
             self._clock.wait(lambda: self._memory.has_room(nbytes), "memory")
         self._memory.take(nbytes)
 
-    def _gather(self, unit: int, then: Callable[[], None]) -> Callable[[], None]:
-        """Queue a unit's gather; return what says that this rank's shard is there."""
-        if self.setup.ranks == 1:
-            return then
-        shape = self.units[unit]
-        nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
-        self._clock.nbytes[LINKS] += nbytes
-        rates = self.setup.rates
-        job = Task(nbytes / rates.gather_bytes_per_s + COLLECTIVE_S, then, rates.link_threads, ready=False)
-        self._clock.servers[LINKS].submit(job)
-        return partial(self._clock.servers[LINKS].ready, job)
-
     def _start(self, unit: int) -> None:
         """Begin to bring a unit's full values."""
-        shape = self.units[unit]
+        setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
         stayed = unit in self._staying
-        stored_nbytes = 0 if shape.stored is None else shape.stored.nbytes
-        if not (shape.on_nvme or self.setup.on_accelerator or self.setup.ranks > 1):
-            stored_nbytes = 0  # decoded from where it lies
+        # Without drives, an accelerator and other ranks it is decoded from where it lies.
+        travels = shape.on_nvme or setup.on_accelerator or setup.ranks > 1
+        stored_nbytes = shape.stored_nbytes if travels else 0
         if not stayed:
             self._lease(shape.nbytes)
             self._lease(stored_nbytes)
         self._staying.discard(unit)
         self._ready[unit] = False
 
-        def decoded() -> None:
+        def is_there() -> None:
             self._memory.give_back(stored_nbytes)
             self._ready[unit] = True
 
         def gathered() -> None:
-            if shape.stored is None:
-                self._ready[unit] = True
-            else:
-                rates = self.setup.rates
-                self._clock.serve(DECODE, shape.stored.decode_s(rates), decoded, rates.threads)
+            if not shape.stored_nbytes:
+                is_there()
+                return
+            operators_s = shape.decode_operators * rates.operator_s
+            time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
+            clock.serve(DECODE, time_s, is_there, rates.threads)
 
-        arrived = self._gather(unit, gathered)
+        arrived: Callable[[], None] = gathered
+        if setup.ranks > 1:  # see [Note: one queue of collectives]
+            nbytes, links = shape.stored_nbytes or shape.nbytes, clock.servers[LINKS]
+            clock.nbytes[LINKS] += nbytes
+            time_s = nbytes / rates.gather_bytes_per_s + COLLECTIVE_S
+            gather = Task(time_s, gathered, rates.link_threads, ready=False)
+            links.submit(gather)
+            arrived = partial(links.ready, gather)
 
-        def upload() -> None:
-            if self.setup.on_accelerator and unit not in self._on_device:
-                self._clock.move(Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
-            else:
-                arrived()
-
+        upload = partial(self._over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
+        if unit in self._memory.updated:
+            upload = partial(arrived)
         if stayed:
             self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:
             upload()
         else:
-            self._clock.count(Channel.NVME_READ, shape.read_nbytes)
-            read = partial(self._clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
+            clock.count(Channel.NVME_READ, shape.read_nbytes)
+            read = partial(clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
             self._updates.when_landed(unit, read)
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
-            self._memory.give_back(self.units[unit].nbytes)
-
-    def _use(self, unit: int) -> None:
-        if unit not in self._ready:
-            self._start(unit)
-        if not self._ready[unit]:
-            cause = "read" if self.units[unit].on_nvme else "upload"
-            cause = "update" if self._updates.is_landing(unit) else cause
-            self._clock.wait(lambda: self._ready[unit], cause)
+            self._memory.give_back(self.setup.units[unit].nbytes)
 
     # --- gradients -----------------------------------------------------------------------------
-
-    def _accumulate(self, unit: int) -> None:
-        """A unit has a gradient of earlier micro-batches."""
-        shape, setup = self.units[unit], self.setup
-        gradients = self._gradients if setup.ranks == 1 else self._reduced
-        gradients[unit] = shape.nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
-        self._lease(gradients[unit])
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
             if self._carried:
                 self._clock.wait(lambda: not self._reducing, LINKS)
                 self._carried = False
-            self._gradients[unit] = self.units[unit].nbytes
-            self._lease(self.units[unit].nbytes)
+            self._gradients[unit] = self.setup.units[unit].nbytes
+            self._lease(self.setup.units[unit].nbytes)
             self._memory.end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
         """A unit's gradient of a micro-batch is complete."""
-        shape, setup = self.units[unit], self.setup
+        shape, setup = self.setup.units[unit], self.setup
         # It has been copied to the unit's buffer, and its norm is taken.
         self._clock.compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
@@ -214,7 +228,7 @@ class _Player:
 
     def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
         """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
-        if not self.setup.on_accelerator or unit in self._on_device:
+        if not self.setup.on_accelerator or unit in self._memory.updated:
             self._updates.add(unit, nbytes, turn)
             return
         self._arriving += 1
@@ -226,52 +240,84 @@ class _Player:
 
         self._clock.move(Channel.DEVICE_TO_HOST, self.setup.gradient_nbytes(unit), arrived)
 
+    # --- activations ---------------------------------------------------------------------------
+
+    def _pack(self, stored: Stored) -> None:
+        def write() -> None:
+            if stored.on_nvme:
+                self._clock.move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
+
+        self._over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write)
+
+    def _load(self, stored: Stored) -> None:
+        self._away[id(stored)] = False
+        is_there = partial(self._away.__setitem__, id(stored), True)
+        upload = partial(self._over_link, Channel.HOST_TO_DEVICE, stored.nbytes, is_there)
+        if stored.on_nvme:
+            self._clock.move(Channel.NVME_READ, stored.nbytes, upload)
+        else:
+            upload()
+
+    def _over_link(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Move bytes between an accelerator and host memory; without one they are there."""
+        if self.setup.on_accelerator:
+            self._clock.move(channel, nbytes, then)
+        else:
+            then()
+
+    def _ask(self, stored: Stored) -> None:
+        if not self._away.get(id(stored), True):
+            self._clock.wait(partial(self._away.__getitem__, id(stored)), "activation")
+        self._away.pop(id(stored), None)
+
     # --- the step ------------------------------------------------------------------------------
 
     def run(self) -> StepCost:
         """Play some steps and return what the last one took."""
-        script, last = self.script, self.script.micro_batches[-1]
-        for unit in script.present if last.begin else ():
-            self._lease(self.units[unit].nbytes)
-            self._ready[unit] = True
-        for units in script.micro_batches[0].begun.values() if last.begin else ():
-            for unit in units:
-                self._accumulate(unit)
-        self._play([last], 0)
+        script, setup = self.script, self.setup
+        if script.earlier:  # the step begins with its last micro-batch: the others have left these
+            for unit in script.present:
+                self._lease(setup.units[unit].nbytes)
+                self._ready[unit] = True
+            gradients = self._gradients if setup.ranks == 1 else self._reduced
+            for _, unit in self.trace.begun:
+                nbytes = setup.units[unit].nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
+                gradients[unit] = nbytes
+                self._lease(nbytes)
+        self._play(script.earlier)
         marks = [self._mark()]
-        while len(marks) <= (1 if script.is_long else _MOST_STEPS) and not _are_alike(marks):
-            self._play(script.micro_batches, script.more)
+        while len(marks) <= (1 if script.is_long else _MOST_STEPS):
+            self._play(0)
             marks.append(self._mark())
+            last_s = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
+            if len(last_s) == _LEAST_STEPS and max(last_s) <= (1 + _ALIKE) * min(last_s):
+                break
         return marks[-1].plus(marks[-2], -1.0)
 
     def _mark(self) -> StepCost:
         return self._clock.mark(self._memory.peak_nbytes)
 
-    def _play(self, micro_batches: Sequence[MicroBatch], more: int) -> None:
-        """Play one step, from its first fetch to its commit.
-
-        Args:
-            more: Micro-batches that are like the one that repeats, and not among those.
-        """
+    def _play(self, first: int) -> None:
+        """Play a step from the beginning of its micro-batch ``first`` to its commit."""
         script = self.script
-        for unit in script.plan.begin if micro_batches[0].begin == 0 else ():
+        for unit in script.plan.begin if first == 0 else ():
             if unit not in self._ready or unit in self._staying:
                 self._start(unit)
         self._updates.expect()
-        for index, micro_batch in enumerate(micro_batches):
-            if more and index == script.repeated:
-                self._repeat(micro_batch, 1 + more)
+        for index in range(first, len(self._micro_batches)):
+            if script.more and index == script.repeated:
+                self._repeat(index, 1 + script.more)
             else:
-                self._play_one(micro_batch)
+                self._play_micro_batch(index)
         self._clock.wait(lambda: not self._arriving, LINKS)
         self._updates.commit()
 
-    def _repeat(self, micro_batch: MicroBatch, times: int) -> None:
+    def _repeat(self, index: int, times: int) -> None:
         """Play a micro-batch so many times; see [Note: micro-batches that repeat]."""
-        before, most = self._state(), tries(len(micro_batch.compute_s))
+        before, most = self._state(), tries(self.script.length + 1)
         for left in reversed(range(times)):
             mark = self._mark()
-            self._play_one(micro_batch)
+            self._play_micro_batch(index)
             after = self._state()
             if before == after or times - left >= most:
                 self._clock.skip(self._mark().plus(mark, -1.0), left)
@@ -286,144 +332,80 @@ class _Player:
             dict(self._away),
         )  # fmt: skip
 
-    def _play_one(self, micro_batch: MicroBatch) -> None:
-        plan = self.script.plan
-        last = len(micro_batch.compute_s) - 1
-        for position, compute_s in enumerate(micro_batch.compute_s):
-            self._before(micro_batch, position)
-            if compute_s:
-                self._clock.compute(compute_s)
-            self._after(micro_batch, position)
-            if position < last:
-                self._event(plan.events[micro_batch.begin + position])
-                actions = plan.actions[micro_batch.begin + position]
-                for unit in actions.release:
+    def _play_micro_batch(self, index: int) -> None:
+        plan, spans, begin = self.script.plan, self._micro_batches[index], index * self.script.length
+        for position, span in enumerate(spans, start=begin):
+            for call in span.before:
+                call()
+            if span.compute_s:
+                self._clock.compute(span.compute_s)
+            for call in span.after:
+                call()
+            if position < begin + len(spans) - 1:
+                self._event(plan.events[position])
+                for unit in plan.actions[position].release:
                     self._release(unit)
-                for unit in actions.fetch:
+                for unit in plan.actions[position].fetch:
                     if unit not in self._ready:
                         self._start(unit)
         self._memory.end_turn()
         self._carried = bool(self._reducing) and not self.setup.on_accelerator
 
-    def _before(self, micro_batch: MicroBatch, position: int) -> None:
-        for stored in micro_batch.loads.get(position, ()):
-            self._load(stored)
-        for stored in micro_batch.asks.get(position, ()):
-            if not self._away.get(id(stored), True):
-                self._clock.wait(partial(self._away.__getitem__, id(stored)), "activation")
-            self._away.pop(id(stored), None)
-
-    def _load(self, stored: Stored) -> None:
-        self._away[id(stored)] = False
-
-        def there() -> None:
-            self._away[id(stored)] = True
-
-        def upload() -> None:
-            if self.setup.on_accelerator:
-                self._clock.move(Channel.HOST_TO_DEVICE, stored.nbytes, there)
-            else:
-                there()
-
-        if stored.on_nvme:
-            self._clock.move(Channel.NVME_READ, stored.nbytes, upload)
-        else:
-            upload()
-
-    def _after(self, micro_batch: MicroBatch, position: int) -> None:
-        for stored in micro_batch.packs.get(position, ()):
-
-            def write(stored: Stored = stored) -> None:
-                if stored.on_nvme:
-                    self._clock.move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
-
-            if self.setup.on_accelerator:
-                self._clock.move(Channel.DEVICE_TO_HOST, stored.nbytes, write)
-            else:
-                write()
-        for unit in micro_batch.begun.get(position, ()):
-            self._begin_gradient(unit)
-        for unit, ends in micro_batch.completed.get(position, ()):
-            self._end_gradient(unit, ends)
-
     def _event(self, event: Event) -> None:
+        unit, shape, setup = event.unit, self.setup.units[event.unit], self.setup
         if event.kind is Kind.USE:
-            self._use(event.unit)
+            if unit not in self._ready:
+                self._start(unit)
+            if not self._ready[unit]:
+                cause = "read" if shape.on_nvme else "upload"
+                cause = "update" if self._updates.is_landing(unit) else cause
+                self._clock.wait(lambda: self._ready[unit], cause)
         elif event.kind is Kind.DONE:
-            unit = event.unit
-            shape = self.units[unit]
             if unit in self._ready:
-                stays, kept = unit in self.script.plan.stays, self.script.kept[unit] and shape.on_nvme
-                if stays:
+                kept = self.script.kept[unit] and shape.on_nvme
+                if unit in self.script.plan.stays:
                     self._staying.add(unit)
-                elif kept and self.setup.ranks == 1 and not self.setup.on_accelerator:
+                elif kept and setup.ranks == 1 and not setup.on_accelerator:
                     del self._ready[unit]  # the update has the full buffer
                     self._updates.weights[unit] = shape.nbytes
                 else:
-                    if kept and not self.setup.on_accelerator:
+                    if kept and not setup.on_accelerator:
                         self._lease(shape.weight_nbytes)
                         self._updates.weights[unit] = shape.weight_nbytes
                     self._release(unit)
-                if kept and self.setup.on_accelerator:
-                    self._clock.move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
+                if kept:
+                    self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
             if shape.trainable:
                 self._end_gradient(unit, True)
 
 
-#: A unit's update is played in at most so many chunks.
-_CHUNKS = 8
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class _ShardJob(Job):
-    """The computation of an update, with the bytes of each of its chunks.
-
-    Attributes:
-        rest_nbytes: Bytes read beside the state: weights and gradient, where they are not at hand.
-        compute_s: Time that the rule takes (s).
-    """
-
-    pending: "_Pending"
-    rest_nbytes: int
-    written_nbytes: int
-    compute_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A unit whose gradient of this step is complete.
-
-    Attributes:
-        nbytes: Device memory of the gradient, which was complete in ``turn``; ``weights_nbytes`` of weights
-            that are kept for the update.
-        computed: Calls that follow when the new weights exist; None: they do, or no update runs.
-        landed: Calls that follow when its writes have ended.
-    """
+class _PlayedUpdate(Job):
+    """The update of a unit whose gradient of this step is complete."""
 
     unit: int
     update: ShardUpdate
-    nbytes: int
+    gradient_nbytes: int  # device memory of the gradient, which was complete in ``turn``
     turn: int
-    weights_nbytes: int
-    computed: list[Callable[[], None]] | None = None
-    landed: list[Callable[[], None]] = field(default_factory=list)
+    weights_nbytes: int  # device memory of weights that are kept for the update
+    rest_nbytes: int = 0  # what each chunk reads beside the state: weights and gradient, if not at hand
+    written_nbytes: int = 0  # by each chunk; likewise the time of its computation
+    compute_s: float = 0.0
+    when_computed: list[Callable[[], None]] | None = None  # calls; None: no update runs, or it is computed
+    when_landed: list[Callable[[], None]] = field(default_factory=list)
 
 
 class PlayedUpdates:
-    """Drives the updates of shards, and the queue of their chunks, by the clock.
-
-    Attributes:
-        weights: Device memory of weights that wait for their unit's update.
-    """
+    """Drives the updates of shards, and the queue of their chunks, by the clock."""
 
     def __init__(
         self, script: StepScript, setup: StepSetup, clock: VirtualClock, memory: DeviceMemory
     ) -> None:
         self._script, self._setup, self._clock, self._memory = script, setup, clock, memory
         self._queue = ChunkQueue(setup.staged_chunks)
-        self.weights: dict[int, int] = {}
-        self._ready: dict[int, _Pending] = {}  # those of this step
-        self._latest: dict[int, _Pending] = {}  # those that were started, the last of each unit
+        self.weights: dict[int, int] = {}  # device memory of weights that wait for their unit's update
+        self._ready: dict[int, _PlayedUpdate] = {}  # those of this step
+        self._latest: dict[int, _PlayedUpdate] = {}  # those that were started, the last of each unit
 
     def expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
@@ -442,20 +424,24 @@ class PlayedUpdates:
             str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,
             spills=unit in setup.spilled,
         )  # fmt: skip
-        self._ready[unit] = pending = _Pending(unit, update, nbytes, turn, self.weights.pop(unit, 0))
-        self._on(pending, update.complete())
+        self._ready[unit] = job = _PlayedUpdate(
+            name=str(unit), chunks=self._chunks(unit), priority=self._script.first_uses.get(unit, unit),
+            unit=unit, update=update, gradient_nbytes=nbytes, turn=turn,
+            weights_nbytes=self.weights.pop(unit, 0),
+        )  # fmt: skip
+        self._on(job, update.complete())
 
     def commit(self) -> None:
         """``optimizer.step()``: publish updates, start those that waited."""
         ready, self._ready = list(self._ready.values()), {}
-        for pending in ready:
-            if pending.update.speculated:
-                self._on(pending, pending.update.validate())
-        for pending in ready:
-            if pending.unit in self._setup.spilled and pending.update.state is UpdateState.HELD:
-                self._clock.wait(lambda each=pending: not each.nbytes, "write")  # type: ignore[misc]
-        for pending in sorted(ready, key=lambda each: self._script.first_uses.get(each.unit, each.unit)):
-            self._on(pending, pending.update.commit())
+        for job in ready:
+            if job.update.speculated:
+                self._on(job, job.update.validate())
+        for job in ready:
+            if job.unit in self._setup.spilled and job.update.state is UpdateState.HELD:
+                self._clock.wait(lambda each=job: not each.gradient_nbytes, "write")  # type: ignore[misc]
+        for job in sorted(ready, key=lambda each: each.priority):
+            self._on(job, job.update.commit())
 
     def is_landing(self, unit: int) -> bool:
         """Return whether fetches of a unit wait for its update."""
@@ -464,79 +450,74 @@ class PlayedUpdates:
     def when_landed(self, unit: int, then: Callable[[], None]) -> None:
         """Call ``then`` as soon as fetches of the unit need not wait."""
         if self.is_landing(unit):
-            self._latest[unit].landed.append(then)
+            self._latest[unit].when_landed.append(then)
         else:
             then()
 
     def when_computed(self, unit: int, then: Callable[[], None]) -> None:
         """Call ``then`` as soon as the unit's latest update has been computed."""
-        computed = self._latest[unit].computed if unit in self._latest else None
-        if computed is not None:
-            computed.append(then)
+        calls = self._latest[unit].when_computed if unit in self._latest else None
+        if calls is not None:
+            calls.append(then)
         else:
             then()
 
     def state(self) -> tuple[object, ...]:
         """Return what is expected and under way."""
-        held = [(each.unit, each.nbytes) for each in self._ready.values()]
+        held = [(each.unit, each.gradient_nbytes) for each in self._ready.values()]
         return self._queue.state(), self.weights.copy(), held
-
-    # --- what an update says ---------------------------------------------------------------------
-
-    def _on(self, pending: _Pending, actions: tuple[Do, ...]) -> None:
-        for action in actions:
-            match action:
-                case Do.STORE:
-                    nbytes = self._setup.gradient_nbytes(pending.unit)
-                    stored = lambda: self._on(pending, pending.update.stored())  # noqa: E731
-                    self._clock.move(Channel.NVME_WRITE, nbytes, stored)
-                case Do.START:
-                    if self._setup.units[pending.unit].on_nvme:
-                        self._start(pending)
-                    else:
-                        self._update_in_memory(pending)
-                case Do.FREE_GRADIENT:
-                    self._memory.give_back_late(pending.nbytes, pending.turn)
-                    pending.nbytes = 0
-                case Do.FREE_WEIGHTS:
-                    self._memory.give_back(pending.weights_nbytes)
-
-    def _start(self, pending: _Pending) -> None:
-        setup, unit, before = self._setup, pending.unit, self._latest.get(pending.unit)
-        # With other ranks, or an accelerator, it is not the training thread that hands gradients over.
-        if before is not None and before.update.in_flight and setup.ranks == 1 and not setup.on_accelerator:
-            self._clock.wait(lambda: not before.update.in_flight, "update")
-        shape, chunks = setup.units[unit], self._chunks(unit)
-        rest = 0 if self._script.kept.get(unit, False) else shape.weight_nbytes
-        rest += setup.gradient_nbytes(unit) if pending.update.reads_stored_gradient else 0
-        written = shape.state_nbytes + shape.weight_nbytes
-        self._clock.count(Channel.NVME_READ, shape.state_nbytes + rest)
-        self._clock.count(Channel.NVME_WRITE, written)
-        touched = (2 * written + setup.gradient_nbytes(unit)) / chunks
-        job = _ShardJob(
-            name=str(unit), chunks=chunks, priority=self._script.first_uses.get(unit, unit), pending=pending,
-            rest_nbytes=round(rest / chunks), written_nbytes=round(written / chunks),
-            compute_s=touched / setup.rates.background_bytes_per_s,
-        )  # fmt: skip
-        pending.computed = []
-        self._latest[unit] = pending
-        self._play(self._queue.submit(job))
 
     def _chunks(self, unit: int) -> int:
         most = 1 if self._script.is_long else _CHUNKS
         return min(most, -(-self._setup.units[unit].shard_numel // self._setup.chunk_numel))
 
-    def _update_in_memory(self, pending: _Pending) -> None:
+    # --- what an update says ---------------------------------------------------------------------
+
+    def _on(self, job: _PlayedUpdate, actions: tuple[Do, ...]) -> None:
+        for action in actions:
+            match action:
+                case Do.STORE:
+                    nbytes = self._setup.gradient_nbytes(job.unit)
+                    self._clock.move(Channel.NVME_WRITE, nbytes, lambda: self._on(job, job.update.stored()))
+                case Do.START if self._setup.units[job.unit].on_nvme:
+                    self._start(job)
+                case Do.START:
+                    self._update_in_memory(job)
+                case Do.FREE_GRADIENT:
+                    self._memory.give_back_late(job.gradient_nbytes, job.turn)
+                    job.gradient_nbytes = 0
+                case Do.FREE_WEIGHTS:
+                    self._memory.give_back(job.weights_nbytes)
+
+    def _start(self, job: _PlayedUpdate) -> None:
+        setup, unit, before = self._setup, job.unit, self._latest.get(job.unit)
+        # With other ranks, or an accelerator, it is not the training thread that hands gradients over.
+        if before is not None and before.update.in_flight and setup.ranks == 1 and not setup.on_accelerator:
+            self._clock.wait(lambda: not before.update.in_flight, "update")
+        shape = setup.units[unit]
+        rest = 0 if self._script.kept.get(unit, False) else shape.weight_nbytes
+        rest += setup.gradient_nbytes(unit) if job.update.reads_stored_gradient else 0
+        written = shape.state_nbytes + shape.weight_nbytes
+        self._clock.count(Channel.NVME_READ, shape.state_nbytes + rest)
+        self._clock.count(Channel.NVME_WRITE, written)
+        touched = (2 * written + setup.gradient_nbytes(unit)) / job.chunks
+        job.rest_nbytes, job.written_nbytes = round(rest / job.chunks), round(written / job.chunks)
+        job.compute_s = touched / setup.rates.background_bytes_per_s
+        job.when_computed = []
+        self._latest[unit] = job
+        self._play(self._queue.submit(job))
+
+    def _update_in_memory(self, job: _PlayedUpdate) -> None:
         """Update a shard that is in host memory, or on the device, while nothing else computes."""
-        setup, shape, clock = self._setup, self._setup.units[pending.unit], self._clock
-        moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + setup.gradient_nbytes(pending.unit)
-        there, rates = pending.unit in setup.division.on_device, setup.rates
+        shape, rates = self._setup.units[job.unit], self._setup.rates
+        moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._setup.gradient_nbytes(job.unit)
+        there = job.unit in self._memory.updated
         time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
-        clock.busy_s[UPDATE] += time_s
-        clock.stall_s[UPDATE] += time_s
+        self._clock.busy_s[UPDATE] += time_s
+        self._clock.stall_s[UPDATE] += time_s
         while time_s > 1e-12:
-            time_s -= clock.elapse(time_s)
-        self._on(pending, pending.update.landed())
+            time_s -= self._clock.elapse(time_s)
+        self._on(job, job.update.landed())
 
     # --- what the queue says ---------------------------------------------------------------------
 
@@ -562,17 +543,15 @@ class PlayedUpdates:
                 case Move.WRITE:
                     self._send(target, Channel.NVME_WRITE, target.job.written_nbytes)
                 case Move.COMPUTED:
-                    pending = target.pending
-                    self._on(pending, pending.update.computed())
-                    follows, pending.computed = pending.computed or (), None
+                    self._on(target, target.update.computed())
+                    follows, target.when_computed = target.when_computed or (), None
                     for call in follows:
                         call()
                 case Move.ENDED:
-                    pending = target.pending
-                    self._on(pending, pending.update.landed())
-                    for call in pending.landed:
+                    self._on(target, target.update.landed())
+                    for call in target.when_landed:
                         call()
-                    pending.landed.clear()
+                    target.when_landed.clear()
 
     def _send(self, chunk: ChunkInFlight, channel: Channel, nbytes: int) -> None:
         chunk.moving += 1

@@ -1,4 +1,4 @@
-"""The event core of predictions: queues of transfers and of jobs, and a clock on which they end.
+"""The event core of predictions: channels, queues of transfers and of jobs, and a clock on which they end.
 
 The simulator of activations plays on the queues of transfers, that of a step on the clock of a rank.
 
@@ -9,6 +9,10 @@ submitted, also if it waited for others meanwhile: the cache has several of them
 transfers loses ``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system
 gives it a share of the cores.
 
+[Note: reads beside writes]
+When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
+they can. A byte that is written therefore costs the reads of the same time what they lose while it moves.
+
 [Note: units go first]
 Bytes of units go before bytes of activations. In a real step both are served in the order of submission, but
 there compute waits for a unit that is late, and here it does not, since the measured step has waited for
@@ -18,19 +22,40 @@ more than they did when it was measured.
 [Note: shared cores]
 Without an accelerator compute, updates, decoding and collectives run on threads of their own. Where more of
 them run than the rank has cores, each has the same share, and compute waits for the slowest of its threads.
-What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.channels`).
+What I/O takes of the cores, it takes from compute.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from infinity.core.budget import DeviceBudget, rounded
-from infinity.core.plan import Hardware, Traffic
-from infinity.planner.channels import LEAST_SPEED, Channel, delay_s_per_byte, mixed_rates
+from infinity.core.plan import Hardware, Place, Traffic
 from infinity.planner.machines import RankRates
 
+
+class Channel(IntEnum):
+    """One direction of one link."""
+
+    NVME_WRITE = 0
+    NVME_READ = 1
+    DEVICE_TO_HOST = 2
+    HOST_TO_DEVICE = 3
+
+    @property
+    def label(self) -> str:
+        """Name in tables and pictures."""
+        return ("NVMe write", "NVMe read", "device to host", "host to device")[self]
+
+
+#: The channel by which a storage goes to a place, and the one by which it comes back.
+STORE = {Place.NVME: Channel.NVME_WRITE, Place.HOST: Channel.DEVICE_TO_HOST}
+LOAD = {Place.NVME: Channel.NVME_READ, Place.HOST: Channel.HOST_TO_DEVICE}
+
+#: Share of its speed that compute keeps beside transfers, at least.
+LEAST_SPEED = 0.1
 NEVER_S = float("inf")
 #: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
 _NOW_S = 1e-12
@@ -43,34 +68,39 @@ COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 _LABELS = [channel.label for channel in Channel]
 
 
+def mixed_rates(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second of reads and of writes while both are busy; see [Note: reads beside writes]."""
+    half = hardware.mixed_bytes_per_s / 2
+    write = min(hardware.write_bytes_per_s, half)
+    read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
+    return read, min(hardware.write_bytes_per_s, hardware.mixed_bytes_per_s - read)
+
+
+def delay_s_per_byte(hardware: Hardware) -> float:
+    """Seconds by which each byte that moves delays compute, bounded so that compute never stands still."""
+    read, write = mixed_rates(hardware)
+    most = max(read + write, hardware.read_bytes_per_s, hardware.write_bytes_per_s)
+    most += 2 * hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
+    return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
+
+
 @dataclass(slots=True)
 class _Transfer:
-    """Bytes on their way.
+    """Bytes on their way."""
 
-    Attributes:
-        what: The index of a slot, or the call that follows; None: units.
-        left_nbytes: Bytes that have not moved yet.
-        ready_s: The time at which its first byte may move.
-        began_s: The time at which its first byte moved; None: it has not.
-    """
-
-    what: Any
+    what: Any  # the index of a slot, or the call that follows; None: units
     left_nbytes: float
-    ready_s: float
-    began_s: float | None = None
+    ready_s: float  # when the first byte may move
+    began_s: float | None = None  # when it did
 
 
 class TransferQueues:
-    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates].
-
-    Attributes:
-        now_s: Time since the step began (s).
-        rates: Bytes per second of each channel alone.
-    """
+    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates]."""
 
     def __init__(self, hardware: Hardware) -> None:
         host = hardware.host_bytes_per_s
         self.now_s = 0.0
+        #: Of each channel alone.
         self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
         self._mixed = mixed_rates(hardware)
         self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
@@ -124,7 +154,7 @@ class TransferQueues:
 
     def advance(self, passed_s: float) -> list[tuple[int, Any, float]]:
         """Let time pass, at most :meth:`next_s`; return channel, what and beginning (s) of what ended."""
-        moving = self._settle() if self._moving is None else self._moving
+        moving = self.moving()
         ended: list[tuple[int, Any, float]] = []
         self.now_s += passed_s
         if passed_s >= self._next_s:
@@ -176,29 +206,20 @@ class TransferQueues:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A job of a server.
-
-    Attributes:
-        threads: Threads that it keeps busy, without an accelerator: see [Note: shared cores].
-        ready: It can begin; those behind it wait until it can.
-    """
+    """A job of a server."""
 
     time_s: float
     then: Callable[[], None]
-    threads: float = 1.0
-    ready: bool = True
+    threads: float = 1.0  # that it keeps busy, without an accelerator: see [Note: shared cores]
+    ready: bool = True  # it can begin; those behind it wait until it can
 
 
 class Server:
-    """Serves jobs one after the other, in the order in which they were submitted.
-
-    Attributes:
-        left_s: Time until the first job ends (s); infinite: none has begun.
-    """
+    """Serves jobs one after the other, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._jobs: deque[Task] = deque()
-        self.left_s = NEVER_S
+        self.left_s = NEVER_S  # until the first job ends; infinite: none has begun
 
     @property
     def busy(self) -> bool:
@@ -206,7 +227,6 @@ class Server:
 
     @property
     def threads(self) -> float:
-        """Threads that it keeps busy now."""
         return self._jobs[0].threads if self.busy else 0.0
 
     def submit(self, job: Task) -> None:
@@ -237,26 +257,17 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The cost of a step on one rank, once steps repeat.
-
-    Attributes:
-        step_s: The time of the step (s).
-        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute,
-            and stored weights are decoded.
-        nbytes: Bytes that each channel moves; of the links, full buffers.
-        stall_s: Seconds for which compute waits, by cause.
-        device_peak_nbytes: The most that units, gradients and updates take of device memory.
-    """
+    """The cost of a step on one rank, once steps repeat."""
 
     step_s: float
-    busy_s: dict[str, float]
-    nbytes: dict[str, int]
-    stall_s: dict[str, float]
-    device_peak_nbytes: int
+    busy_s: dict[str, float]  # for which each channel, collectives, updates, compute and decoding go on
+    nbytes: dict[str, int]  # that each channel moves; of the links, full buffers
+    stall_s: dict[str, float]  # for which compute waits, by cause
+    device_peak_nbytes: int  # of units, gradients and updates
 
     @property
     def bottleneck(self) -> str:
-        """Return the channel or device that is busy for the largest share of the step."""
+        """The channel or device that is busy for the largest share of the step."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     def plus(self, other: "StepCost", times: float) -> "StepCost":
@@ -273,17 +284,14 @@ class StepCost:
 
 
 class VirtualClock:
-    """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it.
-
-    Attributes:
-        servers: Servers, by name: each does one thing after the other beside compute.
-        busy_s: Busy time as in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
-    """
+    """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it."""
 
     def __init__(self, rates: RankRates) -> None:
         self._rates, self._computing = rates, False
         self._queues = TransferQueues(rates.channels)
+        #: Each does one thing after the other beside compute.
         self.servers = {LINKS: Server(), UPDATE: Server(), DECODE: Server()}
+        #: As in :class:`StepCost`, since the beginning.
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
@@ -309,7 +317,6 @@ class VirtualClock:
         self._computing = False
 
     def move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
-        """Count and send bytes."""
         self.count(channel, nbytes)
         self.send(channel, nbytes, then)
 
@@ -319,10 +326,10 @@ class VirtualClock:
 
     def send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
         """Queue the transfer of bytes that were counted."""
-        if not self._queues.rates[channel] > 0 or nbytes <= 0:
+        if self._queues.rates[channel] > 0 and nbytes > 0:
+            self._queues.submit(channel, then, nbytes)
+        else:
             then()
-            return
-        self._queues.submit(channel, then, nbytes)
 
     def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
         """Queue what one of the servers does in ``time_s``."""
@@ -376,16 +383,13 @@ class VirtualClock:
 
 
 class DeviceMemory:
-    """Counts what is leased of the device budget, as the pools do.
-
-    Attributes:
-        turn: The number of the gradient that is open; see [Note: gradients that pass].
-    """
+    """Counts what is leased of the device budget, as the pools do."""
 
     def __init__(self, division: DeviceBudget, *, on_accelerator: bool) -> None:
         self._total_nbytes, self._on_accelerator = division.total, on_accelerator
+        self.updated = frozenset(division.on_device)  # units whose states are there
         self._leased_nbytes = self.peak_nbytes = division.states
-        self._passing_nbytes = self.turn = 0
+        self._passing_nbytes = self.turn = 0  # of the gradient that is open: see [Note: gradients that pass]
 
     def has_room(self, nbytes: int) -> bool:
         return self._leased_nbytes + self._passing_nbytes + rounded(nbytes) <= self._total_nbytes

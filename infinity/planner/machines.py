@@ -59,12 +59,8 @@ class DevicesConfig(Config):
 
     def flops_per_s(self, dtype: Dtype) -> float:
         """Flops per second that a model's matrix products reach in ``dtype``; emulated ones are slow."""
-        given = {
-            "bf16": self.bf16_flops_per_s,
-            "fp16": self.fp16_flops_per_s,
-            "fp32": self.fp32_flops_per_s,
-        }
-        return self.efficiency * (given[dtype] or self.fp32_flops_per_s / 10)
+        given: float | None = getattr(self, f"{dtype}_flops_per_s")
+        return self.efficiency * (given or self.fp32_flops_per_s / 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,36 +174,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """The channels and the compute of one rank.
+    """The channels and the compute of one rank."""
 
-    Attributes:
-        channels: Rates of this rank's share of the drives, and of its link to host memory.
-        gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
-        reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
-        update_bytes_per_s: Bytes that the update of a shard reads and writes per second, on all cores.
-        background_bytes_per_s: The same beside compute, where that needs the cores, too.
-        decode_bytes_per_s: Bytes that operators which decode stored weights read and write per second.
-        flops_per_s: Flops per second of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
-        memory_bytes_per_s: Bytes per second of the memory that operators read and write.
-        operator_s: Least time of an operator (s).
-        link_threads: Threads that a collective keeps busy, without an accelerator.
-        cores: Cores of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
-        threads: Threads that compute on them.
-    """
-
-    channels: Hardware
-    gather_bytes_per_s: float
-    reduce_bytes_per_s: float
-    update_bytes_per_s: float
-    background_bytes_per_s: float
-    decode_bytes_per_s: float
-    flops_per_s: float
+    channels: Hardware  # its share of the drives, and its link to host memory
+    gather_bytes_per_s: float  # full values of a unit; infinite with one rank
+    reduce_bytes_per_s: float  # full gradients, by all-to-all
+    update_bytes_per_s: float  # what updates of shards read and write, on all cores
+    background_bytes_per_s: float  # the same beside compute, where that needs the cores, too
+    decode_bytes_per_s: float  # what operators that decode stored weights read and write
+    flops_per_s: float  # of matrix products in the compute dtype
     fp32_flops_per_s: float
-    memory_bytes_per_s: float
-    operator_s: float
-    link_threads: float = 1.0
-    cores: float = 0.0
-    threads: float = 0.0
+    memory_bytes_per_s: float  # what other operators read and write
+    operator_s: float  # the least time of one
+    link_threads: float = 1.0  # that a collective keeps busy, without an accelerator
+    cores: float = 0.0  # less than 1 where ranks are more than cores; 0: an accelerator computes
+    threads: float = 0.0  # that compute on them
 
     @property
     def background_threads(self) -> int:
@@ -216,7 +197,7 @@ class RankRates:
 
 
 def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None) -> RankRates:
-    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring.
+    """Return the rates of one of ``ranks`` that compute in ``dtype``.
 
     Args:
         threads: Threads of each rank, without an accelerator; None: one for each of its cores.
@@ -251,12 +232,13 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
             crossing = local * (ranks - local) / ranks
             reduce = min(reduce, links.network_bytes_per_s / crossing)
     of_memory, own = host.bytes_per_s / local, min(used, cores)
-    rates = RankRates(
+    background = own if machine.on_accelerator else max(1, int(used) // 2)
+    return RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
         update_bytes_per_s=min(of_memory, own * host.core_bytes_per_s),
-        background_bytes_per_s=min(of_memory, own * host.core_bytes_per_s),
+        background_bytes_per_s=min(of_memory, background * host.core_bytes_per_s),
         decode_bytes_per_s=devices.memory_bytes_per_s or min(of_memory, used * host.core_bytes_per_s),
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
@@ -266,7 +248,3 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
         cores=0.0 if machine.on_accelerator else cores,
         threads=0.0 if machine.on_accelerator else used,
     )
-    if machine.on_accelerator:
-        return rates
-    background = rates.background_threads * host.core_bytes_per_s
-    return replace(rates, background_bytes_per_s=min(of_memory, background))

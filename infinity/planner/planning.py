@@ -20,20 +20,14 @@ PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A plan with the profile and the hardware that it was made from, and its predicted cost.
-
-    Attributes:
-        kept: Predicted cost if everything is kept.
-        predicted: Predicted cost of the plan.
-        planning_s: Time that planning took (s).
-    """
+    """A plan with the profile and the hardware that it was made from, and its predicted cost."""
 
     profile: Profile
     hardware: Hardware
     plan: ActivationPlan
-    kept: Outcome
-    predicted: Outcome
-    planning_s: float
+    kept: Outcome  # predicted if everything is kept
+    predicted: Outcome  # of the plan
+    planning_s: float  # time that planning took
 
     def save(self, folder: Path) -> None:
         """Write ``profile.json`` and ``plan.json`` into ``folder``."""
@@ -69,7 +63,6 @@ class Planning:
             raise RecipeError(f"{folder / PLAN}: not a plan that infinity wrote: {error}") from error
 
     def describe(self) -> str:
-        """Describe the plan in one line."""
         counts = count_blocks(self.profile, self.plan)
         peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
         return f"activations: {counts}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
@@ -77,17 +70,12 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A block's times and bytes under a plan.
-
-    Attributes:
-        saved_nbytes: Bytes that autograd saves if everything is kept.
-        kept_nbytes: Bytes that stay in memory; ``host_nbytes`` and ``nvme_nbytes`` are stored there.
-    """
+    """A block's times and bytes under a plan."""
 
     name: str
     forward_s: float
     backward_s: float
-    saved_nbytes: int
+    saved_nbytes: int  # what autograd saves if everything is kept
     kept_nbytes: int
     host_nbytes: int
     nvme_nbytes: int
@@ -142,40 +130,28 @@ def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
     """
     blocks = sorted(profile.blocks, key=lambda block: block.region)
     names = ["before the blocks", *(block.name for block in blocks), "after the blocks"]
-    row_of = {0: 0} | {block.region: row for row, block in enumerate(blocks, start=1)}
-    forward_s, backward_s = _times(profile, len(names))
-    saved = [0] * len(names)
-    for slot in profile.slots:
-        saved[row_of.get(slot.key.region, -1)] += slot.nbytes
-    by_place = {place: [0] * len(names) for place in Place}
-    for period in lifetimes_of(profile, plan.recomputed).periods:
-        by_place[plan.place(period.key)][row_of.get(period.key.region, -1)] += period.nbytes
-    rows = [
-        PlanRow(
-            name, forward_s[row], backward_s[row], saved[row],
-            *(by_place[place][row] for place in (Place.KEEP, Place.HOST, Place.NVME)),
-        )
-        for row, name in enumerate(names)
-    ]  # fmt: skip
-    return rows if blocks else [rows[0], rows[-1]]
-
-
-def _times(profile: Profile, rows: int) -> tuple[list[float], list[float]]:
-    """Seconds of forward and of backward, for each row of :func:`plan_rows`."""
-    blocks = sorted(profile.blocks, key=lambda block: block.region)
-    operators = np.arange(len(profile.operators))
-    row = np.full(len(operators), rows - 1)
+    numbers = np.arange(len(profile.operators))
+    row_of_operator = np.full(len(numbers), len(names) - 1)
     if blocks:
-        row[(operators < blocks[0].forward[0]) | (operators >= blocks[0].backward[1])] = 0
-    for number, block in enumerate(blocks, start=1):
-        row[slice(*block.forward)] = row[slice(*block.backward)] = number
-    phases = np.array([operator.phase for operator in profile.operators])
-    times_s = operator_times(profile)
-    forward, backward = (
-        np.bincount(row, weights=times_s * (phases == phase), minlength=rows)
+        row_of_operator[(numbers < blocks[0].forward[0]) | (numbers >= blocks[0].backward[1])] = 0
+    row_of_region = {0: 0}
+    for row, block in enumerate(blocks, start=1):
+        row_of_operator[slice(*block.forward)] = row_of_operator[slice(*block.backward)] = row
+        row_of_region[block.region] = row
+    phases, times_s = np.array([each.phase for each in profile.operators]), operator_times(profile)
+    forward_s, backward_s = (
+        np.bincount(row_of_operator, times_s * (phases == phase), len(names)).tolist()
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    return forward.tolist(), backward.tolist()
+    saved = [0] * len(names)
+    for slot in profile.slots:
+        saved[row_of_region.get(slot.key.region, -1)] += slot.nbytes
+    by_place = {place: [0] * len(names) for place in Place}
+    for period in lifetimes_of(profile, plan.recomputed).periods:
+        by_place[plan.place(period.key)][row_of_region.get(period.key.region, -1)] += period.nbytes
+    placed = (by_place[place] for place in (Place.KEEP, Place.HOST, Place.NVME))
+    rows = list(map(PlanRow, names, forward_s, backward_s, saved, *placed))
+    return rows if blocks else [rows[0], rows[-1]]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from infinity.core.plan import (
     StoreWait,
     Traffic,
 )
-from infinity.planner.channels import LOAD, Channel, mixed_rates
+from infinity.planner.events import LOAD, Channel, mixed_rates
 from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
 from infinity.planner.simulator import Simulator
 

@@ -32,8 +32,7 @@ from typing import NamedTuple
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait
-from infinity.planner.channels import LOAD, STORE, Channel
-from infinity.planner.events import NEVER_S, TransferQueues
+from infinity.planner.events import LOAD, NEVER_S, STORE, Channel, TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
 

@@ -6,7 +6,7 @@ from: a :class:`StepScript`, which :mod:`infinity.planner.clock` plays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,93 +23,44 @@ _MANY_EVENTS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class StoredShape:
-    """Sizes of a frozen unit that travels as it lies in a checkpoint, and is decoded after the gather.
-
-    Attributes:
-        nbytes: Bytes of all ranks' shards.
-        shard_nbytes: Bytes of one shard, of which ``read_nbytes`` are read from drives.
-        decode_nbytes: Bytes that the operators which decode all shards read and write; there are
-            ``decode_operators``.
-    """
-
-    nbytes: int
-    shard_nbytes: int
-    read_nbytes: int
-    decode_nbytes: int = 0
-    decode_operators: int = 0
-
-    def decode_s(self, rates: RankRates) -> float:
-        """Seconds of decoding, by the roofline."""
-        return max(self.decode_nbytes / rates.decode_bytes_per_s, self.decode_operators * rates.operator_s)
-
-
-@dataclass(frozen=True, slots=True)
 class UnitShape:
     """Sizes of a unit on one rank.
 
-    Attributes:
-        shard_numel: Elements of the shard, padding included.
-        nbytes: Bytes of the full buffer, in the compute dtype.
-        weight_nbytes: Bytes of the shard; ``state_nbytes`` of its state, of which ``moments_nbytes`` are
-            moments.
-        params: Parameters of the unit in all.
-        on_nvme: The shard's home is NVMe; else it is host memory.
-        streams: The full values come and go.
-        host_gradient_nbytes: Bytes of the gradient that waits in host memory, beside an accelerator.
-        stored: The form in which it travels; None: the compute dtype.
-        base_nbytes: Bytes that a fetch reads, in whole blocks, of a frozen unit that is read where it lies in
-            a checkpoint; None: it lies in the run's own files.
+    A frozen unit may travel as it lies in a checkpoint: then it is decoded after the gather.
     """
 
     name: str
-    shard_numel: int
-    nbytes: int
-    weight_nbytes: int
+    shard_numel: int  # padding included
+    nbytes: int  # of the full buffer, in the compute dtype
+    weight_nbytes: int  # of the shard
     state_nbytes: int
-    moments_nbytes: int
+    moved_nbytes: int  # of the shard as it is uploaded and gathered
+    read_nbytes: int  # what a fetch reads from drives
+    kept_nbytes: int  # host memory that the shard takes there
+    trained_nbytes: int  # and in addition while it is trained
     params: int
     trainable: bool
-    on_nvme: bool = True
-    streams: bool = True
-    host_gradient_nbytes: int = 0
-    stored: StoredShape | None = None
-    base_nbytes: int | None = None
-
-    @property
-    def read_nbytes(self) -> int:
-        """Return the bytes that a fetch reads from drives."""
-        if self.stored is not None:
-            return self.stored.read_nbytes
-        return self.weight_nbytes if self.base_nbytes is None else self.base_nbytes
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Return the bytes of the shard as it is uploaded and gathered."""
-        return self.weight_nbytes if self.stored is None else self.stored.shard_nbytes
+    on_nvme: bool = True  # the shard's home; else it is host memory
+    streams: bool = True  # the full values come and go
+    in_checkpoint: bool = False  # it is read where it lies in one; else it lies in the run's own files
+    stored_nbytes: int = 0  # of all ranks' shards as they lie there; 0: it travels in the compute dtype
+    decode_nbytes: int = 0  # what the operators read and write that decode all shards
+    decode_operators: int = 0
 
     @property
     def gathered_nbytes(self) -> int:
         """Device memory of the full buffer, and of what it is decoded from."""
-        return rounded(self.nbytes) + (0 if self.stored is None else rounded(self.stored.nbytes))
+        return rounded(self.nbytes) + rounded(self.stored_nbytes)
 
     @property
     def resident_nbytes(self) -> int:
         """Host memory that the shard takes with all that training needs of it."""
-        kept = rounded(self.weight_nbytes) + rounded(self.state_nbytes - self.moments_nbytes)
-        if self.stored is not None:
-            kept = rounded(self.stored.shard_nbytes)
-        return kept + (self.trained_nbytes if self.trainable else 0)
-
-    @property
-    def trained_nbytes(self) -> int:
-        """Return the host memory that the unit takes in addition while it is trained."""
-        return rounded(self.moments_nbytes) + rounded(self.host_gradient_nbytes)
+        return self.kept_nbytes + (self.trained_nbytes if self.trainable else 0)
 
 
 def all_resident_nbytes(units: Sequence[UnitShape]) -> int:
     """Return the host memory that a model is built in without drives: room for training each unit."""
-    return sum(replace(each, trainable=True).resident_nbytes for each in units)
+    return sum(each.kept_nbytes + each.trained_nbytes for each in units)
 
 
 def choose_homes(
@@ -125,7 +76,7 @@ def choose_homes(
     """
     used, resident = 0, set()
     for index, unit in enumerate(units):
-        nbytes = replace(unit, trainable=True).resident_nbytes
+        nbytes = unit.kept_nbytes + unit.trained_nbytes
         if used + nbytes <= resident_nbytes:
             used += nbytes
             resident.add(index)
@@ -146,7 +97,7 @@ def choose_homes(
         replace(
             unit,
             on_nvme=index not in resident,
-            streams=index not in resident or not alone_on_cpu or unit.stored is not None,
+            streams=index not in resident or not alone_on_cpu or unit.stored_nbytes > 0,
         )
         for index, unit in enumerate(units)
     )
@@ -154,20 +105,13 @@ def choose_homes(
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An activation that leaves device memory.
-
-    Attributes:
-        packed_at: Events before forward has made it.
-        asked_at: Events before backward needs it.
-        load_at: Events before its load starts.
-        on_nvme: It goes to NVMe; else to host memory.
-    """
+    """An activation that leaves device memory; positions are counts of events before."""
 
     nbytes: int
-    packed_at: int
-    load_at: int
-    asked_at: int
-    on_nvme: bool
+    packed_at: int  # forward has made it
+    load_at: int  # its load starts
+    asked_at: int  # backward needs it
+    on_nvme: bool  # else it goes to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,32 +119,20 @@ class StepTrace:
     """The forward and the backward of one micro-batch.
 
     Operators are given by arrays of equal length; an operator at position ``p`` runs after ``p`` events.
-
-    Attributes:
-        events: Uses of units in order, as the last micro-batch of a step has them.
-        begun: Positions at which a unit's first gradient comes, with the unit.
-        completed: Positions at which a unit's last gradient comes, with the unit.
-        flops: Flops of matrix products, by operator; likewise ``nbytes`` read and written.
-        fp32: Whether an operator computes in fp32, in place of the compute dtype.
-        model_flops: Flops of the algorithm, without recomputation.
-        tokens: Tokens of the micro-batch.
-        peak_nbytes: The most that the step's own storages take of device memory at one time.
-        stored: Activations that leave device memory.
-        measured_s: Seconds that operators take on the machine that is planned for; not a number: unknown.
     """
 
-    events: tuple[Event, ...]
-    begun: tuple[tuple[int, int], ...]
-    completed: tuple[tuple[int, int], ...]
+    events: tuple[Event, ...]  # uses of units, as the last micro-batch of a step has them
+    begun: tuple[tuple[int, int], ...]  # positions at which a unit's first gradient comes, with the unit
+    completed: tuple[tuple[int, int], ...]  # likewise its last gradient
     position: np.ndarray
-    flops: np.ndarray
-    nbytes: np.ndarray
-    fp32: np.ndarray
-    model_flops: float
+    flops: np.ndarray  # of matrix products
+    nbytes: np.ndarray  # read and written
+    fp32: np.ndarray  # it computes in fp32, in place of the compute dtype
+    model_flops: float  # without recomputation
     tokens: int
-    peak_nbytes: int
+    peak_nbytes: int  # the most that the step's own storages take of device memory at one time
     stored: tuple[Stored, ...] = ()
-    measured_s: np.ndarray | None = None
+    measured_s: np.ndarray | None = None  # on the machine that is planned for; not a number: unknown
 
     def operator_s(self, rates: RankRates) -> np.ndarray:
         """Seconds of each operator: as measured, or by the roofline."""
@@ -213,8 +145,7 @@ class StepTrace:
 
     def times_s(self, rates: RankRates) -> np.ndarray:
         """Seconds of compute at each position, ``(events + 1,)``."""
-        each = self.operator_s(rates)
-        return np.bincount(self.position, weights=each, minlength=len(self.events) + 1)
+        return np.bincount(self.position, self.operator_s(rates), minlength=len(self.events) + 1)
 
     def accumulated(self) -> tuple[tuple[Event, ...], list[int]]:
         """Events of a micro-batch that another one follows: units are released, not updated.
@@ -237,16 +168,14 @@ class StepTrace:
             places.append(len(events))
         return tuple(events), places
 
-    def scaled(self, factor: float) -> "StepTrace":
-        """A micro-batch of ``factor`` times as many tokens: every operator takes so much longer."""
+    def scaled(self, factor: int) -> "StepTrace":
+        """Return the same with ``factor`` times as many tokens, where every operator takes so much longer."""
         return replace(
             self,
             flops=self.flops * factor,
             nbytes=self.nbytes * factor,
             model_flops=self.model_flops * factor,
-            tokens=round(self.tokens * factor),
-            peak_nbytes=round(self.peak_nbytes * factor),
-            stored=tuple(replace(each, nbytes=round(each.nbytes * factor)) for each in self.stored),
+            tokens=self.tokens * factor,
             measured_s=None if self.measured_s is None else self.measured_s * factor,
         )
 
@@ -256,18 +185,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepSetup:
-    """Everything that a step follows from, besides its trace.
-
-    Attributes:
-        division: The division of the device budget.
-        micro_batches: Micro-batches of a step.
-        early: Updates start inside backward.
-        clips: Gradients are kept until the step ends.
-        staged_chunks: The number of staged chunks, of ``chunk_numel`` elements.
-        piece_nbytes: The largest shard that may stay while it is updated; None: any.
-        reduce_itemsize: Bytes per element of a reduced gradient.
-        spilled: Units whose gradients wait on NVMe.
-    """
+    """Everything that a step follows from, besides its trace."""
 
     units: tuple[UnitShape, ...]
     rates: RankRates
@@ -275,101 +193,64 @@ class StepSetup:
     ranks: int
     on_accelerator: bool
     micro_batches: int
-    early: bool
-    clips: bool
+    early: bool  # updates start inside backward
+    clips: bool  # gradients are kept until the step ends
     chunk_numel: int
     staged_chunks: int
-    piece_nbytes: int | None
-    reduce_itemsize: int
-    spilled: frozenset[int] = frozenset()
+    piece_nbytes: int | None  # the largest shard that may stay while it is updated; None: any
+    reduce_itemsize: int  # bytes per element of a reduced gradient
+    spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
 
     def gradient_nbytes(self, unit: int) -> int:
         """Bytes of this rank's shard of a unit's gradient."""
         return self.units[unit].shard_numel * self.reduce_itemsize
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """The work of the training thread in a micro-batch, by position: before an event, after as many events.
-
-    Attributes:
-        begin: Position of its first event in the step's plan.
-        compute_s: Seconds of compute before each event, and after the last.
-        begun: Units whose first gradient comes before it.
-        completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
-            that the plan's events do not tell.
-        packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
-    """
-
-    begin: int
-    compute_s: list[float]
-    begun: dict[int, list[int]] = field(default_factory=dict)
-    completed: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
-    packs: dict[int, list[Stored]] = field(default_factory=dict)
-    loads: dict[int, list[Stored]] = field(default_factory=dict)
-    asks: dict[int, list[Stored]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class StepScript:
-    """The work of the training thread in one step.
-
-    Attributes:
-        plan: The plan of the micro-batches below.
-        repeated: Index of the micro-batch of which there are ``more``.
-        first_uses: Units in the order in which they are first used, each with its rank there.
-        kept: Whether the weights of each unit are there, for the update, when its gradients are complete.
-        present: Units that are there when the last micro-batch begins.
-    """
+    """The runtime's own plan of one step, with as many of its micro-batches as are played."""
 
     plan: Plan
-    micro_batches: Sequence[MicroBatch]
-    repeated: int
+    earlier: int  # micro-batches before the last one
+    length: int  # events of each of these
+    repeated: int  # index of the one of which there are ``more``, which are not in the plan
     more: int
-    first_uses: dict[int, int]
-    kept: dict[int, bool]
-    present: frozenset[int]
+    first_uses: dict[int, int]  # units in the order in which they are first used, each with its rank there
+    kept: dict[int, bool]  # whether a unit's weights are there, for its update, when its gradient is complete
+    present: frozenset[int]  # units that are there when the last micro-batch begins
 
     @property
     def is_long(self) -> bool:
-        """Return whether fewer steps are played, and updates in larger chunks."""
+        """Whether fewer steps are played, and updates in larger chunks."""
         return len(self.plan.events) > _MANY_EVENTS
 
     @classmethod
     def of(cls, trace: StepTrace, setup: StepSetup) -> "StepScript":
-        times = trace.times_s(setup.rates).tolist()
-        earlier, places = trace.accumulated()
-        before = setup.micro_batches - 1
-        planned, most = min(before, 2), tries(len(earlier))
-        plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
-        while plan.repeats is None and planned < min(before, most):
-            planned = min(before, most, 2 * planned)
-            plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
-        repeated = planned - 1 if plan.repeats is None else plan.repeats.start // len(earlier)
-
-        def made(index: int) -> MicroBatch:
-            ends = index == planned
-            where = range(len(times)) if ends else places
-            part = MicroBatch(index * len(earlier), [0.0] * (len(trace.events if ends else earlier) + 1))
-            for position, time_s in enumerate(times):
-                part.compute_s[where[position]] += time_s
-            for position, unit in trace.begun:
-                if index == 0 or setup.ranks > 1:
-                    part.begun.setdefault(where[position], []).append(unit)
-            for position, unit in trace.completed:
-                if (not ends and setup.ranks > 1) or (ends and not setup.units[unit].streams):
-                    part.completed.setdefault(where[position], []).append((unit, ends))
-            for each in trace.stored:
-                part.packs.setdefault(where[each.packed_at], []).append(each)
-                part.loads.setdefault(where[each.load_at], []).append(each)
-                part.asks.setdefault(where[each.asked_at], []).append(each)
-            return part
-
-        micro_batches = [made(index) for index in range(planned + 1)]
+        accumulated = trace.accumulated()[0]
+        before, length = setup.micro_batches - 1, len(accumulated)
+        earlier, most = min(before, 2), tries(length)
+        plan = plan_of(accumulated * earlier + trace.events, setup, (length, earlier))
+        while plan.repeats is None and earlier < min(before, most):
+            earlier = min(before, most, 2 * earlier)
+            plan = plan_of(accumulated * earlier + trace.events, setup, (length, earlier))
+        repeated = earlier - 1 if plan.repeats is None else plan.repeats.start // length
         uses = dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE)
         first_uses = {unit: rank for rank, unit in enumerate(uses)}
-        walked = _walk_plan(plan, micro_batches[-1].begin, hold_weights=setup.division.hold_weights)
-        return cls(plan, micro_batches, repeated, before - planned, first_uses, *walked)
+        present, kept = set(plan.begin), {}
+        at_last = frozenset(present)
+        for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
+            if position == earlier * length:
+                at_last = frozenset(present)
+            if kind is Kind.USE:
+                present.add(unit)
+            elif kind is Kind.DONE:
+                stays = unit in plan.stays
+                kept[unit] = unit in present and (setup.division.hold_weights or stays)
+                if not stays:
+                    present.discard(unit)
+            present.difference_update(actions.release)
+            present.update(actions.fetch)
+        return cls(plan, earlier, length, repeated, before - earlier, first_uses, kept, at_last)
 
 
 def tries(events: int) -> int:
@@ -378,7 +259,7 @@ def tries(events: int) -> int:
 
 
 def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
-    """The plan that the runtime's prefetcher makes from a step's events."""
+    """Return the plan that the runtime's prefetcher makes from a step's events."""
     nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
     most = setup.piece_nbytes
     can_stay = {
@@ -387,22 +268,3 @@ def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] 
         if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
     }
     return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
-
-
-def _walk_plan(plan: Plan, begin: int, *, hold_weights: bool) -> tuple[dict[int, bool], frozenset[int]]:
-    """Return ``kept`` and ``present`` of a script whose last micro-batch has begun at position ``begin``."""
-    present, kept = set(plan.begin), {}
-    before = frozenset(present)
-    for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
-        if position == begin:
-            before = frozenset(present)
-        if kind is Kind.USE:
-            present.add(unit)
-        elif kind is Kind.DONE:
-            stays = unit in plan.stays
-            kept[unit] = unit in present and (hold_weights or stays)
-            if not stays:
-                present.discard(unit)
-        present.difference_update(actions.release)
-        present.update(actions.fetch)
-    return kept, before

@@ -7,9 +7,10 @@ would make, the runtime's own hooks and prefetcher what units they use. So the t
 whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -18,11 +19,11 @@ import torch
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import aligned
+from infinity.core.nbytes import aligned, format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
@@ -30,21 +31,22 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import reduction_dtype
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
-from infinity.partition.unit import Home, Unit
-from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
+from infinity.partition.unit import Home
+from infinity.planner.clock import play_step
+from infinity.planner.events import StepCost
+from infinity.planner.machines import Machine, RankRates, rank_rates
 from infinity.planner.search import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
 from infinity.planner.step import (
     StepSetup,
     StepTrace,
     Stored,
-    StoredShape,
     UnitShape,
     all_resident_nbytes,
     choose_homes,
 )
 from infinity.predict.model import ModelWithoutValues
-from infinity.predict.operators import Candidate, OperatorTimes
+from infinity.predict.operators import times_of_rank
 from infinity.predict.recording import Batch
 from infinity.predict.recording import play as play_record
 from infinity.recipes.recipe import Recipe
@@ -54,154 +56,110 @@ from infinity.shards.tiers import Tiers
 
 #: Device memory that the runtime's context and libraries take beside budgets (bytes).
 CONTEXT_NBYTES = 2**30
+DAY_S = 86_400.0
 
 
-@dataclass
-class Target:
-    """A recipe on one of the ranks of a machine; what a rank has follows from that.
+class Layout:
+    """A model's units with their homes on one rank of a machine, and budgets, divided as the runtime does."""
 
-    Attributes:
-        dtype: The dtype in which the model computes.
-    """
-
-    recipe: Recipe
-    machine: Machine
-    ranks: int
-    dtype: Dtype
-
-    @property
-    def local(self) -> int:
-        """Ranks of a node."""
-        return max(1, self.ranks // self.machine.nodes.count)
-
-    @property
-    def host_nbytes(self) -> int:
-        """``memory.host``."""
-        return self.recipe.memory.host or self.machine.host.memory // self.local // 2
-
-    @property
-    def device_nbytes(self) -> int:
-        """Memory of the device that budgets may have."""
-        if not self.machine.on_accelerator:
-            return self.machine.host.memory // self.local
-        return (self.machine.devices.memory or 0) - CONTEXT_NBYTES
-
-    @property
-    def rates(self) -> RankRates:
-        return rank_rates(self.machine, self.ranks, self.dtype, self.recipe.train.threads)
-
-    @property
-    def layered(self) -> bool:
-        """Return whether each block takes all micro-batches before the next one."""
-        return self.recipe.train.schedule == "layer"
-
-    @property
-    def policy(self) -> str:
-        """Return the policy of activations."""
-        memory = self.recipe.memory
+    def __init__(self, model: ModelWithoutValues, recipe: Recipe, machine: Machine) -> None:
+        self.model, self.recipe, self.machine = model, recipe, machine
+        memory, dtype, ranks = recipe.memory, DTYPES[model.dtype], model.ranks
+        self.local = max(1, ranks // machine.nodes.count)  # ranks of a node
+        self.host_nbytes = memory.host or machine.host.memory // self.local // 2
+        #: Memory of the device that budgets may have.
+        self.device_nbytes = machine.host.memory // self.local
+        if machine.on_accelerator:
+            self.device_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
+        #: Of activations.
+        self.policy = memory.activations or ("keep" if memory.device is None else "plan")
         if self.layered:
-            return "recompute"
-        return memory.activations or ("keep" if memory.device is None else "plan")
-
-    @property
-    def micro_batches(self) -> int:
-        """Times that a step goes through the trace; a layer schedule takes all micro-batches at once."""
-        return 1 if self.layered else self.recipe.train.accumulate
-
-    @property
-    def reduce_itemsize(self) -> int:
-        """Bytes per element of a reduced gradient."""
-        return (self.reduce_dtype if self.ranks > 1 else DTYPES[self.dtype]).itemsize
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Return the dtype of the gradient reduction, if there are several ranks."""
-        return reduction_dtype(EngineConfig(partition=self.recipe.partition), DTYPES[self.dtype])
-
-
-class Layout(Target):
-    """A target's units with their homes, and its budgets, divided as the runtime does.
-
-    Attributes:
-        placed: The units, with their homes.
-        budget: Divided anew when more is known of a step.
-        storage: Its arithmetic alone is wanted.
-    """
-
-    def __init__(self, target: Target, model: ModelWithoutValues) -> None:
-        super().__init__(target.recipe, target.machine, target.ranks, target.dtype)
-        memory, dtype = self.recipe.memory, DTYPES[self.dtype]
-        self.model = model
-        self._rank = Ranks(0, self.ranks, torch.device("cuda" if self.machine.on_accelerator else "cpu"))
-        self.storage = Storage(memory, self.host_nbytes, dtype, self._rank.device)
-        self.storage.close()
-        self._tiers = Tiers(self.storage, self._rank, self.reduce_dtype)
-        self.placed = self._place_units()
+            self.policy = "recompute"
+        #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
+        self.micro_batches = 1 if self.layered else recipe.train.accumulate
+        rank = Ranks(0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"))
+        self.storage = Storage(memory, self.host_nbytes, dtype, rank.device)
+        self.storage.close()  # its arithmetic alone is wanted
+        reduced = reduction_dtype(EngineConfig(partition=recipe.partition), dtype)
+        self.reduce_itemsize = (reduced if ranks > 1 else dtype).itemsize
+        tiers = Tiers(self.storage, rank, reduced)
+        self.placed = self._place_units(tiers, rank)
         self.budget = UnitBudget(
-            model.units, model.leaves, [model.module], self._rank, self._tiers, self.device_nbytes // 2,
-            policy=self.policy, clips=self.recipe.optim.max_grad_norm is not None, updates_nbytes=0,
+            model.units, model.leaves, [model.module], rank, tiers, self.device_nbytes // 2,
+            policy=self.policy, clips=recipe.optim.max_grad_norm is not None, updates_nbytes=0,
             recomputes=self.policy in ("recompute", "plan") and not self.layered,  # that has whole blocks
         )  # fmt: skip
         if self.micro_batches > 1:
             self.budget.divide_again(accumulates=True)
 
-    def _place_units(self) -> tuple[UnitShape, ...]:
+    @property
+    def rates(self) -> RankRates:
+        return rank_rates(self.machine, self.model.ranks, self.model.dtype, self.recipe.train.threads)
+
+    @property
+    def layered(self) -> bool:
+        """Whether each block takes all micro-batches before the next one."""
+        return self.recipe.train.schedule == "layer"
+
+    def _place_units(self, tiers: Tiers, rank: Ranks) -> tuple[UnitShape, ...]:
         model, layout, drives = self.model, self.storage.layout, bool(self.recipe.memory.nvme)
-        stored = model.values.stored if drives else {}
+        stored, shapes = model.values.stored if drives else {}, []
         for unit in model.units:
-            unit.stored = stored[unit.index][0] if unit.index in stored else None
-        shapes = [
-            UnitShape(
+            numel, weight_nbytes = unit.shard_numel, layout.weight_nbytes(unit.shard_numel)
+            nothing = None, weight_nbytes, 0, 0
+            unit.stored, read_nbytes, decode_nbytes, operators = stored.get(unit.index, nothing)
+            form, state_nbytes = unit.stored, layout.state_nbytes(numel)
+            moments_nbytes = layout.only(moments=True).state_nbytes(numel)
+            kept_nbytes = rounded(weight_nbytes) + rounded(state_nbytes - moments_nbytes)
+            gradient_nbytes = tiers.gradient_nbytes(unit) if self.machine.on_accelerator else 0
+            shape = UnitShape(
                 name=unit.name,
-                shard_numel=unit.shard_numel,
+                shard_numel=numel,
                 nbytes=unit.nbytes,
-                weight_nbytes=layout.weight_nbytes(unit.shard_numel),
-                state_nbytes=layout.state_nbytes(unit.shard_numel),
-                moments_nbytes=layout.only(moments=True).state_nbytes(unit.shard_numel),
-                host_gradient_nbytes=self._tiers.gradient_nbytes(unit) if self.machine.on_accelerator else 0,
+                weight_nbytes=weight_nbytes,
+                state_nbytes=state_nbytes,
+                moved_nbytes=weight_nbytes if form is None else form.shard_nbytes,
+                read_nbytes=read_nbytes,
+                kept_nbytes=kept_nbytes if form is None else rounded(form.shard_nbytes),
+                trained_nbytes=rounded(moments_nbytes) + rounded(gradient_nbytes),
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
-                stored=self._stored_shape(unit),
+                in_checkpoint=form is not None,
+                stored_nbytes=0 if form is None else form.nbytes,
+                decode_nbytes=decode_nbytes,
+                decode_operators=operators,
             )
-            for unit in model.units
-        ]
+            shapes.append(shape)
         resident_nbytes = self.storage.resident_nbytes
-        if self._has_base:
+        if self._base_buffers is not None:
             resident_nbytes = max(0, resident_nbytes - self._base_buffers.all_nbytes)
-        placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=self._rank.alone_on_cpu)
+        placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=rank.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
         return placed
 
-    def _stored_shape(self, unit: Unit) -> StoredShape | None:
-        form, values = unit.stored, self.model.values
-        if form is None:
-            return None
-        decode = values.decoding(unit.index, on_accelerator=self.machine.on_accelerator)
-        return StoredShape(form.nbytes, form.shard_nbytes, values.stored[unit.index][1], *decode)
-
     @property
-    def _has_base(self) -> bool:
-        return self.model.values.base is not None and bool(self.recipe.memory.nvme)
-
-    @property
-    def _base_buffers(self) -> BaseBuffers:
-        return BaseBuffers.within(self.host_nbytes)
+    def _base_buffers(self) -> BaseBuffers | None:
+        """Buffers through which a frozen base is read where it lies; None: there is none."""
+        has_base = self.model.values.base is not None and self.recipe.memory.nvme
+        return BaseBuffers.within(self.host_nbytes) if has_base else None
 
     def read_where_they_lie(self) -> tuple[UnitShape, ...]:
         """Return the units, with what is read of those that lie in a checkpoint."""
-        model, host = self.model, self.budget.host
+        model, host, buffers = self.model, self.budget.host, self._base_buffers
+        if buffers is None:
+            return self.placed
         found = list(self.placed)
-        for index in model.values.mapped if self._has_base else ():
+        for index in model.values.mapped:
             unit = model.units[index]
             if unit.home.tier is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
-                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers.nbytes)
-                found[index] = replace(found[index], base_nbytes=nbytes)
+                nbytes = model.values.read_nbytes(unit, piece, buffers.nbytes)
+                found[index] = replace(found[index], read_nbytes=nbytes, in_checkpoint=True)
         return tuple(found)
 
     def divide(self) -> DeviceBudget:
-        """Return how the device budget is divided, with the window that a layer schedule has."""
+        """Return the division of the device budget, with the window that a layer schedule has."""
         if not self.layered:
             return self.budget.division
         blocks = Blocks.of(self.model.module)
@@ -219,18 +177,16 @@ class Layout(Target):
 
 
 class DryRun(Layout):
-    """The model, its budgets and its trace: all that a plan is made from.
+    """The model, its budgets and its trace: all that a plan is made from, and what its step costs.
 
     Attributes:
-        units: The units, with their homes.
         trace: One micro-batch, or all of them where they go through each block together.
         profile: The storages and blocks of one micro-batch.
-        division: The division of the device budget.
         activations: The plan that follows from ``policy``.
     """
 
-    def __init__(self, target: Target, model: ModelWithoutValues) -> None:
-        super().__init__(target, model)
+    def __init__(self, model: ModelWithoutValues, recipe: Recipe, machine: Machine) -> None:
+        super().__init__(model, recipe, machine)
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
             self.trace, recorded = self._record()
@@ -242,15 +198,14 @@ class DryRun(Layout):
                 if self.activations.recomputed:
                     self.trace, recorded = self._record()
         if self.activations.places:
-            peak_nbytes = self._planned_peak_nbytes()  # without what has left
-            self.trace = replace(self.trace, stored=tuple(self._stored(recorded)), peak_nbytes=peak_nbytes)
-        peak_nbytes = self.trace.peak_nbytes
+            stored = tuple(self._stored(recorded))
+            self.trace = replace(self.trace, stored=stored, peak_nbytes=self._planned_peak_nbytes())
         if self.layered:
-            scaled = self.trace.scaled(self.recipe.train.accumulate)
-            self.trace = replace(scaled, peak_nbytes=peak_nbytes)
+            self.trace = self.trace.scaled(recipe.train.accumulate)
         if self.budget.asks_what_a_step_leaves:
-            left = self.device_nbytes - self.budget.division.total - peak_nbytes
-            self.budget.divide_after_step(left_for_states(left, self.device_nbytes, peak_nbytes))
+            left = self.device_nbytes - self.budget.division.total - self.trace.peak_nbytes
+            states = left_for_states(left, self.device_nbytes, self.trace.peak_nbytes)
+            self.budget.divide_after_step(states)
         # Now: the next plan of the same model gives its units other homes.
         self.units, self.division = self.read_where_they_lie(), self.divide()
 
@@ -261,8 +216,8 @@ class DryRun(Layout):
             BudgetError: A budget is too small for it.
         """
         if recipe.memory.device != self.recipe.memory.device:  # sizes of units may follow from it
-            return dry_run(recipe, machine, self.ranks, self, here=self.model.times is not None)
-        return DryRun(Target(recipe, machine, self.ranks, self.dtype), self.model)
+            return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
+        return DryRun(self.model, recipe, machine)
 
     def least_host_nbytes(self) -> int:
         """Return the least ``memory.host`` with which the model can be trained."""
@@ -272,9 +227,8 @@ class DryRun(Layout):
         while high - low > max(4096, high // 256):
             middle = (low + high) // 2
             memory = replace(self.recipe.memory, host=max(1, middle), resident=False)
-            target = Target(replace(self.recipe, memory=memory), self.machine, self.ranks, self.dtype)
             try:
-                Layout(target, self.model)
+                Layout(self.model, replace(self.recipe, memory=memory), self.machine)
             except BudgetError:
                 low = middle
             else:
@@ -282,7 +236,7 @@ class DryRun(Layout):
         return high
 
     def least_activations_nbytes(self) -> int:
-        """Return the least that activations take beside units under the policy."""
+        """Return the least that activations take beside units, however they are planned."""
         if self.policy != "plan":
             return self.trace.peak_nbytes
         return smallest_budget(self.profile, self.channels())
@@ -295,7 +249,7 @@ class DryRun(Layout):
         if not on_accelerator:
             room = self.host_nbytes - sum(unit.resident_nbytes for unit in self.units if not unit.on_nvme)
         return StepSetup(
-            units=self.units, rates=self.rates, division=self.division, ranks=self.ranks,
+            units=self.units, rates=self.rates, division=self.division, ranks=self.model.ranks,
             on_accelerator=on_accelerator, micro_batches=self.micro_batches, early=memory.versions == 2,
             clips=self.recipe.optim.max_grad_norm is not None, chunk_numel=storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // storage.chunk_nbytes),
@@ -309,18 +263,81 @@ class DryRun(Layout):
         return sum(self.units[index].shard_numel for index in self.budget.spilled) * self.reduce_itemsize
 
     @property
-    def offloaded_nbytes(self) -> int:
-        """Bytes of activations that are on NVMe when backward begins."""
-        return sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for people about what the plan takes for granted."""
-        return self.model.notes
-
-    @property
     def params(self) -> int:
         return sum(unit.params for unit in self.units)
+
+    # --- what a step costs -------------------------------------------------------------------
+
+    @functools.cached_property
+    def cost(self) -> StepCost:
+        return play_step(self.trace, self.setup)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.trace.tokens * self.micro_batches * self.model.ranks
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.cost.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Flops per second of one rank, without those of recomputation."""
+        return self.trace.model_flops * self.micro_batches / self.cost.step_s
+
+    @property
+    def mfu(self) -> float:
+        """``flops_per_s`` as a share of what the device's datasheet says."""
+        devices = self.machine.devices
+        peak = devices.flops_per_s(self.model.dtype) / devices.efficiency
+        return self.flops_per_s / (peak * (1.0 if devices.per_node else 1 / self.model.ranks))
+
+    def disk_nbytes(self) -> int:
+        """Bytes on a node's drives: versions, commits of host memory; gradients and activations that wait."""
+        memory = self.recipe.memory
+        if not memory.nvme:
+            return 0
+        stays = any(not unit.on_nvme and unit.trainable for unit in self.units)
+        places = memory.versions + (stays and memory.versions == 2)
+        total = self.spilled_nbytes + sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
+        for unit in self.units:
+            if not unit.trainable:
+                total += unit.weight_nbytes * (unit.on_nvme and not unit.in_checkpoint)
+            elif unit.on_nvme:
+                total += places * (unit.weight_nbytes + unit.state_nbytes)
+            elif memory.versions == 2:
+                total += 2 * (unit.weight_nbytes + unit.state_nbytes)
+        return total * self.local
+
+    def written_per_day(self) -> float:
+        """Bytes written to the drives of a node in a day of training."""
+        return self.cost.nbytes.get("NVMe write", 0) * self.local * DAY_S / self.cost.step_s
+
+    def drives_last_s(self) -> float | None:
+        """Time until the drives' endurance is used up; None: it is not known, or never."""
+        drives, written = self.machine.drives, self.written_per_day()
+        if drives.written_bytes is None or not written or not drives.per_node:
+            return None
+        return drives.per_node * drives.written_bytes / written * DAY_S
+
+    def over_nbytes(self) -> int:
+        """Bytes of device memory that units and activations take beyond what there is."""
+        return self.division.total + self.trace.peak_nbytes - self.device_nbytes
+
+    def missing(self) -> Iterator[str]:
+        """Yield what the plan takes beyond what its machine has."""
+        drives, on_accelerator = self.machine.drives, self.machine.on_accelerator
+        if on_accelerator and (over := self.over_nbytes()) > 0:
+            yield f"{format_nbytes(over)} of device memory"
+        host_nbytes = self.host_nbytes
+        if not on_accelerator:  # what computes is there, too
+            states = sum(unit.resident_nbytes for unit in self.units if not unit.on_nvme)
+            host_nbytes = max(host_nbytes, states + self.division.total + self.trace.peak_nbytes)
+        if (over := host_nbytes * self.local - self.machine.host.memory) > 0:
+            yield f"{format_nbytes(over)} of host memory"
+        if (over := self.disk_nbytes() - drives.per_node * drives.memory) > 0:
+            yield f"{format_nbytes(over)} on the drives of a node"
 
     # --- activations -------------------------------------------------------------------------
 
@@ -371,11 +388,12 @@ class DryRun(Layout):
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
         together = train.accumulate if self.layered else 1
-        trace = play_record(record, model.units, model.of_leaves, streaming, self.divide().window, together)
+        of_leaves = frozenset(unit.index for leaf in model.leaves.values() for unit in leaf)
+        trace = play_record(record, model.units, of_leaves, streaming, self.divide().window, together)
         times = trace.operator_s(self.rates)
         if model.times is not None:
             operations = [row.operation for row in record.rows]
-            model.times.measure(map(Candidate, operations, times.tolist(), trace.nbytes.tolist()))
+            model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
         return trace, record.profile(times.tolist())
@@ -386,7 +404,7 @@ class DryRun(Layout):
         if recipe.memory.logits != "auto" or head is None:
             return None
         rows, width = recipe.train.batch_size * recipe.model.seq_len, cast(int, head.out_features)
-        least = least_nbytes(rows, width, DTYPES[self.dtype].itemsize, trains=True)
+        least = least_nbytes(rows, width, DTYPES[self.model.dtype].itemsize, trains=True)
         of_pass = self.device_nbytes  # what a pass may take beside units, as in the runtime's executor
         if self.policy == "plan" and self.budget.device_nbytes is not None:
             of_pass = self.budget.device_nbytes - self.budget.division.least
@@ -394,51 +412,49 @@ class DryRun(Layout):
 
 
 def dry_run(
-    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False,
-    built: Recipe | None = None,
+    recipe: Recipe, machine: Machine, ranks: int | None = None, like: DryRun | None = None, *,
+    here: bool = False, built: Recipe | None = None,
 ) -> DryRun:  # fmt: skip
     """Build and record the model of ``recipe`` on one of ``ranks`` ranks of ``machine``.
 
     Args:
-        here: It is this machine: operators are timed.
+        ranks: None: one for each device.
+        like: A dry run; if it has the same model, on as many ranks, that is not built and recorded again.
+        here: It is this machine: operators are timed, in some seconds.
         built: The recipe with the budgets that the sizes of units follow from, where ``recipe`` has budgets
             that were derived later; None: ``recipe``.
-        like: A dry run; if it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
         CheckpointError: ``model.path`` holds no model that can be built, or its forward depends on values.
     """
-    return DryRun(*_built(recipe, machine, ranks, like, here, built or recipe))
+    if ranks is not None:
+        machine = machine.with_ranks(ranks)
+    model = _built(recipe, machine, ranks or machine.devices_in_all, like, here, built or recipe)
+    return DryRun(model, recipe, machine)
 
 
 def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, ...]:
-    """Return the units of :func:`dry_run`, without recording a step.
-
-    Raises:
-        BudgetError: A budget is too small; the message has the arithmetic.
-        CheckpointError: ``model.path`` holds no model that can be built.
-    """
-    return Layout(*_built(recipe, machine, ranks, None, False, recipe)).read_where_they_lie()
+    """Return the units of :func:`dry_run`, without recording a step; errors as there."""
+    model = _built(recipe, machine, ranks, None, False, recipe)
+    return Layout(model, recipe, machine).read_where_they_lie()
 
 
 def _built(
     recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None, here: bool, built: Recipe
-) -> tuple[Target, ModelWithoutValues]:
-    """Return what is planned for, and the model: that of ``like`` if it is the same one."""
+) -> ModelWithoutValues:
+    """Return the model: that of ``like`` if it is the same one."""
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    target, nbytes = Target(recipe, machine, ranks, dtype), built.memory.device
-    if nbytes is None and machine.on_accelerator:
+    nbytes, on_accelerator = built.memory.device, machine.on_accelerator
+    if nbytes is None and on_accelerator:
         nbytes = machine.devices.memory
-    sizes = CutSizes.of(built.partition.tile, nbytes, ranks, on_accelerator=machine.on_accelerator)
-    if like is not None and like.model.sizes == sizes and _model_of(like) == _model_of(target):
-        return target, like.model
-    times = OperatorTimes.of_rank(target.local, recipe.train.threads) if here else None
-    return target, ModelWithoutValues(recipe, ranks, DTYPES[dtype], sizes, times)
-
-
-def _model_of(target: Target) -> tuple[object, ...]:
-    """Return all that a model follows from, besides the sizes of units."""
-    recipe = target.recipe
-    where = target.ranks, target.dtype, target.machine.on_accelerator
-    return recipe.model, recipe.lora, recipe.partition, *where
+    sizes = CutSizes.of(built.partition.tile, nbytes, ranks, on_accelerator=on_accelerator)
+    if like is not None:
+        then, model = like.recipe, like.model
+        before = then.model, then.lora, then.partition, model.ranks, model.dtype, model.sizes
+        now = recipe.model, recipe.lora, recipe.partition, ranks, dtype, sizes
+        if before == now and like.machine.on_accelerator is on_accelerator:
+            return model
+    local = max(1, ranks // machine.nodes.count)
+    times = times_of_rank(local, recipe.train.threads) if here else None
+    return ModelWithoutValues(recipe, ranks, dtype, sizes, times, on_accelerator=on_accelerator)

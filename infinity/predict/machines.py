@@ -1,16 +1,26 @@
 """Hardware files: those that are shipped, and ``infinity probe``, which writes one of this machine."""
 
 import difflib
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from infinity.activations.store import measure_hardware
+from infinity.comm.ranks import measure_exchange
 from infinity.core.errors import RecipeError
 from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes, name_of, synchronize
+from infinity.device.machine import DTYPES, multiply_s, total_host_nbytes, usable_cores
+from infinity.nvme.probe import measure
+from infinity.optim.rules import IDLE, HostRule, default_rule
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -62,12 +72,6 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         DirectoryError: A directory cannot be written.
         DiskError: A file system is full, or a drive reports an error.
     """
-    import torch
-
-    from infinity.comm.ranks import measure_exchange
-    from infinity.device.machine import total_host_nbytes, usable_cores
-    from infinity.nvme.probe import measure
-
     cores, device = usable_cores(), torch.device("cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
@@ -81,52 +85,55 @@ def probe(directories: Sequence[str | Path]) -> Machine:
                 links = LinksConfig(device_bytes_per_s=bytes_per_s, core_s_per_byte=core_s_per_byte)
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
-            devices, links = _accelerators(device)
+            links = LinksConfig(host_bytes_per_s=_rounded(measure_hardware(device, (), 0).host_bytes_per_s))
+            devices = DevicesConfig(
+                per_node=torch.accelerator.device_count(),
+                name=name_of(device),
+                memory=memory_nbytes(device)[1],
+                memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
+                efficiency=0.95,  # the figures are reached ones
+            )
         rates: dict[str, Any] = {
-            name: _flops_per_s(getattr(torch, dtype), device) for name, dtype in _DTYPES.items()
+            f"{name}_flops_per_s": _flops_per_s(DTYPES[name], device) for name in ("bf16", "fp16", "fp32")
         }
+        devices = replace(devices, **rates)
     finally:
         torch.set_num_threads(threads)
-    drives = DrivesConfig()
-    if directories:
-        speeds = [measure(Path(directory), both=True) for directory in directories]
-        free = [_free_nbytes(Path(directory)) for directory in directories]
-        n = len(speeds)
-        drives = DrivesConfig(
-            per_node=n,
-            name=", ".join(map(str, directories)),
-            memory=min(free),
-            read_bytes_per_s=_rounded(sum(speed.read_bytes_per_s for speed in speeds) / n),
-            write_bytes_per_s=_rounded(sum(speed.write_bytes_per_s for speed in speeds) / n),
-            mixed_bytes_per_s=_rounded(
-                sum(speed.both_bytes_per_s or speed.mixed_bytes_per_s for speed in speeds) / n
-            ),
-            core_s_per_byte=_rounded(sum(speed.processor_s_per_byte for speed in speeds) / n),
-        )
-    host = HostConfig(
-        cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s),
-        core_bytes_per_s=_rounded(_update_bytes_per_s()),
-    )  # fmt: skip
     return Machine(
-        nodes=NodesConfig(name="this machine"), devices=replace(devices, **rates), links=links, host=host,
-        drives=drives,
+        nodes=NodesConfig(name="this machine"),
+        devices=devices,
+        links=links,
+        host=HostConfig(
+            cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s),
+            core_bytes_per_s=_rounded(_update_bytes_per_s()),
+        ),
+        drives=_drives([Path(each) for each in directories]) if directories else DrivesConfig(),
     )  # fmt: skip
 
 
-_DTYPES = {"bf16_flops_per_s": "bfloat16", "fp16_flops_per_s": "float16", "fp32_flops_per_s": "float32"}
+def _drives(directories: Sequence[Path]) -> DrivesConfig:
+    speeds, n = [measure(each, both=True) for each in directories], len(directories)
+    mixed = sum(each.both_bytes_per_s or each.mixed_bytes_per_s for each in speeds)
+    return DrivesConfig(
+        per_node=n,
+        name=", ".join(map(str, directories)),
+        memory=min(shutil.disk_usage(each).free for each in directories),
+        read_bytes_per_s=_rounded(sum(each.read_bytes_per_s for each in speeds) / n),
+        write_bytes_per_s=_rounded(sum(each.write_bytes_per_s for each in speeds) / n),
+        mixed_bytes_per_s=_rounded(mixed / n),
+        core_s_per_byte=_rounded(sum(each.processor_s_per_byte for each in speeds) / n),
+    )
 
 
 def write_machine(machine: Machine, path: Path) -> None:
     """Write a hardware file, which :func:`load_machine` reads back to an equal machine."""
-    import yaml  # type: ignore[import-untyped]
-
-    given: dict[str, Any] = asdict(machine)
-    text = "".join(
-        f"{section}:\n" + "".join(f"  {key}: {_text(value, yaml)}\n" for key, value in values.items())
-        for section, values in given.items()
-    )
-    made = time.strftime("%Y-%m-%d")
-    write_file(path, f"# Measured by infinity probe on {made}; see docs/planning.md.\n{text}")
+    lines = [f"# Measured by infinity probe on {time.strftime('%Y-%m-%d')}; see docs/planning.md."]
+    for section, values in asdict(machine).items():
+        lines.append(f"{section}:")
+        for key, value in values.items():
+            text = yaml.safe_dump(value, width=10**6).removesuffix("...\n").strip()
+            lines.append(f"  {key}: " + (f"{value:.6g}" if isinstance(value, float) else text))
+    write_file(path, "\n".join([*lines, ""]))
 
 
 def describe_machine(machine: Machine) -> str:
@@ -145,21 +152,13 @@ def describe_machine(machine: Machine) -> str:
     )
 
 
-def _text(value: Any, yaml: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
-
-
 def _rounded(number: float) -> float:
     """Three digits: a measurement has no more."""
     return float(f"{number:.3g}")
 
 
-def _flops_per_s(dtype: Any, device: Any) -> float:
+def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Flops per second of matrix products, the best of a few; slow dtypes are measured at small sizes."""
-    from infinity.device.machine import multiply_s
-
     best = 0.0
     for size in _SIZES:  # on a busy machine a small product takes milliseconds, whatever it computes
         if best and 2 * size**3 / best > _MOST_S:
@@ -168,64 +167,33 @@ def _flops_per_s(dtype: Any, device: Any) -> float:
     return _rounded(best)
 
 
-def _copy_bytes_per_s(device: Any) -> float:
+def _copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by large copies."""
-    import torch
-
-    from infinity.device.accelerator import synchronize
-
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(_TRIES + 1):
-        synchronize(device)
-        began_s = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return 2 * _COPIED_NBYTES / best_s
+    return 2 * _COPIED_NBYTES / _best_s(lambda: target.copy_(source), device)
 
 
 def _update_bytes_per_s() -> float:
     """Bytes that one core reads and writes per second in an update: of weights, gradient and state."""
-    import torch
-
-    from infinity.optim.rules import IDLE, HostRule, default_rule
-
-    dtype = torch.bfloat16
-    arithmetic = default_rule()
+    dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), default_rule()
     rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE)
     layout = rule.layout
-    weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device="cpu") for _ in range(2))
-    memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device="cpu")
+    weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device=device) for _ in range(2))
+    memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device=device)
     state = layout.views(memory, _UPDATED_NUMEL)
-    best_s = float("inf")
-    for _ in range(_TRIES + 1):  # the first compiles
-        began_s = time.perf_counter()
-        rule.update(weight, grad, state, weight, hyper)
-        best_s = min(best_s, time.perf_counter() - began_s)
+    best_s = _best_s(lambda: rule.update(weight, grad, state, weight, hyper), device)
     moved = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1)) + dtype.itemsize
     return _UPDATED_NUMEL * moved / best_s
 
 
-def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:
-    import torch
-
-    from infinity.activations.store import measure_hardware
-    from infinity.device.accelerator import memory_nbytes, name_of
-
-    link = measure_hardware(device, (), 0).host_bytes_per_s
-    devices = DevicesConfig(
-        per_node=torch.accelerator.device_count(),
-        name=name_of(device),
-        memory=memory_nbytes(device)[1],
-        memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
-        efficiency=0.95,  # the figures are reached ones
-    )
-    return devices, LinksConfig(host_bytes_per_s=_rounded(link))
-
-
-def _free_nbytes(directory: Path) -> int:
-    import shutil
-
-    return shutil.disk_usage(directory).free
+def _best_s(run: Callable[[], object], device: torch.device) -> float:
+    """Return the least time of some runs; the first one may compile."""
+    times_s = []
+    for _ in range(_TRIES + 1):
+        synchronize(device)
+        began_s = time.perf_counter()
+        run()
+        synchronize(device)
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s)

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,11 @@ from infinity.checkpoint.load import CheckpointValues, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.plan import ActivationPlan
+from infinity.device.machine import DTYPES
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
+from infinity.planner.machines import Dtype
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record
 from infinity.predict.recording import record as record_micro_batch
@@ -35,18 +38,8 @@ from infinity.shards.base import BaseFiles
 _UNKNOWN_TENSORS = 100_000
 
 
-class _NoMasters:
-    """Takes no values, and gives shapes; see :class:`infinity.partition.init_context.Masters`."""
-
-    def put(self, unit: Unit, master: object) -> None:
-        pass
-
-    def get(self, unit: Unit) -> Tensor:
-        return torch.empty(unit.numel, device="meta")
-
-
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes that operators read and write, and the operators; views are none."""
+    """Counts operators, but views, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,63 +56,24 @@ class _Traffic(TorchDispatchMode):
         return result
 
 
-class DecodingCosts:
-    """Costs of decoding, counted from the operators that decode tensors without values.
-
-    Args:
-        device: Whose: on the CPU tables take the place of some operators.
-        mode: Makes fake tensors on the CPU.
-    """
-
-    def __init__(self, device: Literal["meta", "cpu"], mode: FakeTensorMode) -> None:
-        self._device, self._mode = device, mode
-        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
-
-    def of(self, values: CheckpointValues, unit: Unit) -> tuple[int, int]:
-        """Bytes that decoding a unit reads and writes, and operators of it."""
-        nbytes = operators = 0
-        for _, part in values.parts(unit, 0, unit.numel):
-            source = part.source
-            key = type(source), source.shape, source.dtype, part.offset, part.numel, unit.dtype
-            if key not in self._known:
-                self._known[key] = self._count(part, unit.dtype)
-            nbytes, operators = nbytes + self._known[key][0], operators + self._known[key][1]
-        return nbytes, operators
-
-    def _count(self, part: Part[StoredTensor], dtype: torch.dtype) -> tuple[int, int]:
-        def view(file: object, offset: int, nbytes: int) -> Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-        with self._mode if self._device == "cpu" else nullcontext():
-            out = torch.empty(part.numel, dtype=dtype, device=self._device)
-            with _Traffic() as traffic:
-                make_part(part, out, view)
-        return traffic.nbytes, traffic.operators
-
-
 class _NoValues:
     """Values never come; see :class:`infinity.partition.init_context.LateValues`.
 
-    Attributes:
-        base: Says what the checkpoint of a frozen base has for the model; None: it is another one.
-        sizes: Sizes of the checkpoint's files (bytes).
-        mapped: Units that can be read where they lie and are not quantized.
-        stored: Units that travel in its form, by index, and what a rank reads of each.
+    Args:
+        mode: Makes fake tensors on the CPU, where tables take the place of some operators that decode; None:
+            an accelerator decodes.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.base: CheckpointValues | None = None
-        self.sizes: Sequence[int] = ()
-        self.stored: dict[int, tuple[StoredForm, int]] = {}
-        self.mapped: set[int] = set()
-        self._new = True
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self.base: CheckpointValues | None = None  # says what the checkpoint of a frozen base has
+        self.sizes: Sequence[int] = ()  # of its files (bytes)
+        #: Units that travel in its form: what a rank reads, and what operators that decode it read and write,
+        #: and how many these are.
+        self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
+        self.mapped: set[int] = set()  # units that are read where they lie, and not quantized
+        self._mode, self._new = mode, True
         self._read: dict[tuple[int, int, int], int] = {}
-        self._decoding = {"meta": DecodingCosts("meta", mode), "cpu": DecodingCosts("cpu", mode)}
-        self._decode: dict[tuple[int, bool], tuple[int, int]] = {}
-
-    def decoding(self, unit: int, *, on_accelerator: bool) -> tuple[int, int]:
-        """Bytes that decoding a unit reads and writes, and operators of it."""
-        return self._decode[unit, on_accelerator]
+        self._decoding: dict[tuple[Any, ...], tuple[int, int]] = {}  # of equal parts
 
     def read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
         """Return what a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
@@ -142,63 +96,74 @@ class _NoValues:
             step = files.stored(unit)
             if step is None:
                 self.mapped.add(unit.index)
-            else:
-                form = files.form(unit, step, lambda stored, flat: None)
-                self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
-                for device, on_accelerator in (("meta", True), ("cpu", False)):
-                    self._decode[unit.index, on_accelerator] = self._decoding[device].of(base, unit)
+                continue
+            form = files.form(unit, step, lambda stored, flat: None)
+            read_nbytes, nbytes, operators = step.shard(unit.rank, unit.world_size).nbytes, 0, 0
+            for _, part in base.parts(unit, 0, unit.numel):
+                source = part.source
+                key = type(source), source.shape, source.dtype, part.offset, part.numel, unit.dtype
+                if key not in self._decoding:
+                    self._decoding[key] = self._count(part, unit.dtype)
+                nbytes, operators = nbytes + self._decoding[key][0], operators + self._decoding[key][1]
+            self.stored[unit.index] = form, read_nbytes, nbytes, operators
+
+    def _count(self, part: Part[StoredTensor], dtype: torch.dtype) -> tuple[int, int]:
+        """Return what decoding a part reads and writes, and its operators, from a run without values."""
+        device = "meta" if self._mode is None else "cpu"
+
+        def view(file: object, offset: int, nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+        with self._mode or nullcontext():
+            out = torch.empty(part.numel, dtype=dtype, device=device)
+            with _Traffic() as traffic:
+                make_part(part, out, view)
+        return traffic.nbytes, traffic.operators
 
 
 class ModelWithoutValues:
-    """A recipe's model on the meta device, cut into units.
+    """A recipe's model on the meta device, with adapters if the recipe has them, cut into units.
 
-    Attributes:
-        module: The model, with adapters if the recipe has them.
-        notes: Lines for people about what is taken for granted.
-        values: Know what of the model travels in its stored form.
-        sizes: The largest units and tiles.
+    Args:
         times: Times of operators on this machine; None: another machine is planned for.
     """
 
     def __init__(
-        self, recipe: Recipe, ranks: int, dtype: torch.dtype, sizes: CutSizes, times: OperatorTimes | None
-    ) -> None:
-        self.notes: list[str] = []
-        self.times = times
-        self.sizes, self._dtype = sizes, dtype
+        self, recipe: Recipe, ranks: int, dtype: Dtype, sizes: CutSizes, times: OperatorTimes | None, *,
+        on_accelerator: bool,
+    ) -> None:  # fmt: skip
+        self.notes: list[str] = []  # for people, about what is taken for granted
+        self.ranks, self.dtype, self.sizes, self.times = ranks, dtype, sizes, times
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
-        self.values = _NoValues(self._mode)
-        self.construction = Construction(
+        self.values = _NoValues(None if on_accelerator else self._mode)
+        self._records: dict[object, Record] = {}
+        masters: Any = SimpleNamespace(
+            put=lambda unit, master: None, get=lambda unit: torch.empty(unit.numel, device="meta")
+        )
+        construction = Construction(
             lambda close: UnitBuilder(
-                dtype, 0, ranks, close, recipe.partition.leaf, sizes=sizes, without_values=True
+                DTYPES[dtype], 0, ranks, close, recipe.partition.leaf, sizes=sizes, without_values=True
             ),
-            _NoMasters(),
+            masters,
             lambda module: lambda module: None,
             torch.device("meta"),
         )
         with torch.device("meta"):
             if recipe.model.path is None:
-                with self.construction:
+                with construction:
                     self.module: Any = GPT(recipe.model)
             else:
-                self.construction.late = self.values
-                with self.construction:
-                    self.module = self._of_checkpoint(Path(recipe.model.path), recipe, dtype)
+                construction.late = self.values
+                with construction:
+                    self.module = self._of_checkpoint(Path(recipe.model.path), recipe)
             if recipe.lora.rank is not None:
                 self.module.requires_grad_(False)
-                settings = asdict(recipe.lora)
-                self.module = make_adapters(self.module, self.construction, **settings)
-        self.units = self.construction.builder.units
-        self.leaves = self.construction.builder.leaves if ranks > 1 else {}
+                self.module = make_adapters(self.module, construction, **asdict(recipe.lora))
+        self.units = construction.builder.units
+        self.leaves = construction.builder.leaves if ranks > 1 else {}
         self.module.train()
         if any(unit.routed for unit in self.units):
             self.notes.append("experts are computed in tiles: planned as if each step used all of them")
-        self._records: dict[object, Record] = {}
-
-    @property
-    def of_leaves(self) -> frozenset[int]:
-        """Indices of units that are gathered as parts of a leaf."""
-        return frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
 
     def record(self, batch: Batch, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
@@ -206,51 +171,42 @@ class ModelWithoutValues:
         key = batch, everything, plan.recomputed
         if key not in self._records:
             self._records[key] = record_micro_batch(
-                self.module, self.units, self.leaves, self._dtype, batch,
+                self.module, self.units, self.leaves, DTYPES[self.dtype], batch,
                 lambda region: everything or region in plan.recomputed,
             )  # fmt: skip
         return self._records[key]
 
-    def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
-        overrides: dict[str, Any] = {}
-        quantized = None if is_ours(path) else _quantization(path)
-        if quantized is not None:
-            overrides["quantization_config"] = None
-        config = read_config(path, overrides)
+    def _of_checkpoint(self, path: Path, recipe: Recipe) -> Any:
+        dtype = DTYPES[self.dtype]
+        given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
+        config = read_config(path, {"quantization_config": None} if isinstance(given, dict) else {})
         if not any(path.glob("*.safetensors")):
-            self._note_quantized(quantized, dtype)
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-            return build_model(config, None, dtype, _UNKNOWN_TENSORS)
-        with Checkpoint(path) as stored:
-            model = build_model(config, None, dtype, len(stored))
-            if recipe.lora.rank is not None and recipe.memory.nvme and stored.files:
-                self._find_base(model, stored, recipe, dtype)
-            else:
-                self._note_quantized(quantized, dtype)
+            model = build_model(config, None, dtype, _UNKNOWN_TENSORS)
+        else:
+            with Checkpoint(path) as stored:
+                model = build_model(config, None, dtype, len(stored))
+                if recipe.lora.rank is not None and recipe.memory.nvme and stored.files:
+                    # The headers of its files say what a frozen base is made of.
+                    quantization = read_quantization(path)
+                    if quantization is not None:
+                        decode_checkpoint(stored, quantization, dtype)
+                    self.values.base = CheckpointValues(stored, recipe.model.new, recipe.model.ignore)
+                    self.values.base.prepare(model)
+                    self.values.sizes = [os.fstat(file.fd).st_size for file in stored.files]
+        if isinstance(given, dict) and self.values.base is None:
+            method = given.get("quant_method", "by its config")
+            note = f"the checkpoint is quantized ({method}): planned as if its weights were {dtype}"
+            self.notes.insert(0, note)
         return model
 
-    def _note_quantized(self, quantized: str | None, dtype: torch.dtype) -> None:
-        if quantized is not None:
-            self.notes.append(
-                f"the checkpoint is quantized ({quantized}): planned as if its weights were {dtype}"
-            )
-
-    def _find_base(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
-        """Note what a frozen base is made of, from the headers of its files."""
-        quantization = read_quantization(checkpoint.path)
-        if quantization is not None:
-            decode_checkpoint(checkpoint, quantization, dtype)
-        base = CheckpointValues(checkpoint, recipe.model.new, recipe.model.ignore)
-        base.prepare(model)
-        self.values.base, self.values.sizes = base, [os.fstat(f.fd).st_size for f in checkpoint.files]
-
     @contextmanager
-    def faked(self) -> Iterator[Any]:
-        """Inside, the model's parameters and buffers are fake tensors; the first time they become so."""
+    def faked(self) -> Iterator[None]:
+        """Inside, fake tensors can be made; the model's parameters and buffers become some the first time."""
         with self._mode:
             if not self._is_fake:
                 self._fake()
-            yield self.module
+            yield
 
     def _fake(self) -> None:
         self._is_fake = True
@@ -273,8 +229,3 @@ class ModelWithoutValues:
         if self.values.base is not None:
             self.values.base.follow(fakes)
         del before
-
-
-def _quantization(path: Path) -> str | None:
-    given = read_json_object(path / "config.json").get("quantization_config")
-    return None if not isinstance(given, dict) else str(given.get("quant_method", "by its config"))

@@ -22,13 +22,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from infinity.device.accelerator import memory_nbytes, synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
@@ -48,16 +49,12 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout,
 
 
 class TensorShape(NamedTuple):
-    """A tensor without its values.
-
-    Attributes:
-        age: Bytes that were touched since its last use: see [Note: what caches hold].
-    """
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    age: int = COLD
+    age: int = COLD  # bytes that were touched since its last use: see [Note: what caches hold]
 
     def make(self, device: torch.device) -> Tensor:
         """Return such a tensor; see the module's docstring for its values."""
@@ -85,78 +82,49 @@ class Touches:
             self._last[tensor.untyped_storage()._cdata] = self._nbytes
 
 
-class Operation(NamedTuple):
-    """A call of an operator: equal ones take equally long.
-
-    Attributes:
-        args: Nested tuples, with a :class:`TensorShape` for each tensor; ``kwargs`` by name.
-    """
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A call of an operator: equal ones take equally long."""
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    leaves: tuple[Any, ...]  # of the arguments, with a :class:`TensorShape` for each tensor
+    spec: TreeSpec = field(hash=False)  # how they are nested
 
     @classmethod
     def of(
         cls, func: Any, args: Any, kwargs: dict[str, Any], age: Callable[[Tensor], int] = lambda tensor: COLD
     ) -> "Operation | None":
-        """Return the call without values; None: it has arguments that cannot be made again.
+        """Return the call without values; None: it has arguments that cannot be made again."""
+        given, spec = tree_flatten((tuple(args), kwargs))
+        leaves: list[Any] = []
+        for leaf in given:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                leaves.append(TensorShape(tuple(leaf.shape), leaf.stride(), leaf.dtype, age(leaf)))
+            elif isinstance(leaf, torch.device):
+                leaves.append(torch.device)  # the one that is timed
+            elif isinstance(leaf, _PLAIN):
+                leaves.append(leaf)
+            else:
+                return None
+        return cls(func, tuple(leaves), spec)
 
-        Args:
-            age: Gives the age of a tensor.
-        """
-        try:
-            named = tuple((name, _frozen(kwargs[name], age)) for name in sorted(kwargs))
-            return cls(func, _frozen(args, age), named)
-        except TypeError:
-            return None
-
-
-def _frozen(value: Any, age: Callable[[Tensor], int]) -> Any:
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise TypeError
-        return TensorShape(tuple(value.shape), value.stride(), value.dtype, age(value))
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(each, age) for each in value)
-    if isinstance(value, torch.device):
-        return torch.device  # the one that is timed
-    if isinstance(value, _PLAIN):
-        return value
-    raise TypeError
-
-
-def _thawed(value: Any, device: torch.device, made: list[tuple[int, Tensor]]) -> Any:
-    """Return the value; tensors are added to ``made``, with their ages."""
-    if isinstance(value, TensorShape):
-        made.append((value.age, value.make(device)))
-        return made[-1][1]
-    if isinstance(value, tuple):
-        return tuple(_thawed(each, device, made) for each in value)
-    return device if value is torch.device else value
-
-
-class Candidate(NamedTuple):
-    """An operation that may be timed, and what it is expected to take.
-
-    Attributes:
-        operation: The operation; None: it cannot be repeated.
-        expected_s: The time by the roofline (s).
-        nbytes: Bytes that it reads and writes.
-    """
-
-    operation: Operation | None
-    expected_s: float
-    nbytes: float
+    def time_s(self, device: torch.device, clock: Callable[[], float], others: Tensor) -> float:
+        """Run it once; see [Note: what caches hold] for ``others``, which are empty on an accelerator."""
+        made = [leaf.make(device) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves]
+        ages = [(a.age, b) for a, b in zip(self.leaves, made, strict=True) if isinstance(a, TensorShape)]
+        given = [device if leaf is torch.device else leaf for leaf in made]
+        args, kwargs = tree_unflatten(given, self.spec)
+        if len(others):
+            _age(ages, others)
+        synchronize(device)
+        began_s = clock()
+        self.func(*args, **kwargs)
+        synchronize(device)
+        return clock() - began_s
 
 
 class OperatorTimes:
-    """Times of operators, each measured once.
-
-    Args:
-        device: The device on which they run.
-        threads: Threads of torch, if the cores compute.
-    """
+    """Times of operators on a device, each measured once; if the cores compute, on so many threads."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device, self._threads = device, threads
@@ -164,32 +132,27 @@ class OperatorTimes:
         self._clock = time.thread_time if on_one_thread else time.perf_counter
         self._times: dict[Operation, float] = {}
 
-    @classmethod
-    def of_rank(cls, local_ranks: int, threads: int | None = None) -> "OperatorTimes":
-        """Return those of a rank that shares this machine with others, as far as this process knows them.
+    def measure(self, calls: Iterable[tuple[Operation | None, float, float]]) -> None:
+        """Run operations that are not known yet, as far as they take little.
 
         Args:
-            local_ranks: Ranks on this machine.
-            threads: Threads on which the rank computes; None: one for each of its cores.
+            calls: Operations, each with its time by the roofline (s), and the bytes that it moves.
         """
-        found = torch.accelerator.current_accelerator(check_available=True)
-        cores = usable_cores()
-        return _known(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
-
-    def measure(self, calls: Iterable[Candidate]) -> None:
-        """Run the operations of ``calls`` that are not known yet, as far as they take little."""
-        most_nbytes = _free_nbytes(self._device) // _LEAST_FREE
+        device, on_cpu = self._device, self._device.type == "cpu"
+        most_nbytes = (free_host_nbytes() if on_cpu else memory_nbytes(device)[0]) // _LEAST_FREE
         small: dict[Operation, list[float]] = {}
         for operation, expected_s, nbytes in calls:
             if operation is not None and operation not in self._times:
                 self._times[operation] = math.nan
                 if expected_s <= _EXPECTED_S and nbytes <= most_nbytes:
                     small[operation] = []
+        others = () if on_cpu else (torch.accelerator.current_device_index(),)
+        kind = {} if on_cpu else {"device_type": device.type}
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             # Fake tensors would take no time. Random numbers are drawn as if none had been here.
-            with unset_fake_temporarily(), torch.no_grad(), _random_state(self._device):
+            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(others, **kind):
                 self._run_in_rounds(small)
         finally:
             torch.set_num_threads(before)
@@ -207,46 +170,23 @@ class OperatorTimes:
                 if time.perf_counter() > end_s:
                     return
                 try:
-                    taken_s.append(_time_s(operation, self._device, self._clock, others))
+                    taken_s.append(operation.time_s(self._device, self._clock, others))
                 except Exception:  # any operator's own: it looks at values, or does not fit memory
                     del operations[operation]
 
     def of(self, operation: Operation | None) -> float:
-        """Return the seconds of one that was measured; not a number: it cannot be run alone."""
+        """Return the seconds of an operation; not a number: it cannot be run alone."""
         return math.nan if operation is None else self._times.get(operation, math.nan)
 
 
-@functools.cache
-def _known(device: torch.device, threads: int) -> OperatorTimes:
-    return OperatorTimes(device, threads)
+def times_of_rank(local_ranks: int, threads: int | None) -> OperatorTimes:
+    """Return what this process knows for one of some ranks of this machine; None: a thread for each core."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    cores = usable_cores()
+    return _times_on(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
 
 
-def _free_nbytes(device: torch.device) -> int:
-    return free_host_nbytes() if device.type == "cpu" else memory_nbytes(device)[0]
-
-
-def _random_state(device: torch.device) -> AbstractContextManager[None]:
-    """Keep the state of torch's random numbers."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
-
-
-def _time_s(operation: Operation, device: torch.device, clock: Callable[[], float], others: Tensor) -> float:
-    """Seconds of one run.
-
-    Args:
-        others: Memory that is touched meanwhile: see [Note: what caches hold]; empty on an accelerator.
-    """
-    made: list[tuple[int, Tensor]] = []
-    args, kwargs = _thawed(operation.args, device, made), _thawed(operation.kwargs, device, made)
-    if len(others):
-        _age(made, others)
-    synchronize(device)
-    began_s = clock()
-    operation.func(*args, **dict(kwargs))
-    synchronize(device)
-    return clock() - began_s
+_times_on = functools.cache(OperatorTimes)
 
 
 def _age(made: Sequence[tuple[int, Tensor]], others: Tensor) -> None:

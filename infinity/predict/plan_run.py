@@ -4,10 +4,10 @@ Nothing is trained and torch is not imported. The output is a table of the block
 plan with simple policies, and a picture of memory over one step with the channels below it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -45,32 +45,12 @@ _BASELINES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ShownPlan:
-    """The plan to show.
+class ShownPlan(NamedTuple):
+    """A run's plan, or one for the same profile and another budget."""
 
-    Attributes:
-        folder: The folder of the run's plan.
-        planning: The run's plan, or one for the same profile and another budget.
-        budget_nbytes: The other budget; None: this is the run's plan.
-        measured: Measured cost of the run's plan; None: it was not measured.
-    """
-
-    folder: Path
     planning: Planning
-    budget_nbytes: int | None
-    measured: Outcome | None
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return (self.folder.parent if self.folder.name == FOLDER else self.folder).resolve().name
-
-    @property
-    def picture(self) -> Path:
-        """Path of the picture."""
-        budget = self.budget_nbytes
-        return self.folder / ("plan.png" if budget is None else f"plan_{budget}.png")
+    measured: Outcome | None  # None: the run did not measure it, or had another budget
+    picture: Path  # in the folder of the run's plan
 
 
 def show_plan(run: str, budget: str | None, console: Console) -> None:
@@ -92,22 +72,23 @@ def show_plan(run: str, budget: str | None, console: Console) -> None:
     console.print()
     console.print(alternatives_table(list(alternatives(shown))))
     console.print()
-    print_line(console, draw(shown))
+    print_line(console, _draw(shown))
 
 
 def open_plan(run: str, budget: str | None) -> ShownPlan:
     """Return the plan of a run, or one for another budget; arguments and errors as :func:`show_plan`."""
     folder = find_folder(user_path(run, "RUN"))
-    planning, measured = Planning.load(folder), load_measured(folder)
+    planning = Planning.load(folder)
     if budget is None:
-        return ShownPlan(folder, planning, None, measured)
+        return ShownPlan(planning, load_measured(folder), folder / "plan.png")
     try:
         nbytes = parse_nbytes(budget)
     except ValueError as error:
         raise RecipeError(f"--budget: {error}") from error
     plan = make_plan(planning.profile, planning.hardware, nbytes)
     predicted = play(planning.profile, plan, planning.hardware)
-    return ShownPlan(folder, replace(planning, plan=plan, predicted=predicted), nbytes, None)
+    plan = replace(plan, capacity_nbytes=nbytes)  # it may be made for less
+    return ShownPlan(replace(planning, plan=plan, predicted=predicted), None, folder / f"plan_{nbytes}.png")
 
 
 def find_folder(run: Path) -> Path:
@@ -135,10 +116,18 @@ def find_folder(run: Path) -> Path:
     )
 
 
-def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
+class Alternative(NamedTuple):
+    """A row of the comparison: a way to treat activations, and its cost; None: ``note`` says why not."""
+
+    name: str
+    outcome: Outcome | None
+    note: str = ""
+
+
+def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
     """Yield the plan as predicted and measured, and the simple policies."""
     planning = shown.planning
-    capacity, hardware = shown.budget_nbytes or planning.plan.capacity_nbytes, planning.hardware
+    capacity, hardware = planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
     yield Alternative("the plan, predicted", planning.predicted, within)
     if shown.measured is not None:
@@ -146,9 +135,10 @@ def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
         yield Alternative("the plan, measured", shown.measured, note)
     for name, words in _BASELINES.items():
         plan = POLICIES[name](planning.profile, hardware, None)
+        stores = Place.NVME in plan.places.values()
         if name == "recompute" and not plan.recomputed:
             yield Alternative(words, None, "not possible: the model has no blocks")
-        elif _needs_drive(plan) and min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) <= 0:
+        elif stores and min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) <= 0:
             yield Alternative(words, None, "not possible: memory.nvme is empty")
         else:
             outcome = play(planning.profile, plan, hardware)
@@ -156,19 +146,16 @@ def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
             yield Alternative(words, outcome, "over the budget" if over else "")
 
 
-def _needs_drive(plan: ActivationPlan) -> bool:
-    return Place.NVME in plan.places.values()
-
-
-def draw(shown: ShownPlan) -> str:
+def _draw(shown: ShownPlan) -> str:
     """Write the picture and return a line with its path, or with the reason why there is none."""
-    planning = shown.planning
-    profile, plan, hardware = planning.profile, planning.plan, planning.hardware
+    profile, plan, hardware = shown.planning.profile, shown.planning.plan, shown.planning.hardware
     _, kept = play_in_detail(profile, ActivationPlan("keep"), hardware)
     _, planned = play_in_detail(profile, plan, hardware)
     lanes = {"stall": planned.stalls, "recompute": planned.recomputed, **planned.channels}
-    capacity = shown.budget_nbytes or plan.capacity_nbytes
-    title = f"One step with the plan of {shown.run}, as predicted"
+    folder = shown.picture.parent
+    run = (folder.parent if folder.name == FOLDER else folder).resolve().name
+    title = f"One step with the plan of {run}, as predicted"
+    capacity = plan.capacity_nbytes
     try:
         draw_memory(shown.picture, kept.memory, planned.memory, lanes, capacity_nbytes=capacity, title=title)
     except ImportError:
@@ -184,18 +171,14 @@ def print_line(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A row of the comparison: a way to treat activations, and its cost.
-
-    Attributes:
-        outcome: The cost; None: it is not possible, for the reason in ``note``.
-        note: A remark, shown in the last column.
-    """
-
-    name: str
-    outcome: Outcome | None
-    note: str = ""
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Return a table whose first column is on the left, and all others on the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
@@ -207,42 +190,32 @@ def plan_table(rows: Sequence[PlanRow]) -> Table:
         "recomputed": [row.recomputed_nbytes for row in rows],
     }
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-    table = _table("block", "forward ms", "backward ms", "saved", *shown)
+    cells = []
     for i, row in enumerate(rows):
+        sizes = [row.saved_nbytes, *(of_rows[i] for of_rows in shown.values())]
         times = [f"{1e3 * row.forward_s:.1f}", f"{1e3 * row.backward_s:.1f}"]
-        table.add_row(
-            Text(row.name), *times, _size(row.saved_nbytes), *(_size(sizes[i]) for sizes in shown.values())
-        )
-    return table
+        cells.append([row.name, *times, *map(_size, sizes)])
+    return make_table(["block", "forward ms", "backward ms", "saved", *shown], cells)
 
 
 def alternatives_table(rows: Sequence[Alternative]) -> Table:
     """Return a table of alternatives; the column of host memory is omitted if none uses it."""
-    outcomes = [row.outcome for row in rows if row.outcome is not None]
-    on_host = any(outcome.host_peak_nbytes for outcome in outcomes)
+    on_host = any(row.outcome is not None and row.outcome.host_peak_nbytes for row in rows)
     host = ["host peak"] if on_host else []
-    table = _table("", "step s", "stall s", "recompute s", "peak", "stored", "loaded", *host, "")
+
+    def cells(outcome: Outcome) -> Iterator[str]:
+        yield f"{outcome.step_s:.3f}"
+        for time_s in (outcome.stall_s, outcome.recompute_s):
+            yield f"{time_s:.3f}" if time_s else ""
+        yield from map(_size, (outcome.peak_nbytes, outcome.nbytes_stored, outcome.nbytes_loaded))
+        yield from [_size(outcome.host_peak_nbytes)] * on_host
+
+    nothing = [""] * (6 + on_host)
+    table = make_table(
+        ["", "step s", "stall s", "recompute s", "peak", "stored", "loaded", *host, ""],
+        ([name, *(nothing if outcome is None else cells(outcome)), note] for name, outcome, note in rows),
+    )
     table.columns[-1].justify = "left"
-    for row in rows:
-        cells = [""] * (6 + on_host) if row.outcome is None else _cells(row.outcome, on_host)
-        table.add_row(Text(row.name), *cells, Text(row.note))
-    return table
-
-
-def _cells(outcome: Outcome, on_host: bool) -> list[str]:
-    times = [
-        f"{outcome.step_s:.3f}",
-        *(f"{s:.3f}" if s else "" for s in (outcome.stall_s, outcome.recompute_s)),
-    ]
-    sizes = [outcome.peak_nbytes, outcome.nbytes_stored, outcome.nbytes_loaded]
-    return [*times, *(_size(nbytes) for nbytes in sizes + [outcome.host_peak_nbytes] * on_host)]
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -251,21 +224,13 @@ def _size(nbytes: int) -> str:
 
 
 def draw_memory(
-    path: Path,
-    kept: Samples,
-    planned: Samples,
-    lanes: Mapping[str, Intervals],
-    *,
-    capacity_nbytes: int | None = None,
-    title: str = "",
-) -> None:
-    """Draw one step as PNG or SVG, by the ending of ``path``.
-
-    Needs matplotlib (extra: plots).
+    path: Path, kept: Samples, planned: Samples, lanes: Mapping[str, Intervals], *,
+    capacity_nbytes: int | None = None, title: str = "",
+) -> None:  # fmt: skip
+    """Draw one step as PNG or SVG, by the ending of ``path``; needs matplotlib (extra: plots).
 
     Args:
-        kept: Memory if everything is kept; ends with the step.
-        planned: Memory with the plan.
+        kept: Memory if everything is kept; ends with the step. ``planned``: memory with the plan.
         lanes: Transfers of each channel with the plan, from the top down; also "stall" and "recompute".
         capacity_nbytes: The plan's budget; None: it has none.
     """

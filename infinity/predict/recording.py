@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.blocks import recomputable_blocks, tracked
+from infinity.activations.blocks import patched, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Life, Profiler
+from infinity.activations.profiler import Profiler
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
@@ -52,6 +52,10 @@ from infinity.recipes.models.causal import CausalLoss
 
 #: Operators that read a few rows of their first argument.
 _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
+#: Parts of the runtime that hooks ask.
+_PARTS = "prefetcher", "pins", "gradients"
+#: Storages of the step itself: no weights, and nothing that it was given.
+_OWN = {Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT}
 _WHY = "the model cannot be planned without values, since what its forward does depends on them"
 
 
@@ -59,35 +63,15 @@ _WHY = "the model cannot be planned without values, since what its forward does 
 
 
 class Batch(NamedTuple):
-    """A micro-batch without values.
+    """A micro-batch without values."""
 
-    Attributes:
-        tokens: Its shape.
-        logits: The way in which its logits are computed.
-        packing: Sequences are whole documents, several (True) or one (False), padded; None: a stream of text.
-    """
-
-    tokens: tuple[int, int]
+    tokens: tuple[int, int]  # its shape
     logits: Mode = "whole"
-    packing: bool | None = None
-
-
-class Call(NamedTuple):
-    """A call of a method of the runtime's parts, after ``at`` operators had ended."""
-
-    at: int
-    part: str
-    method: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
 
 
 class Row(NamedTuple):
-    """The cost of one operator: what it computes and moves.
-
-    Attributes:
-        operation: The call, to be timed; None: it cannot be repeated.
-    """
+    """What one operator computes and moves, and its call, to be timed; None: it cannot be repeated."""
 
     flops: float
     nbytes: float
@@ -96,12 +80,7 @@ class Row(NamedTuple):
 
 
 class Record(Profiler):  # type: ignore[no-untyped-call]
-    """Profiles fake operators, by flops and bytes in place of seconds, and writes calls down.
-
-    Attributes:
-        rows: A row for each operator.
-        recomputes: Whether a region runs its forward again.
-    """
+    """Profiles fake operators, by flops and bytes in place of seconds, and writes calls down."""
 
     def __init__(
         self, weights: Sequence[Tensor], dtype: torch.dtype, batch: Batch, recomputes: Callable[[int], bool]
@@ -109,15 +88,15 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         super().__init__(weights=weights)
         self._dtype, self._touches = dtype, Touches()
         self.batch, self.recomputes = batch, recomputes
-        self.rows: list[Row] = []
-        self.calls: list[Call] = []
+        self.rows: list[Row] = []  # one for each operator
+        #: Calls of the runtime's parts: operators before it, part, method, arguments.
+        self.calls: list[tuple[int, str, str, tuple[Any, ...], dict[str, Any]]] = []
 
     def tell(self, part: str, method: str, *args: Any, **options: Any) -> None:
         """Write down that ``part.method(*args, **options)`` was called."""
-        self.calls.append(Call(len(self.rows), part, method, args, options))
+        self.calls.append((len(self.rows), part, method, args, options))
 
     def storage_of(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's storage among those of the step."""
         return self._recorded.storages.find(tensor, Kind.INPUT, "input")
 
     def __torch_dispatch__(
@@ -144,11 +123,6 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
 
     # --- what was recorded -------------------------------------------------------------------
 
-    def finished(self) -> "Record":
-        """Return this record; call after ``with``, when nothing of the step but its weights is held."""
-        self.update_begins()
-        return self
-
     def profile(self, seconds: list[float]) -> Profile:
         """Return the profile of a step whose operators take ``seconds``."""
         return self._recorded.profile(seconds, 0.0)
@@ -159,8 +133,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         Args:
             micro_batches: Micro-batches that go through a block together; see the module's note on them.
         """
-        lives = filter(_is_own, self._recorded.storages.lives)
-        spans = [(life.born, life.died, life.nbytes) for life in lives]
+        lives = self._recorded.storages.lives
+        spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
         spans += [(born, died, (micro_batches - 1) * nbytes) for born, died, nbytes in self._waiting()]
         changes = [(born, nbytes) for born, _, nbytes in spans]
         changes += [(died, -nbytes) for _, died, nbytes in spans if died is not None]
@@ -169,7 +143,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     def _waiting(self) -> Iterator[tuple[int, int | None, int]]:
         """Yield from when to when a micro-batch has how many bytes while another one is in a block."""
         lives, marks = self._recorded.storages.lives, self._recorded.regions
-        takers = Counter(index for mark in marks for index in mark.inputs if _is_own(lives[index]))
+        takers = Counter(index for mark in marks for index in mark.inputs if lives[index].kind in _OWN)
         given = [sum(lives[i].nbytes for i in mark.inputs if takers[i] == 1) for mark in marks]
         returned = [*given[1:], *given[-1:]]
         forward_end = sum(call.phase is Phase.FORWARD for call in self._recorded.calls)
@@ -188,16 +162,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     def again_flops(self) -> float:
         """Return the flops of forwards that run again."""
         calls = zip(self._recorded.calls, self.rows, strict=True)
-        return sum(
-            row.flops
-            for call, row in calls
-            if call.phase is Phase.FORWARD and call.region % 2 and self.recomputes(call.region)
-        )
-
-
-def _is_own(life: Life) -> bool:
-    """Return whether a storage is the step's own: no weight, and nothing that it was given."""
-    return life.kind in (Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT)
+        inside = ((call.region, row.flops) for call, row in calls if call.phase is Phase.FORWARD)
+        return sum(flops for region, flops in inside if region % 2 and self.recomputes(region))
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
@@ -219,17 +185,16 @@ def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
 
 
 class _Told:
-    """Stands for a part of the runtime: every call of a method is written down, and returns None."""
+    """Stands for a part of the runtime: every call of a method is written down, without tensors.
 
-    def __init__(self, recorder: Record, part: str) -> None:
-        self._tell = partial(recorder.tell, part)
+    Here all units stream: whether they do is asked when calls are played.
+    """
+
+    def __init__(self, record: Record, part: str) -> None:
+        self._tell = partial(record.tell, part)
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return partial(self._tell, method)
-
-
-class _Uses(_Told):
-    """Stands for the prefetcher. Here all units stream: whether they do is asked when calls are played."""
 
     def streams(self, unit: int) -> bool:
         return True
@@ -240,15 +205,8 @@ class _Uses(_Told):
     def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
         self._tell("use", unit)
 
-
-class _Gradients(_Told):
-    """Stands for :class:`infinity.engine.gradients.Gradients`; holds no tensor."""
-
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        self._tell("receive", unit.index, segment.index)
-
-    def complete_together(self, units: Sequence[Unit]) -> None:
-        self._tell("complete_together", [unit.index for unit in units])
+        self._tell("receive", unit, segment)
 
 
 class _Packed(NamedTuple):
@@ -260,27 +218,20 @@ class _Packed(NamedTuple):
 
 
 class _RecordedHooks(Hooks):
-    """The runtime's hooks on fake tensors, whose storages have no addresses; and the tensor cache.
-
-    Attributes:
-        profiler, record: The profiler and the position of the pass, as blocks ask the tensor cache for them.
-        taking: Hooks of parameters, to be removed: with those of an earlier record they would take gradients.
-    """
+    """The runtime's hooks on fake tensors, whose storages have no addresses; and the tensor cache."""
 
     def __init__(
         self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record
     ) -> None:
         super().__init__(units, leaves, cast(Any, SimpleNamespace(open=self._open_pass)))
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
-        self.taking: list[RemovableHandle] = []
+        self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._blocks = recomputable_blocks(model)
         self._by_storage = {_storage(segment.param): unit for unit, segment in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
         self._keys: dict[int, SlotKey] = {}
-        uses: Any = _Uses(made, "prefetcher")
-        pins: Any = _Told(made, "pins")
-        gradients: Any = _Gradients(made, "gradients")
-        self.connect(uses, pins, gradients, {}, lambda: None)
+        prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
+        self.connect(prefetcher, pins, gradients, {}, lambda: None)
         self.logits.decide(made.batch.logits, lambda: None)
 
     def _open_pass(self, model: nn.Module) -> ExitStack:
@@ -328,48 +279,37 @@ def record(
     model: Any, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], dtype: torch.dtype,
     batch: Batch, recomputes: Callable[[int], bool],
 ) -> Record:  # fmt: skip
-    """Run forward and backward of one micro-batch.
+    """Run forward and backward of one micro-batch of a model on fake tensors.
 
     Args:
-        model: The model, on fake tensors.
         leaves: Units that are gathered as one, by module.
-        dtype: The dtype in which the model computes.
         recomputes: Whether a region, which is a call of a block, runs its forward again.
 
     Raises:
         CheckpointError: The model's forward depends on values.
     """
-    made = Record([segment.param for _, segment in units.segments()], dtype, batch, recomputes)
-    with _hooked(model, _RecordedHooks(model, units, leaves, made)), _uncollected(), ExitStack() as stack:
-        loss, packing = CausalLoss(model), batch.packing
+    made, packing = Record([s.param for _, s in units.segments()], dtype, batch, recomputes), batch.packing
+    with ExitStack() as stack:
+        stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made)))
+        if gc.isenabled():  # storages end when nothing refers to them, not when Python collects cycles
+            gc.disable()
+            stack.callback(gc.enable)
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        if packing is None and masks is not None:
+            # Sequences are whole: it would look at the values of positions, which fake tensors lack, and
+            # else makes a mask for every layer.
+            whole = patched(masks, "find_packed_sequence_indices", lambda position_ids: None)
+            stack.enter_context(whole)
+        loss = CausalLoss(model)
         tokens = torch.zeros(batch.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
         positions, mask = (tokens if packing is each else None for each in (True, False))
-        if packing is None:
-            stack.enter_context(_without_packing())
         with made, library_errors(CheckpointError, _WHY):
             value = loss(tokens, targets, positions, mask)
             value.backward()  # type: ignore[no-untyped-call]
         del value
-        return made.finished()
-
-
-@contextmanager
-def _without_packing() -> Iterator[None]:
-    """Inside, transformers takes sequences for whole ones.
-
-    It looks at the values of positions, which fake tensors lack, and else makes a mask for every layer.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    if masks is None:  # the model is another one
-        yield
-        return
-    before = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = before
+        made.update_begins()  # what of the step is left has been let go
+    return made
 
 
 @contextmanager
@@ -398,35 +338,11 @@ def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
     return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, without_values=True))
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside, storages end when nothing refers to them, and not when Python happens to collect cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _never(param: nn.Parameter) -> nn.Parameter:
     raise CheckpointError("a model that copies its parameters while it runs cannot be planned")
 
 
 # --- playing -----------------------------------------------------------------------------------------
-
-
-class _Mover:
-    """Moves nothing; see :class:`infinity.partition.prefetcher.Mover`."""
-
-    def start(self, item: object) -> None:
-        pass
-
-    finish = release = start
-
-    def stored_nbytes(self, unit: int) -> int:
-        return 0
 
 
 class _CompletedUnits:
@@ -443,17 +359,17 @@ class _CompletedUnits:
         self.begun: dict[int, int] = {}  # positions, by unit
         self.completed: list[tuple[int, int]] = []
 
-    def receive(self, unit: int, segment: int) -> None:
-        self.begun.setdefault(unit, self._prefetcher.training.position)
-        if self._completions.fire(unit, segment):
-            self._complete(unit)
+    def receive(self, unit: Unit, segment: Segment) -> None:
+        self.begun.setdefault(unit.index, self._prefetcher.training.position)
+        if self._completions.fire(unit.index, segment.index):
+            self._complete(unit.index)
 
-    def complete_together(self, units: Iterable[int]) -> None:
-        for index in self._completions.left(unit for unit in units if self._units[unit].trainable):
+    def complete_together(self, units: Iterable[Unit]) -> None:
+        for index in self._completions.left(unit.index for unit in units if unit.trainable):
             self._complete(index)
 
     def end_backward(self) -> None:
-        self.complete_together(range(len(self._units)))
+        self.complete_together(self._units)
 
     def _complete(self, unit: int) -> None:
         self._completions.complete(unit)
@@ -471,13 +387,14 @@ def play(
 
     Args:
         of_leaves: Units that are gathered as parts of a leaf.
-        nbytes: Bytes of streaming units; the window has ``window_nbytes``.
+        nbytes: Bytes of streaming units.
         micro_batches: Micro-batches that go through a block together.
     """
-    prefetcher = Prefetcher(_Mover(), nbytes, window_nbytes)
+    mover: Any = SimpleNamespace(start=_nothing, finish=_nothing, release=_nothing, stored_nbytes=_nothing)
+    prefetcher = Prefetcher(mover, nbytes, window_nbytes)
     pins, training = BackwardPins(prefetcher), prefetcher.training
     gradients = _CompletedUnits(units, of_leaves, prefetcher, pins)
-    parts = {"prefetcher": prefetcher, "pins": pins, "gradients": gradients}
+    parts = dict(zip(_PARTS, (prefetcher, pins, gradients), strict=True))
     position = np.zeros(len(record.rows), dtype=np.int64)
     played = 0
     for at, part, method, args, options in record.calls:
@@ -496,3 +413,8 @@ def play(
         model_flops=float(flops.sum()) - record.again_flops(), tokens=math.prod(record.batch.tokens),
         peak_nbytes=record.peak_nbytes(micro_batches),
     )  # fmt: skip
+
+
+def _nothing(item: object) -> int:
+    """Stands for what moves bytes (:class:`infinity.partition.prefetcher.Mover`): none do."""
+    return 0

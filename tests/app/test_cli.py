@@ -276,8 +276,8 @@ def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
     monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
     write(tmp_path)
     if "--tokens={}" in command:  # each of the same plan
-        planned = plan_recipe.plan_recipe(load_recipe("recipe.yaml"), load_machine("gh200"))
-        monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *args, **options: planned)
+        planned = plan_recipe.dry_run(load_recipe("recipe.yaml"), load_machine("gh200"))
+        monkeypatch.setattr(plan_recipe, "dry_run", lambda *args, **options: planned)
         monkeypatch.setattr(plan_recipe, "changes", lambda planned: iter(()))
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "run").mkdir()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Traffic
-from infinity.planner.channels import Channel, mixed_rates
+from infinity.planner.events import Channel, mixed_rates
 from infinity.planner.search import ChannelTimeline, channel_timelines
 from tests.helpers.cases import examples
 

@@ -21,7 +21,7 @@ from infinity.planner.machines import (
     rank_rates,
 )
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
-from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape
+from infinity.planner.step import StepSetup, StepTrace, Stored, UnitShape
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
@@ -54,7 +54,8 @@ def setup(
 ) -> StepSetup:
     full = 2 * NUMEL
     sizes = {"nbytes": full, "weight_nbytes": full // ranks, "state_nbytes": 10 * NUMEL // ranks}
-    sizes |= {"moments_nbytes": 8 * NUMEL // ranks, "shard_numel": NUMEL // ranks, "params": NUMEL}
+    sizes |= {"kept_nbytes": 0, "trained_nbytes": 0, "shard_numel": NUMEL // ranks, "params": NUMEL}
+    sizes |= {"moved_nbytes": full // ranks, "read_nbytes": full // ranks}
     shapes = tuple(UnitShape(name=f"unit {i}", trainable=True, **sizes) for i in range(units))
     division = DeviceBudget((window + 16) * full, window * full, True, True, 0, 0)
     return StepSetup(
@@ -267,24 +268,24 @@ def test_512_ranks_are_played_as_one() -> None:
 
 def test_stored_weights_are_decoded_after_each_gather_and_before_their_use() -> None:
     units, full = 8, 2 * NUMEL
-    stored = StoredShape(full // 2, full // 2, full // 2, decode_nbytes=10 * full, decode_operators=5)
     plain = setup(units, window=6)  # both forms of four units
 
-    def frozen(stored: StoredShape) -> StepSetup:
-        shapes = (replace(u, trainable=False, stored=stored) for u in plain.units)
-        return replace(plain, units=tuple(shapes))
+    def frozen(decode_nbytes: int) -> StepSetup:
+        form = {"moved_nbytes": full // 2, "read_nbytes": full // 2, "stored_nbytes": full // 2}
+        form |= {"decode_nbytes": decode_nbytes, "decode_operators": 5}
+        return replace(plain, units=tuple(replace(u, trainable=False, **form) for u in plain.units))
 
     events = tuple(e if e.kind is not Kind.DONE else Event(Kind.UNPIN, e.unit) for e in trace(units).events)
     steps = replace(trace(units, flops=1e9), events=events, begun=(), completed=())
-    free, cost = (play_step(steps, frozen(s)) for s in (replace(stored, decode_nbytes=0), stored))
-    gathers = cost.nbytes["host to device"] / stored.shard_nbytes
+    free, cost = (play_step(steps, frozen(nbytes)) for nbytes in (0, 10 * full))
+    gathers = cost.nbytes["host to device"] / (full // 2)
     assert units <= gathers <= 2 * units
     each_s = 10 * full / 1e12
     assert cost.busy_s[DECODE] == pytest.approx(gathers * each_s)
     assert free.busy_s[DECODE] == pytest.approx(gathers * 5 * MACHINE.devices.operator_s)
     assert cost.nbytes == free.nbytes
     slow = replace(plain.rates, decode_bytes_per_s=1e9)
-    slowest = play_step(steps, replace(frozen(stored), rates=slow))
+    slowest = play_step(steps, replace(frozen(10 * full), rates=slow))
     assert slowest.bottleneck == DECODE
     assert slowest.step_s >= slowest.busy_s[DECODE] == pytest.approx(1000 * cost.busy_s[DECODE])
 

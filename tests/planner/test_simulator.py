@@ -25,8 +25,7 @@ from infinity.core.plan import (
     Traffic,
 )
 from infinity.planner import simulator
-from infinity.planner.channels import Channel
-from infinity.planner.events import TransferQueues
+from infinity.planner.events import Channel, TransferQueues
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
 from infinity.planner.search import bounded, with_loads, within
 from infinity.planner.simulator import Simulator, StepTimeline, play, play_in_detail

@@ -200,7 +200,7 @@ def test_experts_that_the_device_cannot_hold_are_planned_in_tiles(tmp_path: Path
     used = {event.unit for event in planned.trace.events}
     assert {planned.units.index(unit) for unit in tiles} <= used
     assert play_step(planned.trace, planned.setup).nbytes["NVMe read"] > 2 * 384 * 2**20
-    assert any("tiles" in note for note in planned.notes)
+    assert any("tiles" in note for note in planned.model.notes)
     frozen = dry_run(
         recipe_for(tmp_path, *more, *sizes, "lora.rank=4", "lora.target_modules=[q_proj]"), MACHINE, 1
     )
@@ -375,13 +375,12 @@ def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: P
     recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
     on_cpu, on_device = (dry_run(recipe, load_machine(name), 1) for name in ("vm-2core", "hgx-h100"))
     for planned in (on_cpu, on_device):
-        stored = [unit for unit in planned.units if unit.stored is not None]
+        stored = [unit for unit in planned.units if unit.stored_nbytes]
         assert stored
         for unit in stored:
-            assert unit.stored is not None
             # once read and once written at the least, and no more than some passes in fp32
-            assert unit.stored.nbytes // 2 + unit.nbytes < unit.stored.decode_nbytes < 20 * unit.nbytes
-            assert 5 < unit.stored.decode_operators < 500
+            assert unit.stored_nbytes // 2 + unit.nbytes < unit.decode_nbytes < 20 * unit.nbytes
+            assert 5 < unit.decode_operators < 500
 
 
 #: A dense model of a trillion parameters, in 128 such layers (ZeRO-Infinity, table 1).

@@ -92,7 +92,7 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(
         sizes.append(size)
         return 8e-3 + 2 * size**3 / rate
 
-    monkeypatch.setattr("infinity.device.machine.multiply_s", multiply_s)
+    monkeypatch.setattr("infinity.predict.machines.multiply_s", multiply_s)
     found = _flops_per_s(torch.bfloat16, torch.device("cpu"))
     assert 0.7 * rate < found <= rate
     assert max(sizes) == most
@@ -101,6 +101,6 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(
 def test_ranks_that_cannot_exchange_bytes_end_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_copy_bytes_per_s", "_flops_per_s", "_update_bytes_per_s"):
         monkeypatch.setattr(machines, name, lambda *args: 1e9)
-    monkeypatch.setattr("infinity.device.machine.usable_cores", lambda: 2)
+    monkeypatch.setattr("infinity.predict.machines.usable_cores", lambda: 2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
     assert probe([]).links.device_bytes_per_s is None

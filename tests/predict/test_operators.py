@@ -1,13 +1,14 @@
 """Operators are written down without values, and timed once for each that differs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.predict import operators
-from infinity.predict.operators import COLD, Candidate, Operation, OperatorTimes, Touches
+from infinity.predict.operators import COLD, Operation, OperatorTimes, Touches, times_of_rank
 
 CPU = torch.device("cpu")
 
@@ -18,8 +19,8 @@ def matmul(rows: int) -> Operation:
     return made
 
 
-def calls(*operations: Operation | None) -> list[Candidate]:
-    return [Candidate(each, 1e-6, 1e3) for each in operations]
+def calls(*operations: Operation | None) -> list[tuple[Operation | None, float, float]]:
+    return [(each, 1e-6, 1e3) for each in operations]
 
 
 def test_calls_that_differ_in_values_alone_are_one() -> None:
@@ -33,7 +34,7 @@ def test_calls_that_differ_in_values_alone_are_one() -> None:
 
 def test_each_operator_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Operation] = []
-    monkeypatch.setattr(operators, "_time_s", lambda *args: timed.append(args[0]) or 0.25)
+    monkeypatch.setattr(Operation, "time_s", lambda self, *args: timed.append(self) or 0.25)
     monkeypatch.setattr(operators, "_ROUNDS", 0)
     times = OperatorTimes(CPU, 1)
     times.measure(calls(matmul(16), None, matmul(16), matmul(17)))
@@ -44,13 +45,13 @@ def test_each_operator_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_timed_holds_for_all_plans_of_a_process() -> None:
-    assert OperatorTimes.of_rank(1, 1) is OperatorTimes.of_rank(2, 1)
+    assert times_of_rank(1, 1) is times_of_rank(2, 1)
 
 
 def test_operators_take_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Operation] = []
     times_s = iter([90.0, 80.0, 3.0, 4.0, 1.0, 9.0, 2.0, 5.0])
-    monkeypatch.setattr(operators, "_time_s", lambda *args: ran.append(args[0]) or next(times_s))
+    monkeypatch.setattr(Operation, "time_s", lambda self, *args: ran.append(self) or next(times_s))
     monkeypatch.setattr(operators, "_ROUNDS", 3)
     times = OperatorTimes(CPU, 1)
     times.measure(calls(matmul(16), matmul(17)))
@@ -116,7 +117,7 @@ def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_h
 def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_recorded() -> None:
     ran: list[type] = []
     func = torch.ops.aten.mm.default
-    operation = matmul(16)._replace(func=lambda *args: ran.append(type(func(*args))))
+    operation = replace(matmul(16), func=lambda *args: ran.append(type(func(*args))))
     times = OperatorTimes(CPU, 1)
     with FakeTensorMode():
         times.measure(calls(operation))
@@ -125,18 +126,18 @@ def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_record
 
 def test_what_takes_long_or_much_memory_is_left_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Operation] = []
-    monkeypatch.setattr(operators, "_time_s", lambda *args: timed.append(args[0]) or 0.25)
+    monkeypatch.setattr(Operation, "time_s", lambda self, *args: timed.append(self) or 0.25)
     monkeypatch.setattr(operators, "_ROUNDS", 0)
     times = OperatorTimes(CPU, 1)
     large = Operation.of(torch.ops.aten.zeros.default, ([2**40],), {})  # its arguments are small
-    times.measure([Candidate(matmul(16), 100.0, 1e3), Candidate(large, 1e-6, 2.0**42), *calls(matmul(17))])
+    times.measure([(matmul(16), 100.0, 1e3), (large, 1e-6, 2.0**42), *calls(matmul(17))])
     assert timed == [matmul(17)]
     assert math.isnan(times.of(matmul(16)))
     assert math.isnan(times.of(large))
 
 
 def test_an_operator_whose_turn_did_not_come_is_timed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_time_s", lambda *args: 0.25)
+    monkeypatch.setattr(Operation, "time_s", lambda self, *args: 0.25)
     times = OperatorTimes(CPU, 1)
     with monkeypatch.context() as patch:
         patch.setattr(operators, "_IN_ALL_S", 0.0)
@@ -150,7 +151,7 @@ def test_what_an_operator_raises_ends_no_plan() -> None:
     def refuse(*args: object) -> None:
         raise ValueError
 
-    operation, times = matmul(16)._replace(func=refuse), OperatorTimes(CPU, 1)
+    operation, times = replace(matmul(16), func=refuse), OperatorTimes(CPU, 1)
     times.measure(calls(operation))
     assert math.isnan(times.of(operation))
 
@@ -165,4 +166,4 @@ def test_timing_draws_no_random_numbers() -> None:
 
 
 def test_threads_are_no_more_than_cores() -> None:
-    assert OperatorTimes.of_rank(1, 10**6)._threads <= operators.usable_cores()
+    assert times_of_rank(1, 10**6)._threads <= operators.usable_cores()

@@ -19,13 +19,12 @@ from infinity.core.errors import BudgetError, CheckpointError, RecipeError
 from infinity.observe.summary import PredictedStep
 from infinity.planner.machines import Machine
 from infinity.predict import plan_recipe as module
+from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import (
     Change,
-    PlannedRun,
     changes,
     cost_lines,
-    plan_recipe,
     predict,
     show_recipe,
     ways_to_fit,
@@ -124,8 +123,8 @@ def test_a_budget_that_is_too_small_is_an_error_with_the_arithmetic() -> None:
 def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it() -> None:
     in_memory = [*SMALL, "memory.nvme=[]", "memory.resident=true", "memory.activations=keep"]
 
-    def planned(nbytes: int) -> PlannedRun:
-        return plan_recipe(load_recipe(RECIPE, [*in_memory, f"memory.host={nbytes}"]), machine, 1)
+    def planned(nbytes: int) -> DryRun:
+        return dry_run(load_recipe(RECIPE, [*in_memory, f"memory.host={nbytes}"]), machine, 1)
 
     machine = load_machine("vm-2core")
     with pytest.raises(BudgetError) as raised:
@@ -134,7 +133,7 @@ def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it
     assert planned(nbytes).cost.step_s > 0
     with pytest.raises(BudgetError):
         planned(nbytes - 1)
-    assert planned(nbytes).run.least_host_nbytes() == nbytes
+    assert planned(nbytes).least_host_nbytes() == nbytes
     for enough in (nbytes, nbytes - 1):
         recipe = load_recipe(RECIPE, [*in_memory, f"memory.host={enough}"])
         wanted = pytest.raises(BudgetError, match="infinity plan") if enough < nbytes else nullcontext()
@@ -149,34 +148,32 @@ def test_the_least_host_memory_without_drives_is_what_the_error_names(on: str, t
         more = [*model, "memory.nvme=[]", "memory.resident=true", "memory.activations=keep"]
         recipe = load_recipe(None, [*more, "model.seq_len=32", "memory.host=64KiB"])
         with pytest.raises(BudgetError) as raised:
-            plan_recipe(recipe, load_machine(on), 1)
+            dry_run(recipe, load_machine(on), 1)
         nbytes = int(re.search(r"to (\d+) bytes or more", str(raised.value))[1])  # type: ignore[index]
         for enough in (nbytes, 2**30):
             again = replace(recipe, memory=replace(recipe.memory, host=enough))
-            assert plan_recipe(again, load_machine(on), 1).run.least_host_nbytes() == nbytes
+            assert dry_run(again, load_machine(on), 1).least_host_nbytes() == nbytes
 
 
 def test_the_least_budgets_are_enough_and_less_is_not() -> None:
     machine = load_machine("vm-2core")
-    planned = plan_recipe(load_recipe(RECIPE, SMALL), machine, 1)
-    run = planned.run
+    planned = dry_run(load_recipe(RECIPE, SMALL), machine, 1)
+    run = planned
     least_device, least_host = run.division.least, run.least_host_nbytes()
     enough = [f"memory.device={least_device}", f"memory.host={least_host}", "memory.activations=keep"]
-    again = plan_recipe(load_recipe(RECIPE, [*SMALL, *enough]), machine, 1)
+    again = dry_run(load_recipe(RECIPE, [*SMALL, *enough]), machine, 1)
     assert again.cost.step_s >= planned.cost.step_s
     for less in (f"memory.device={least_device - 4096}", f"memory.host={least_host // 2}"):
         with pytest.raises(BudgetError):
-            plan_recipe(load_recipe(RECIPE, [*SMALL, *enough, less]), machine, 1)
+            dry_run(load_recipe(RECIPE, [*SMALL, *enough, less]), machine, 1)
 
 
 def test_gradients_that_wait_on_nvme_are_said_and_counted() -> None:
     machine, given = load_machine("vm-2core"), [*SMALL, "memory.activations=keep", "optim.max_grad_norm=1"]
-    roomy = plan_recipe(load_recipe(RECIPE, given), machine, 1)
-    tight = plan_recipe(
-        load_recipe(RECIPE, [*given, f"memory.device={roomy.run.division.least}"]), machine, 1
-    )
-    nbytes = tight.run.spilled_nbytes
-    assert 0 == roomy.run.spilled_nbytes < nbytes
+    roomy = dry_run(load_recipe(RECIPE, given), machine, 1)
+    tight = dry_run(load_recipe(RECIPE, [*given, f"memory.device={roomy.division.least}"]), machine, 1)
+    nbytes = tight.spilled_nbytes
+    assert 0 == roomy.spilled_nbytes < nbytes
     assert tight.disk_nbytes() - roomy.disk_nbytes() == nbytes
     assert tight.cost.nbytes["NVMe write"] - roomy.cost.nbytes["NVMe write"] == nbytes
     [line] = [line for line in cost_lines(tight) if "gradients" in line]
@@ -185,25 +182,25 @@ def test_gradients_that_wait_on_nvme_are_said_and_counted() -> None:
 
 def test_changes_are_plans_of_their_own_and_only_those_that_gain() -> None:
     machine = load_machine("hgx-h100", ["drives.read_bytes_per_s=1e6", "drives.write_bytes_per_s=1e6"])
-    planned = plan_recipe(load_recipe(RECIPE, SMALL), machine, 8)
+    planned = dry_run(load_recipe(RECIPE, SMALL), machine, 8)
     assert planned.cost.bottleneck.startswith("NVMe")
     found = {change.what.partition(" in each")[0]: change for change in changes(planned)}
     gains = [change.planned.tokens_per_s for change in changes(planned)]
     assert gains == sorted(gains, reverse=True)
     assert min(gains) > planned.tokens_per_s
     more = replace(machine, drives=replace(machine.drives, per_node=9))
-    alone = plan_recipe(load_recipe(RECIPE, SMALL), more, 8)
+    alone = dry_run(load_recipe(RECIPE, SMALL), more, 8)
     assert found["one more drive"].planned.tokens_per_s == pytest.approx(alone.tokens_per_s, rel=1e-6)
     assert 1.05 < alone.tokens_per_s / planned.tokens_per_s < 9.1 / 8
 
 
-def planned_with(keys: str, on: str, ranks: int, *given: str) -> PlannedRun:
+def planned_with(keys: str, on: str, ranks: int, *given: str) -> DryRun:
     """The plan that a person gets who writes ``keys`` beside what was ``given``."""
     sections = tuple(f"{each.name}." for each in fields(Machine))
     every = [*given, *keys.split()]
     of_machine = [each for each in every if each.startswith(sections)]
     recipe = load_recipe(RECIPE, [*SMALL, *(each for each in every if each not in of_machine)])
-    return plan_recipe(recipe, load_machine(on, of_machine), ranks)
+    return dry_run(recipe, load_machine(on, of_machine), ranks)
 
 
 def checked(found: list[Change], wanted: set[str], *, every: bool) -> list[Change]:
@@ -304,11 +301,11 @@ def test_keys_of_the_hardware_stand_beside_those_of_the_recipe() -> None:
 
 def test_a_plan_for_activations_keeps_the_budget_and_stores_what_it_says() -> None:
     more = ["train.batch_size=16", "model.seq_len=128", "memory.activations=offload"]
-    planned = plan_recipe(load_recipe(RECIPE, [*SMALL, *more]), load_machine("vm-2core"), 1)
-    stored = sum(each.nbytes for each in planned.run.trace.stored)
+    planned = dry_run(load_recipe(RECIPE, [*SMALL, *more]), load_machine("vm-2core"), 1)
+    stored = sum(each.nbytes for each in planned.trace.stored)
     assert stored > 0
     assert planned.cost.nbytes["NVMe write"] == stored + sum(
-        unit.weight_nbytes + unit.state_nbytes for unit in planned.run.units
+        unit.weight_nbytes + unit.state_nbytes for unit in planned.units
     )
 
 
@@ -318,7 +315,7 @@ def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None
         *SMALL, "train.batch_size=16", "model.seq_len=128", f"memory.activations={policy}",
         f"memory.nvme=[{tmp_path}]", "memory.host=64MiB", "memory.resident=false", "train.dtype=bf16",
     ])  # fmt: skip
-    planned = plan_recipe(recipe, load_machine("vm-2core"), 1)
+    planned = dry_run(recipe, load_machine("vm-2core"), 1)
     with built(recipe, None, Views()) as (model, optimizer):
         tokens = torch.zeros(16, 128, dtype=torch.int64)
         for _ in range(2):
@@ -326,7 +323,7 @@ def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None
             optimizer.step()
         held = optimizer.runtime.peak_nbytes()["nvme"]
     # Backward wants the last tensor at once: its store is called off, or its room given back a step later.
-    late = 0 if policy == "keep" else max(each.nbytes for each in planned.run.trace.stored)
+    late = 0 if policy == "keep" else max(each.nbytes for each in planned.trace.stored)
     assert abs(held - planned.disk_nbytes()) <= late
 
 
@@ -378,7 +375,7 @@ def test_a_prediction_uses_the_budgets_and_the_dtype_that_the_run_had(
         seen.append(recipe)
         raise BudgetError("enough")
 
-    monkeypatch.setattr(module, "plan_recipe", planned)
+    monkeypatch.setattr(module, "dry_run", planned)
     monkeypatch.setattr(module, "probe", lambda directories: None)
     with pytest.raises(BudgetError, match="enough"):
         predict(load_recipe(RECIPE, SMALL), 1, {"device": 123_456, "host": 654_321}, "fp16")
