@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.core.transfer import Transfer, stream
 from infinity.device.memory import Lease
-from infinity.engine.runtime import runtime_of
+from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.storage import chunk_places
-from infinity.shards.tiers import Tiers
 
 #: Chunks of weights that are read at one time.
 _READ_AHEAD = 8
@@ -49,18 +48,16 @@ def export(
     ``model.state_dict()``. The directory appears when it is whole; an export that fails or is killed
     leaves nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
 
-    With ``stored_as`` weights are quantized again, as that checkpoint has them: the same files, keys, dtypes
-    and ``quantization_config``. Weights that training left as they were keep their bytes. This needs room on
-    the drive for the weights in the compute dtype, too, until ``out`` is complete.
-
     Args:
-        model: Built under :class:`infinity.Init`. If it is not a model of transformers, its config is
-            written when it is a dataclass, and keys are those of ``state_dict``.
+        model: If it is none of transformers, its config is written when it is a dataclass, and keys are those
+            of ``state_dict``.
         out: Must not exist, or be empty; rank 0's value is used.
         max_shard_nbytes: Values in one file, at most (bytes); a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object
             with ``save_pretrained``; rank 0's value is used.
-        stored_as: The quantized checkpoint that the model was loaded from.
+        stored_as: The quantized checkpoint that the model was loaded from: weights are quantized again, into
+            the same files, keys, dtypes and ``quantization_config``, and those that training left as they
+            were keep their bytes. Until ``out`` is complete this needs room for the compute dtype, too.
 
     Returns:
         With ``stored_as``, what quantization changed; ``str`` of it is a line.
@@ -73,15 +70,11 @@ def export(
     """
     runtime = runtime_of(model)
 
-    def read_weights(wanted: Callable[[Unit, int, int], bool]) -> Iterator[tuple[Unit, int, Tensor]]:
-        runtime.synchronize()  # when all ranks can agree on its error
-        return _read_weights(runtime.units, runtime.tiers, wanted)
-
     def write(out: Path) -> Path:
         gathered = partial(runtime.values.gathered, modify=False)
         export_model(
-            model, runtime.units, out, read_weights=read_weights, gathered=gathered, ranks=runtime.ranks,
-            max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer,
+            model, runtime.units, out, read_weights=partial(_read_weights, runtime), gathered=gathered,
+            ranks=runtime.ranks, max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer,
         )  # fmt: skip
         return out
 
@@ -96,20 +89,13 @@ def export(
 
 
 def check_room_for(model: nn.Module, folder: Path) -> None:
-    """Fail now if :func:`export` would find the file system of ``folder`` too small.
-
-    Raises:
-        DiskError: The model is larger than what is free.
-    """
+    """Raise a DiskError now if :func:`export` would find the file system of ``folder`` too small."""
     nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
     check_room(folder, nbytes, f"finding room for the trained model in {folder}")
 
 
 def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:
-    """Publish the model, or the adapters, that a run of ``infinity train`` kept, as ``out``.
-
-    Args:
-        stored_as: The stored form, as for :func:`export`.
+    """Publish the model, or the adapters, that a run of ``infinity train`` kept; see :func:`export`.
 
     Raises:
         CheckpointError: The run has none, ``out`` is not free, or the model does not fit the stored form.
@@ -121,7 +107,8 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
         source = run / ADAPTERS_FOLDER
     if not source.is_dir():
         what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
-        newest = _newest_run(run)
+        found = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in run.glob(f"*/{name}")]
+        newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else None
         raise CheckpointError(
             f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
             f"with its trained model in {MODEL_FOLDER}/"
@@ -138,51 +125,39 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
     )
 
 
-def _newest_run(folder: Path) -> Path | None:
-    """Return the run in ``folder`` that kept its model last."""
-    kept = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in folder.glob(f"*/{name}")]
-    return max(kept, key=lambda path: path.stat().st_mtime).parent if kept else None
-
-
 def _read_weights(
-    units: Iterable[Unit], tiers: Tiers, wanted: Callable[[Unit, int, int], bool]
+    runtime: Runtime, wanted: Callable[[Unit, int, int], bool]
 ) -> Iterator[tuple[Unit, int, Tensor]]:
-    """This rank's newest weights; see :data:`infinity.checkpoint.export.ReadWeights`.
-
-    Raises:
-        DiskError: They cannot be read.
-    """
-    for resident, group in itertools.groupby(units, key=lambda unit: isinstance(unit.home, HostHome)):
-        if not resident:
-            yield from _stream_weights(group, tiers, wanted)
-            continue
-        for unit in group:
-            tiers.at_home(unit)
-            assert isinstance(unit.home, HostHome)
-            if wanted(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
-                yield unit, unit.shard_start, unit.home.weight
-
-
-def _stream_weights(
-    units: Iterable[Unit], tiers: Tiers, wanted: Callable[[Unit, int, int], bool]
-) -> Iterator[tuple[Unit, int, Tensor]]:
-    """The same of units on NVMe, chunk by chunk."""
-    chunks = [
-        (unit, begin, numel * unit.dtype.itemsize)
-        for unit in units
-        for begin, numel in chunk_places(unit.shard_numel, tiers.store.chunk_numel)
-        if wanted(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
-    ]
-    size = max((nbytes for _, _, nbytes in chunks), default=0)
+    """Yield this rank's newest weights, from the drive chunk by chunk, as export's ``ReadWeights`` says."""
+    tiers = runtime.tiers
+    runtime.synchronize()  # when all ranks can agree on its error
 
     def read(chunk: tuple[Unit, int, int], lease: Lease) -> Transfer:
         unit, begin, nbytes = chunk
         assert isinstance(unit.home, ShardHome)
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
-    with contextlib.ExitStack() as held:
-        leases = (tiers.storage.host_pool.lease(size, who="exporting") for _ in chunks[:_READ_AHEAD])
-        buffers = [held.enter_context(lease) for lease in leases]
-        landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
-        for (unit, begin, nbytes), lease in landed:
-            yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)
+    for resident, group in itertools.groupby(runtime.units, lambda unit: isinstance(unit.home, HostHome)):
+        if resident:
+            for unit in group:
+                tiers.at_home(unit)
+                assert isinstance(unit.home, HostHome)
+                if wanted(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
+                    yield unit, unit.shard_start, unit.home.weight
+            continue
+        chunks = [
+            (unit, begin, numel * unit.dtype.itemsize)
+            for unit in group
+            for begin, numel in chunk_places(unit.shard_numel, tiers.store.chunk_numel)
+            if wanted(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
+        ]
+        size = max((nbytes for _, _, nbytes in chunks), default=0)
+        with contextlib.ExitStack() as held:
+            leases = (
+                tiers.storage.host_pool.lease(size, who="exporting weights") for _ in chunks[:_READ_AHEAD]
+            )
+            buffers = [held.enter_context(lease) for lease in leases]
+            for (unit, begin, nbytes), lease in held.enter_context(
+                contextlib.closing(stream(chunks, buffers, read))
+            ):
+                yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)

@@ -1,9 +1,10 @@
 """``save_checkpoint`` and ``load_checkpoint``: directories of ``torch.distributed.checkpoint``."""
 
+import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,7 @@ from torch import nn
 from infinity.api.adamw import AdamW
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.export import Series
-from infinity.checkpoint.portable import PortableSave
-from infinity.checkpoint.portable_values import PortableValues
+from infinity.checkpoint.portable import Contents, PortableSave, PortableValues
 from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import BudgetError, CheckpointError, DiskError, PeerError, StateError
@@ -43,10 +43,8 @@ def save_checkpoint(
     errors below; ``done`` says whether this rank has written its part.
 
     Args:
-        model: Built under :class:`infinity.Init`.
-        optimizer: The model's optimizer; None: only weights are saved.
+        optimizer: None: only weights are saved.
         path: Must not exist, or be empty; rank 0's value is used.
-        background: Return before it is written.
 
     Raises:
         CheckpointError: ``path`` is not free.
@@ -65,11 +63,7 @@ def begin_save(
     model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool,
     then: Callable[[], object] = lambda: None,
 ) -> PortableSave:  # fmt: skip
-    """Begin what :func:`save_checkpoint` does.
-
-    Args:
-        then: Called on rank 0 when the directory is published.
-    """
+    """Begin what :func:`save_checkpoint` does; ``then`` is called on rank 0 when it is published."""
     runtime = _between_steps(model, settled=not background)
     tiers, ranks = runtime.tiers, runtime.ranks
     if not all(save.ended for save in runtime.saves):
@@ -78,15 +72,8 @@ def begin_save(
     if optimizer is not None and optimizer.scaler is not None:
         extra = {("loss_scaler", key): value for key, value in optimizer.scaler.state_dict().items()}
     groups = () if optimizer is None else optimizer.param_groups
-    save = PortableSave(
-        model,
-        runtime.units,
-        user_path(path, "path"),
-        groups=groups,
-        extra=extra,
-        ranks=ranks,
-        moments=tiers.layout.full_names[1:],
-    )
+    plan = partial(Contents, model, runtime.units, groups, extra, tiers.layout.full_names[1:])
+    save = PortableSave(user_path(path, "path"), ranks, plan)
     runtime.saves[:] = [save]
     if not background:
         save.start(tiers.chunk_fields, then=then)
@@ -111,10 +98,8 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     training.
 
     Args:
-        model: Built under :class:`infinity.Init`.
-        optimizer: The model's optimizer. Moments and step counts that the checkpoint lacks become zero. None:
-            only weights are loaded.
-        path: The directory.
+        optimizer: Moments and step counts that the checkpoint lacks become zero. None: only weights are
+            loaded.
 
     Returns:
         How many steps the optimizer had done; 0 if the checkpoint has no state of an optimizer.
@@ -133,7 +118,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
         values = PortableValues(checkpoint, model, runtime.units, groups, runtime.tiers.layout.full_names[1:])
         for unit in filter(values.holds, runtime.units):
-            runtime.tiers.put(unit, values.master(unit), values.moments(unit))
+            runtime.tiers.put(unit, partial(values.field, unit, 0), partial(values.moments, unit))
             unit.updates += 1
             for segment in unit.segments:
                 segment.steps = values.steps.get(id(segment.whole), 0)
@@ -147,10 +132,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
 
 def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
-    """Return the model's runtime when all of its states are in their places.
-
-    Args:
-        settled: Wait for the updates of the last step.
+    """Return the model's runtime, whose states are in their places; ``settled``: also those of the last step.
 
     Raises:
         StateError: There are gradients of a step that is not over, or an interrupted run was not resumed.
@@ -233,9 +215,8 @@ class Checkpoints:
     A save that fails leaves those before it as they are, and training goes on.
 
     Args:
-        folder: The run's.
-        step: The step after which the run begins.
-        steps: The run's number of steps; after the last one a checkpoint is due, unless ``every`` is auto.
+        folder: The run's, which begins after ``step``.
+        steps: The last step; after it a checkpoint is due, unless ``every`` is auto.
         agree: Returns the mean of a number over all ranks, so that they decide alike.
         say: Gets a line for people about each checkpoint; on rank 0.
     """
@@ -260,9 +241,6 @@ class Checkpoints:
     def after(self, step: int, step_s: float) -> bool:
         """Begin a checkpoint if one is due, and end one that is written. Every rank must call.
 
-        Args:
-            step_s: How long the step took.
-
         Returns:
             Whether that took time.
         """
@@ -270,74 +248,63 @@ class Checkpoints:
         self._pace.step(step_s, saving=saving is not None)
         acted = saving is not None and self._go_on(saving, wait=ends)
         if (saving is None or saving.ended) and self._is_due(step):
-            acted, saving = True, self._begin(step)
+            acted, saving, self._last = True, None, step
+            self._pace.begin(time.monotonic())
+            path, then = self._series.path(step), partial(self._series.publish, step)
+            with self._waiting():
+                saving = begin_save(self._model, self._optimizer, path, background=True, then=then)
             if saving is not None and ends:
                 self._go_on(saving, wait=True)
         self._saving = None if saving is None or saving.ended else saving
         return acted
 
-    def _begin(self, step: int) -> PortableSave | None:
-        self._last, began_s = step, time.monotonic()
-        self._pace.begin(began_s)
-        path, then = self._series.path(step), partial(self._series.publish, step)
-        try:
-            saving = begin_save(self._model, self._optimizer, path, background=True, then=then)
-        except _NO_HARM as error:
-            self._fail(error)
-            return None
-        self._pace.waited(time.monotonic() - began_s)
-        return saving
-
     def _go_on(self, saving: PortableSave, *, wait: bool) -> bool:
-        """End a checkpoint, or begin its publication, if all ranks have come so far or are to ``wait``.
-
-        Returns:
-            Whether that took time.
-        """
-        began_s = time.monotonic()
+        """End or publish a checkpoint if all ranks are so far, or are to ``wait``; say if that took time."""
         if wait and self._interval == Interval():
             saving.close()  # waiting would take more than its share
             return True
         if not wait and self._agree(float(saving.done)) < 1:
             return False
-        try:
+        failed = self._failed
+        with self._waiting():
             if wait:
                 saving.wait()
             else:
                 saving.advance()
-        except _NO_HARM as error:
-            self._fail(error)
-            return True
-        now_s = time.monotonic()
-        self._pace.waited(now_s - began_s)
-        if saving.ended:
-            took_s = self._pace.end(now_s)
+        if saving.ended and self._failed == failed:
+            took_s = self._pace.end(time.monotonic())
             self._say(f"checkpoint after step {self._last} in {took_s:.1f} s beside training: {saving.out}")
         return True
 
-    def _fail(self, error: Exception) -> None:
-        self._pace.end(time.monotonic())
-        self._failed += 1
-        notes, begin = self._optimizer.runtime.notes, "WARNING: no checkpoint after step"
-        line = f"{begin} {self._last}, training goes on: {error}"
-        self._say(line)
-        if self._failed > 1:
-            line = f"{begin} {self._last} and {self._failed - 1} others before, training goes on: {error}"
-        notes[:] = [note for note in notes if not note.startswith(begin)] + [line]  # for the summary
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, training waits for a checkpoint; an error after which it can go on ends the checkpoint."""
+        began_s = time.monotonic()
+        try:
+            yield
+        except _NO_HARM as error:
+            self._pace.end(time.monotonic())
+            self._failed += 1
+            notes, begin = self._optimizer.runtime.notes, "WARNING: no checkpoint after step"
+            line = f"{begin} {self._last}, training goes on: {error}"
+            self._say(line)
+            if self._failed > 1:
+                line = f"{begin} {self._last} and {self._failed - 1} others before, training goes on: {error}"
+            notes[:] = [note for note in notes if not note.startswith(begin)] + [line]  # for the summary
+        else:
+            self._pace.waited(time.monotonic() - began_s)
 
     def _is_due(self, step: int) -> bool:
         every, last = self._interval.steps, step == self._steps
         if every is not None and step // every == self._last // every and not last:
             return False
-        wanted = self._leads and not self._series.path(step).exists() and self._is_time(last)
-        return self._agree(float(wanted)) > 0
-
-    def _is_time(self, last: bool) -> bool:
-        """Return whether it is time by rank 0's clock."""
+        now_s, seconds = time.monotonic(), self._interval.seconds  # by rank 0's clock
         if self._interval == Interval():
-            return not last and self._pace.allows(AUTO_SHARE, time.monotonic())
-        seconds = self._interval.seconds
-        return last or seconds is None or time.monotonic() - self._pace.last_s >= seconds
+            is_time = not last and self._pace.allows(AUTO_SHARE, now_s)
+        else:
+            is_time = last or seconds is None or now_s - self._pace.last_s >= seconds
+        wanted = self._leads and not self._series.path(step).exists() and is_time
+        return self._agree(float(wanted)) > 0
 
 
 class Pace:
@@ -346,10 +313,10 @@ class Pace:
     A save costs what the steps beside it take longer than others do, and what training waits for it. It
     counts for at least a tenth of the time that it takes: drives wear out, and times vary.
 
-    Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
-
     Attributes:
         last_s: The time at which the last save began, or the run.
+
+    Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
     """
 
     def __init__(self, expected_s: float, now_s: float) -> None:

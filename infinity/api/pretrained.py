@@ -65,18 +65,16 @@ def from_pretrained(
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
     machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
     become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files; weights in FP8,
-    MXFP4 or INT4 are decoded as they are read (see :mod:`infinity.checkpoint.quantized`). Parameters that
-    the model freezes when it is built stay frozen. No code of the directory's runs.
+    MXFP4 or INT4 are decoded as they are read. Parameters that the model freezes when it is built stay
+    frozen. No code of the directory's runs.
 
-    With ``frozen``, the checkpoint's weights are not trained: it is the base for adapters (``add_lora``).
-    Weights that do not fit host memory are then read from the checkpoint's own files whenever they are used,
-    in their stored form: nothing is copied, and any number of runs share the files. This needs a directory
-    in ``memory.nvme``. Weights that cannot be read in place are copied into the run's own files; a line says
-    how much, and why.
+    With ``frozen``, the checkpoint is the base for adapters (``add_lora``). Weights that do not fit host
+    memory are then read from its own files whenever they are used, in their stored form: nothing is copied,
+    and any number of runs share the files. This needs a directory in ``memory.nvme``. Weights that cannot be
+    read in place are copied into the run's own files; a line says how much, and why.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
-        recipe: Budgets, dtype and directories, as for :class:`infinity.Init`.
         auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
             ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
         new: Patterns (``classifier.*``) of parameters that the model initializes itself where the
@@ -91,8 +89,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing,
-            unknown and wrongly shaped key); or an argument of transformers is given that belongs elsewhere,
-            such as in the recipe.
+            unknown and wrongly shaped key); or an argument belongs elsewhere, such as in the recipe.
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
@@ -100,12 +97,12 @@ def from_pretrained(
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
     values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
-    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen=frozen).eval()
+    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen).eval()
 
 
 def _load(
     path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
-    config_overrides: dict[str, Any], values: Callable[[Checkpoint], CheckpointValues], *, frozen: bool,
+    config_overrides: dict[str, Any], make_values: Callable[[Checkpoint], CheckpointValues], frozen: bool,
 ) -> Any:  # fmt: skip
     """Build the model of a directory under ``Init``, and give its units their values."""
     with contextlib.ExitStack() as files:
@@ -115,19 +112,19 @@ def _load(
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
-            decoded = _decode(checkpoint, runtime, frozen=frozen)
-            loading = values(checkpoint)
-            runtime.construction.late = loading
+            lines = _decode(checkpoint, runtime, frozen=frozen)
+            values = make_values(checkpoint)
+            runtime.construction.late = values
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
-            loading.prepare(model)
-            base = _open_base(checkpoint, loading, runtime) if frozen else None
+            values.prepare(model)
+            base = _open_base(checkpoint, values, runtime) if frozen else None
             if base is not None:
                 files.pop_all()  # it closes them
         runtime.construction.late = runtime.tiers.base = None
         if frozen:
-            loading.freeze(runtime.units)
-        served = [] if base is None else _describe_base(base, path, runtime)
-        for line in (*loading.notes(), *decoded, *served) if runtime.ranks.rank == 0 else ():
+            values.freeze(runtime.units)
+        lines = values.notes() + lines + ([] if base is None else _describe_base(base, path, runtime))
+        for line in lines if runtime.ranks.rank == 0 else ():
             runtime.say(line)
     return model
 

@@ -2,32 +2,19 @@
 
 [Note: the same bits]
 Each function does the arithmetic of the library that reads the format for inference, in the same dtypes and
-order, so its values are that library's to the bit:
-
-- FP8 with block scales: e4m3 times the scale of its block, in fp32.
-- MXFP4, as gpt-oss has it: e2m1 times a power of two for 32 values; exact in bf16.
-- INT4 groups of compressed-tensors (nibbles along a row) and GPTQ (down a column): the product with the
-  group's scale, in the scales' dtype.
-
-Rows of FP8, of compressed-tensors, and experts of MXFP4 can be decoded by themselves.
-
-[Note: blocks at the edge]
-A matrix of 576 rows in blocks of 128 has 5 rows of scales, the last for 64 rows: DeepSeek's own kernel and
-the layers of transformers divide the index by the block's size. (The dequantization of transformers 5.23
-divides the matrix into as many equal parts as there are scales, and refuses 576 rows.)
+order, so its values are that library's to the bit: FP8 times the scale of its block in fp32, MXFP4 (e2m1)
+times a power of two for 32 values, and INT4 or INT8 times the scale of its group in the scales' dtype.
 
 [Note: which scale]
-Beside each decoder but GPTQ's stands its encoder, which is given what the values were decoded from before
-they were trained. A block, or group, of values keeps its scale (and zero point), unless the one that the
-format's own rule gives has a smaller error (the sum of squares). A value that is still the decoded one keeps
-its number, any other becomes the nearest. So blocks that did not change come back bit by bit, also where two
-numbers decode to one value (INT8 with scales in bf16), and those that changed little lose little. A scale
-with which nothing can be encoded (0, NaN) is not kept.
+Each decoder but GPTQ's has an encoder, which is given the numbers and scales before training. A block, or
+group, of values keeps its scale (and zero point), unless the one that the format's own rule gives has a
+smaller error (the sum of squares). A value that is still the decoded one keeps its number, any other becomes
+the nearest. So blocks that did not change come back bit by bit, also where two numbers decode to one value
+(INT8 with scales in bf16). A scale with which nothing can be encoded (0, NaN) is not kept.
 
 The formats' rules: FP8 brings the largest value to 448 (up to the next power of two, where scales are such);
 MXFP4 takes the exponent of the largest, less 2 (OCP Microscaling 1.0, 6.3), and saturates; whole numbers
-divide the range from the smallest to the largest value, 0 between them, or a range that is symmetric, into
-``2**bits - 1`` steps.
+divide the range of values with 0, symmetric where no zero points are stored, into ``2**bits - 1`` steps.
 
 Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize``,
 ``Fp8Quantize`` and ``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor`` and
@@ -48,8 +35,6 @@ _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _ROUNDED_UP = 1.1
 #: Elements that are encoded at one time, where a whole matrix is given.
 _PIECE_NUMEL = 2**18
-#: What GPTQ's first format subtracts from the zero points, all eight of a word at one time.
-_ONE_IN_EACH_NIBBLE = 0x11111111
 
 
 def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
@@ -59,7 +44,7 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         values: Rows from ``first_row`` on, ``(n, columns)``, float8.
         scales: Scales of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents
             (e8m0).
-        block: Rows and columns of a block; see [Note: blocks at the edge].
+        block: Rows and columns of a block; the last ones may be smaller, as in DeepSeek's own kernel.
     """
     (count, width), scales = values.shape, as_float(scales)
     out = _e4m3_as_float(values)
@@ -89,16 +74,12 @@ def as_float(scales: Tensor) -> Tensor:
 def encode_fp8(
     values: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Encode rows of a matrix as :func:`decode_fp8` decodes them; see [Note: which scale].
+    """Encode rows of a matrix as :func:`decode_fp8` decodes them: numbers and scales.
 
     Args:
         values: Rows from the first one of a block on, to the last one of a block or of the matrix, fp32.
-        codes: The numbers before, float8_e4m3fn.
-        scales: The scales of their blocks before, ``(blocks of rows, blocks of columns)``.
+        codes: The numbers before, as ``scales`` are those of their blocks; see [Note: which scale].
         power_of_two: All scales are powers of two, also those of more than one byte.
-
-    Returns:
-        Numbers and scales.
     """
     (rows, columns), (down, across) = values.shape, scales.shape
     beyond = (0, across * block[1] - columns, 0, down * block[0] - rows)
@@ -114,19 +95,24 @@ def encode_fp8(
         return _round(steps.clamp_(-_E4M3_MOST, _E4M3_MOST), exponent=4, mantissa=3)
 
     values, before = by_block(values), by_block(codes.view(torch.uint8))
-    own = _fp8_scales(values.abs().amax(-1), scales.dtype, power_of_two)
+    largest = values.abs().amax(-1)
+    own = torch.where(largest == 0, 1.0, largest / _E4M3_MOST)
+    mantissa, exponent = torch.frexp(own)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    if scales.dtype.itemsize == 1:
+        own = (exponent + 127).to(torch.uint8).view(scales.dtype)
+    else:
+        own = _clamped(_power_of_two(exponent) if power_of_two else own, scales.dtype)
     found, scales = _nearest(values, before, encode, decode, (scales,), (own,))
     found = found.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
     return found[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
 
 
 def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """The nearest numbers with so many bits, and one for the sign, as uint8; ties to even.
+    """The numbers with so many bits, and one for the sign, nearest to fp32 values, as uint8; ties to even.
 
-    By whole numbers, which takes a quarter of the time of torch's conversion.
-
-    Args:
-        values: fp32, not beyond the largest number.
+    By whole numbers, which takes a quarter of the time of torch's conversion. No value may be beyond the
+    largest number.
     """
     bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
     bits = values.abs().view(torch.int32)
@@ -138,27 +124,12 @@ def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
     return codes.add_(values.signbit(), alpha=1 << exponent + mantissa).to(torch.uint8)
 
 
-def _fp8_scales(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    scales = torch.where(largest == 0, 1.0, largest / _E4M3_MOST)
-    if dtype.itemsize > 1 and not power_of_two:
-        return _clamped(scales, dtype)
-    mantissa, exponent = torch.frexp(scales)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
-    if dtype.itemsize > 1:
-        return _clamped(_power_of_two(exponent), dtype)
-    return (exponent + 127).to(torch.uint8).view(dtype)
-
-
 def _power_of_two(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
 def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in their dtype; neither zero nor infinite.
-
-    Raises:
-        ValueError: One is beyond the dtype, so its values would be, too.
-    """
+    """Scales in their dtype, neither zero nor infinite; a ValueError if one, and its values, is beyond it."""
     limits = torch.finfo(dtype)
     largest = scales.max().item() if scales.numel() else 0.0
     if largest > _ROUNDED_UP * limits.max:
@@ -180,12 +151,10 @@ def _nearest(
     """Encode in two ways, and take for each group what is nearer; see [Note: which scale].
 
     Args:
-        values: ``(..., groups, n)``.
-        before: The numbers until now, uint8.
-        encode: Returns the numbers of values, given a scale and the like of each group, ``(..., groups)``.
-        decode: Returns the values of numbers.
-        had: The scales and the like until now: kept if the other ones are no better.
-        own: The numbers that the format's rule gives.
+        values: ``(..., groups, n)``; ``before`` are their numbers until now, uint8.
+        encode: Returns the numbers of values, given a scale and the like of each group, ``(..., groups)``;
+            ``decode`` the values of numbers.
+        had: The scales and the like until now; ``own`` are those of the format's rule.
 
     Returns:
         The numbers, and for each of ``had`` what was taken.
@@ -204,13 +173,6 @@ def _nearest(
     return torch.where(keep.unsqueeze(-1), kept, codes), *map(choose, had, own)
 
 
-def _in_pieces(encode: Callable[..., Sequence[Tensor]], values: Tensor, *others: Tensor) -> list[Tensor]:
-    """Call ``encode`` with some rows of each tensor at a time, and join what it returns."""
-    rows = max(1, _PIECE_NUMEL // max(1, values[:1].numel()))
-    pieces = zip(*(torch.split(each, rows) for each in (values, *others)), strict=True)
-    return [torch.cat(parts) for parts in zip(*(encode(*piece) for piece in pieces), strict=True)]
-
-
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode matrices of gpt-oss's experts, and transpose them as its model has them.
 
@@ -227,18 +189,20 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
 
 
 def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode matrices as :func:`decode_mxfp4` decodes them; see [Note: which scale].
+    """Encode fp32 matrices as :func:`decode_mxfp4` decodes them; see [Note: which scale].
 
     Args:
-        values: ``(experts, in, out)``, fp32.
-        blocks: The numbers before, ``(experts, out, groups, 16)``, uint8.
-        scales: The scales of their groups before, ``(experts, out, groups)``, uint8.
+        values: ``(experts, in, out)``.
+        blocks: The numbers before, as ``scales`` are those of their groups.
 
     Returns:
         Blocks and scales.
     """
     rows = values.transpose(1, 2).reshape(-1, scales.shape[2], 32)
-    found, by_row = _in_pieces(_encode_e2m1, rows, blocks.flatten(0, 1), scales.flatten(0, 1))
+    at_once = max(1, _PIECE_NUMEL // max(1, rows[:1].numel()))
+    pieces = (torch.split(each, at_once) for each in (rows, blocks.flatten(0, 1), scales.flatten(0, 1)))
+    encoded = [_encode_e2m1(*piece) for piece in zip(*pieces, strict=True)]
+    found, by_row = (torch.cat(parts) for parts in zip(*encoded, strict=True))
     return found.view(blocks.shape), by_row.view(scales.shape)
 
 
@@ -282,8 +246,6 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
         packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
         scales: Scales of each row's groups, of equal size: ``(n, groups)``.
         zeros: The number that stands for zero in each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
-        bits: 4 or 8.
-        columns: Values in a row.
     """
     if bits == 4:
         numbers = torch.arange(-8, 8, device=packed.device).to(scales.dtype)
@@ -299,40 +261,26 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
 def encode_packed(
     values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> tuple[Tensor, ...]:
-    """Encode rows as :func:`decode_packed` decodes them; see [Note: which scale].
+    """Encode fp32 rows as :func:`decode_packed` decodes them: words, scales and, where there are some, zeros.
 
     Args:
-        values: ``(n, columns)``, fp32.
-        packed: The numbers before, ``(n, words)``.
-        scales: The scales of their groups before, ``(n, groups)``.
-        zeros: The number that stood for zero, ``(n, groups)``; None: 0, and ranges are symmetric.
-        bits: 4 or 8.
-
-    Returns:
-        Words, scales and, where there are some, zeros.
+        values: ``(n, columns)``.
+        packed: The numbers before, as are ``scales`` and ``zeros``; see [Note: which scale]. Without zeros
+            ranges are symmetric.
     """
-    middle = 1 << bits - 1
-    centres = torch.full_like(scales, middle, dtype=torch.int16) if zeros is None else zeros + middle
+    middle, most, dtype = 1 << bits - 1, (1 << bits) - 1, scales.dtype
     before = _unpack(packed, bits, torch.int16).to(torch.uint8)[:, : values.shape[1]]
     values, before = (each.reshape(len(each), scales.shape[1], -1) for each in (values, before))
-    codes, scales, centres = _encode_numbers(values, before, scales, centres, bits, symmetric=zeros is None)
-    words = _pack(codes.flatten(1), bits)
-    return (words, scales) if zeros is None else (words, scales, centres - middle)
-
-
-def _encode_numbers(
-    values: Tensor, before: Tensor, scales: Tensor, centres: Tensor, bits: int, *, symmetric: bool
-) -> tuple[Tensor, ...]:
-    """Unsigned numbers of groups, ``(n, groups, k)`` uint8; their scales, and what stands for zero, int16."""
-    most, dtype = (1 << bits) - 1, scales.dtype
     low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-    if symmetric:
+    if zeros is None:
         high = torch.maximum(high, -low)
         low = -high
     own = _clamped(torch.where(high == low, 1.0, high / most - low / most), dtype)
-    middle = torch.full_like(centres, 1 << bits - 1)
-    if not symmetric:
-        middle = (-low / own.float()).round().clamp(0, most).to(torch.int16)
+    if zeros is None:
+        centres = own_centres = torch.full_like(scales, middle, dtype=torch.int16)
+    else:
+        centres = zeros + middle
+        own_centres = (-low / own.float()).round().clamp(0, most).to(torch.int16)
 
     def decode(codes: Tensor, scales: Tensor, centres: Tensor) -> Tensor:
         return (codes - centres.unsqueeze(-1)).to(dtype) * scales.unsqueeze(-1)
@@ -341,7 +289,10 @@ def _encode_numbers(
         steps = (values / scales.float().unsqueeze(-1)).round_()
         return steps.add_(centres.unsqueeze(-1)).clamp_(0, most).to(torch.uint8)
 
-    return _nearest(values, before, encode, decode, (scales, centres), (own, middle))
+    had, own_rule = (scales, centres), (own, own_centres)
+    codes, scales, centres = _nearest(values, before, encode, decode, had, own_rule)
+    words = _pack(codes.flatten(1), bits)
+    return (words, scales) if zeros is None else (words, scales, centres - middle)
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
@@ -357,7 +308,7 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
-    """The zero points of compressed-tensors, which are packed down a column, ``(words, groups)`` int32.
+    """Unpack zero points of compressed-tensors, down a column, ``(words, groups)`` int32.
 
     Returns:
         ``(rows, groups)``, with rows up to the end of the last word; int16.
@@ -375,21 +326,15 @@ def decode_gptq(
         zeros: Packed along a row: ``(groups, out * bits / 32)``, int32.
         scales: ``(groups, out)``.
         groups: The group of each row of inputs, ``(in,)``.
-        bits: 4 or 8.
-        zeros_less_one: Zeros are stored less one, as in the format ``gptq``; ``gptq_v2`` has them as they
-            are.
+        zeros_less_one: Zeros are stored less one, as in ``gptq``; ``gptq_v2`` has them as they are.
     """
-    if zeros_less_one:
-        zeros = zeros + _one_in_each(bits)
+    if zeros_less_one:  # all of a word at one time
+        zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
     groups = groups.long()
     values = _unpack(packed.T, bits, scales.dtype)[:, : len(groups)].contiguous()
     centres = _unpack(zeros, bits, scales.dtype)[:, : scales.shape[1]]
     values -= centres.T.index_select(1, groups)  # small whole numbers, exact in every dtype
     return values.mul_(scales.T.index_select(1, groups))
-
-
-def _one_in_each(bits: int) -> int:
-    return _ONE_IN_EACH_NIBBLE if bits == 4 else _ONE_IN_EACH_NIBBLE & 0x01010101
 
 
 def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -60,11 +60,9 @@ class Traced:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the stored tensors."""
         return {part.source.dtype for part in self.parts}
 
     def fill(self, start: int, out: Tensor) -> None:
-        """See :class:`infinity.checkpoint.directory.Stored`."""
         for part in cut(self.parts, start, len(out)):
             part.source.fill(part.offset, out[part.start : part.start + part.numel])
 
@@ -171,7 +169,8 @@ def _copies(func: Any, args: Sequence[Any], out: Tensor) -> list[tuple[Tensor, T
 def _runs(*views: Tensor) -> tuple[list[list[int]], int] | None:
     """Return where runs of elements begin in the storage of each view, and their length.
 
-    None: there are too many, or each is a single element. The views have one shape, and a run is contiguous in all of them. Runs are in row-major order.
+    The views have one shape, and a run is contiguous in all of them. Runs are in row-major order. None: there
+    are too many, or each is a single element.
     """
     shape, dim, numel = views[0].shape, views[0].ndim, 1
     while dim and all(shape[dim - 1] == 1 or view.stride(dim - 1) == numel for view in views):
@@ -206,10 +205,8 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
     """The tensors that a directory of ``model`` holds, without values.
 
     Args:
-        named: Parameters and persistent buffers under all their names.
-
-    Raises:
-        CheckpointError: Weights are shared in a way that the model does not declare.
+        named: Parameters and persistent buffers under all their names; a CheckpointError if some are shared
+            in a way that the model does not declare.
     """
     if hasattr(model, "peft_config"):
         raise CheckpointError(
@@ -246,11 +243,7 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
 def converted(
     model: nn.Module, values: Mapping[str, Tensor], wanted: Iterable[TensorSpec]
 ) -> dict[str, Tensor]:
-    """Convert tensors, by the model's own names, that are saved together as ``wanted``.
-
-    Raises:
-        CheckpointError: The conversion gives other ones.
-    """
+    """Convert tensors, by the model's own names, that are saved together as ``wanted``."""
     result = _reverted(model, dict(values))
     got = {key: _spec(key, value) for key, value in result.items()}
     if got != {spec.key: spec for spec in wanted}:

@@ -4,16 +4,13 @@
 Nothing in a directory is believed before it was checked. An index may name only files beside it, and a key is
 refused that the named file does not hold, or that two files hold. Only regular files are opened; symbolic
 links are followed, as Hugging Face's cache is made of them. safetensors itself checks the headers of its
-files: tensors lie one after the other, without gap or overlap, to the end of the file, and each has the bytes
-of its shape. What it does not check is that no key stands in a header twice.
+files: tensors lie without gap or overlap to the end of the file, and each has the bytes of its shape. It does
+not check that no key stands in a header twice. torch's restricted unpickler reads ``pytorch_model.bin``: it
+makes tensors, which are mapped, and runs no code of the file's.
 
 [Note: byte ranges]
 The library gives whole tensors, and maps them. A load reads ranges of them, once, into memory of its own.
 So the bytes are read here, from the place that follows from the library's order of the tensors.
-
-[Note: pickled weights]
-torch's restricted unpickler reads ``pytorch_model.bin``: it makes tensors and runs no code of the file's, and
-it maps the file into memory rather than read it as a whole.
 """
 
 import contextlib
@@ -77,13 +74,8 @@ class Stored:
         raise NotImplementedError
 
     def ranges(self, start: int, numel: int) -> Iterable[Piece]:
-        """Return the bytes that :meth:`fill` reads, where :attr:`in_files`."""
+        """Return the bytes that :meth:`fill` reads, where they lie in safetensors files."""
         raise NotImplementedError
-
-    @property
-    def in_files(self) -> bool:
-        """Return whether its bytes lie in safetensors files."""
-        return False
 
     @property
     def scratch_nbytes(self) -> int:
@@ -91,30 +83,29 @@ class Stored:
         return 0
 
 
-class Checkpoint(dict[str, Stored]):
+class StoredTensors(dict[str, Stored]):
     """Every tensor of a directory by key; close it when they are read.
 
-    Args:
-        path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or the index of several.
-
-    Attributes:
-        pickled: The weights are pickled.
-        files: The safetensors files, open, by number.
-
     Raises:
-        CheckpointError: There is none of them, or one is damaged; says which and how.
+        CheckpointError: The directory holds none, or something is damaged; says which and how.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path = path
-        self.pickled = False
-        self.files: list[TensorFile] = []
+        self.path, self._opened = path, contextlib.ExitStack()
         try:
             self._open()
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give the files back; may be called twice."""
+        self.clear()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -122,13 +113,16 @@ class Checkpoint(dict[str, Stored]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Give the files back; may be called twice."""
-        self.clear()
-        for file in self.files:
-            file.close()
+
+class Checkpoint(StoredTensors):
+    """A directory with ``model.safetensors``, ``pytorch_model.bin``, or the index of several such files.
+
+    Attributes:
+        files: The safetensors files, open, by number.
+    """
 
     def _open(self) -> None:
+        self.files: list[TensorFile] = []
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path} is not a directory; give the one with config.json and {SAFETENSORS}, as "
@@ -136,27 +130,29 @@ class Checkpoint(dict[str, Stored]):
             )
         for single in (SAFETENSORS, PICKLED):
             self.pickled, index = single == PICKLED, self.path / (single + INDEX)
-            if (self.path / single).exists():
-                return self._add(single)
-            if index.exists():
-                for name, keys in _files_of_index(index, Path(single).suffix).items():
-                    self._add(name, keys, index)
-                return None
+            found = {single: list[str]()} if (self.path / single).exists() else {}
+            if not found and index.exists():
+                found = _files_of_index(index, Path(single).suffix)
+            for name, keys in found.items():
+                self._add(name, keys, index.name)
+            if found:
+                return
         raise CheckpointError(
             f"{self.path} holds no weights; wanted {SAFETENSORS} or {SAFETENSORS}{INDEX} "
             f"(or {PICKLED}, or its index)"
         )
 
-    def _add(self, name: str, keys: Iterable[str] = (), index: Path | None = None) -> None:
+    def _add(self, name: str, keys: Iterable[str], index: str) -> None:
         """Open a file, which the index says to hold ``keys``."""
         path = self.path / name
         if self.pickled:
             held: Mapping[str, Stored] = _unpickle(path)
         else:
             self.files.append(TensorFile(path, len(self.files)))
+            self._opened.callback(self.files[-1].close)
             held = self.files[-1].tensors
-        if index is not None and (lost := sorted(set(keys) - set(held))):
-            raise CheckpointError(f"{path} does not hold what {index.name} says: {', '.join(lost)}")
+        if lost := sorted(set(keys) - set(held)):
+            raise CheckpointError(f"{path} does not hold what {index} says: {', '.join(lost)}")
         if twice := sorted(set(held) & set(self)):
             raise CheckpointError(f"{path} holds keys that another file holds, too: {', '.join(twice)}")
         self.update(held)
@@ -178,18 +174,13 @@ def _files_of_index(index: Path, suffix: str) -> dict[str, list[str]]:
 
 
 class ReadableFile:
-    """A regular file, open for reading ranges of it; a symbolic link is followed.
+    """A regular file, open for reading ranges of it; ``number`` is its place in a checkpoint.
 
-    Attributes:
-        number: The number of the file in its checkpoint.
-        nbytes_read: Bytes of tensors that were read so far.
-
-    Raises:
-        CheckpointError: It cannot be opened.
+    Everything here raises a CheckpointError if the file ends early, or the disk fails.
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        self.path, self.number, self.nbytes_read = path, number, 0
+        self.path, self.number, self.nbytes_read = path, number, 0  # bytes of tensors
         with readable(path):
             self.fd = open_regular(path)
 
@@ -204,23 +195,18 @@ class ReadableFile:
         return os.fstat(self.fd).st_size
 
     def read(self, offset: int, values: Tensor) -> None:
-        """Fill a contiguous tensor with the bytes from ``offset`` on; blocking.
-
-        Raises:
-            CheckpointError: The file ends early, or the disk fails.
-        """
+        """Fill a contiguous tensor with the bytes from ``offset`` on; blocking."""
         flat: Any = values.view(torch.uint8).numpy()
         self.read_into(offset, memoryview(flat))
         self.nbytes_read += values.nbytes
 
     def read_bytes(self, offset: int, nbytes: int) -> bytearray:
-        """Return bytes from ``offset`` on, or raise as :meth:`read` does."""
         raw = bytearray(nbytes)
         self.read_into(offset, memoryview(raw))
         return raw
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``, in as many calls as the system needs, or raise as :meth:`read` does."""
+        """Fill ``memory``, in as many calls as the system needs."""
         done = 0
         while done < memory.nbytes:
             try:
@@ -238,11 +224,7 @@ class ReadableFile:
             done += count
 
     def sample(self) -> str:
-        """A digest of the file's size and of blocks from its beginning to its end: of all, if it is small.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """A digest of the file's size and of blocks from its beginning to its end: of all, if it is small."""
         nbytes = self.nbytes
         digest, last = hashlib.blake2b(str(nbytes).encode(), digest_size=16), max(0, nbytes - _SAMPLE_NBYTES)
         for offset in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
@@ -256,9 +238,6 @@ class TensorFile(ReadableFile):
     Attributes:
         header: Everything before the first tensor.
         tensors: Tensors by key, in the order of their bytes.
-
-    Raises:
-        CheckpointError: It cannot be read, or is not what the format demands.
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
@@ -297,13 +276,7 @@ class TensorFile(ReadableFile):
 
 
 class FileTensor(Stored):
-    """A tensor whose values lie in a file as they are.
-
-    Attributes:
-        offset: The offset of its first byte in the file.
-    """
-
-    in_files = True
+    """A tensor whose values lie in a file as they are, from byte ``offset`` on."""
 
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
@@ -351,30 +324,25 @@ class MemoryTensor(Stored):
 
 
 def _unpickle(path: Path) -> dict[str, Stored]:
-    """See [Note: pickled weights]."""
-    advice = (
-        "Convert it once: load it with AutoModel.from_pretrained(DIR) where you trust it, and save it with "
-        "save_pretrained(NEW_DIR), which writes safetensors"
-    )
+    def refused(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{path}{what}. Convert it once: load it with AutoModel.from_pretrained(DIR) where you trust it, "
+            "and save it with save_pretrained(NEW_DIR), which writes safetensors"
+        )
+
     try:
         os.close(open_regular(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of any type, when the file has anything in it
-        raise CheckpointError(
-            f"{path} cannot be read as plain tensors: {first_line(error)}. {advice}"
-        ) from error
+        raise refused(f" cannot be read as plain tensors: {first_line(error)}") from error
     if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors. {advice}")
+        raise refused(" is not a dictionary of tensors")
     for key, tensor in loaded.items():
         if not isinstance(key, str):
-            raise CheckpointError(
-                f"{path} has the key {repr(key)[:100]}; wanted the name of a parameter. {advice}"
-            )
+            raise refused(f" has the key {repr(key)[:100]}; wanted the name of a parameter")
         if tensor.layout != torch.strided or not tensor.is_cpu or tensor.dtype not in DTYPES.values():
             kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}".replace("torch.", "")
-            raise CheckpointError(
-                f"{path}: {key[:200]!r} is a tensor without plain values ({kind}). {advice}"
-            )
+            raise refused(f": {key[:200]!r} is a tensor without plain values ({kind})")
     return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
 
 
@@ -388,35 +356,27 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``.
-
-    Raises:
-        CheckpointError: It cannot be read, is too long, or is something else.
-    """
+    """The JSON object in a file, or a CheckpointError if it is too long, or something else."""
     with readable(path):
         raw = read_file(path, _MOST_JSON_NBYTES)
     return parse_json_object(raw, str(path))
 
 
 def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
-    """``raw`` as a JSON object whose keys are all different.
+    """``raw`` as a JSON object whose keys are all different, or a CheckpointError."""
 
-    Raises:
-        CheckpointError: It is not one.
-    """
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in found if keys.count(key) > 1)
+            raise ValueError(f"{twice[:100]!r} stands there twice")
+        return found
+
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not a JSON object: {str(error)[:200]}") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a JSON object: {repr(parsed)[:100]}")
     return parsed
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"{twice[:100]!r} stands there twice")
-    return found

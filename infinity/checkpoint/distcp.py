@@ -17,15 +17,22 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from infinity.checkpoint.directory import FileTensor, MemoryTensor, ReadableFile, Stored, View, readable
+from infinity.checkpoint.directory import (
+    FileTensor,
+    MemoryTensor,
+    ReadableFile,
+    Stored,
+    StoredTensors,
+    View,
+    readable,
+)
 from infinity.core.errors import CheckpointError, first_line, library_errors
 from infinity.core.files import read_file
 from infinity.core.intervals import Box, boxes, flat_offset, overlap
@@ -35,31 +42,13 @@ METADATA = ".metadata"
 _MOST_METADATA_NBYTES, _MOST_OBJECT_NBYTES, _MOST_PICKLE_NBYTES = 2**31, 2**26, 2**16
 
 
-class DistributedCheckpoint(dict[str, Stored]):
-    """Every tensor of a directory by key; close it when they are read.
+class DistributedCheckpoint(StoredTensors):
+    """A directory with ``.metadata``, which is written last."""
 
-    Args:
-        path: Has ``.metadata``, which is written last.
-
-    Raises:
-        CheckpointError: It is none, or damaged; says how.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+    def _open(self) -> None:
         self._files: dict[str, ReadableFile] = {}
-        self._objects: dict[str, _Record] = {}
-        try:
-            self._parse(self._metadata())
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def objects(self) -> frozenset[str]:
-        """Keys of values that are no tensors."""
-        return frozenset(self._objects)
+        self.objects: dict[str, _Record] = {}  # values that are no tensors
+        self._parse(self._metadata())
 
     def value(self, key: str) -> Any:
         """Return a value that is no tensor: numbers, texts, lists and dictionaries.
@@ -67,24 +56,12 @@ class DistributedCheckpoint(dict[str, Stored]):
         Raises:
             CheckpointError: It is something else, which would run code; or cannot be read.
         """
-        record = self._objects[key]
+        record = self.objects[key]
         if record.nbytes > _MOST_OBJECT_NBYTES:
             raise CheckpointError(f"{self.path}: {key} has {record.nbytes} bytes; wanted a number or a text")
         with library_errors(CheckpointError, f"{self.path}: {key} is no plain value"), record.open() as file:
             _members(file)  # none is compressed
             return torch.load(file, map_location="cpu", weights_only=True)
-
-    def close(self) -> None:
-        """Give the files back; may be called twice."""
-        self.clear()
-        for file in self._files.values():
-            file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # --- the metadata ------------------------------------------------------------------------
 
@@ -102,11 +79,7 @@ class DistributedCheckpoint(dict[str, Stored]):
             return _MetadataUnpickler(io.BytesIO(raw)).load()
 
     def _parse(self, metadata: Any) -> None:
-        """Take tensors and other values from the metadata.
-
-        Raises:
-            CheckpointError: Something in it is not what the format says.
-        """
+        """Take tensors and other values from the metadata, or raise a CheckpointError."""
         try:
             records = {
                 (_text(key.fqn), _numbers(key.offset)): info for key, info in metadata.storage_data.items()
@@ -115,7 +88,7 @@ class DistributedCheckpoint(dict[str, Stored]):
                 if hasattr(entry, "chunks"):
                     self[_text(key)] = self._tensor(key, entry, records)
                 else:
-                    self._objects[_text(key)] = self._record(records[key, None])
+                    self.objects[_text(key)] = self._record(records[key, None])
         except CheckpointError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -155,6 +128,7 @@ class DistributedCheckpoint(dict[str, Stored]):
             )
         if name not in self._files:
             self._files[name] = ReadableFile(self.path / name)
+            self._opened.callback(self._files[name].close)
         file = self._files[name]
         size = file.nbytes
         if type(offset) is not int or type(nbytes) is not int or not 0 <= offset <= offset + nbytes <= size:
@@ -178,35 +152,22 @@ class ChunkedTensor(Stored):
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         filled = at = 0
         for box in boxes(self.shape, start, start + len(out)):
-            part = out[at : at + box.numel].view(box.sizes)
+            values = out[at : at + box.numel].view(box.sizes)
             at += box.numel
-            for number, (stored, _) in enumerate(self._chunks):
+            for number, (stored, record) in enumerate(self._chunks):
                 if common := overlap(box, stored):
-                    self._fill(number, common, _narrowed(part, box, common))
+                    if number not in self._sources:
+                        self._sources[number] = _tensor_of(record, self.dtype, stored.sizes, self.key)
+                    # In its part it is contiguous, as what a range has of any box; here it may not be.
+                    inside = [a - b for a, b in zip(common.offsets, stored.offsets, strict=True)]
+                    piece = torch.empty(common.numel, dtype=out.dtype, device="cpu")
+                    self._sources[number].fill(flat_offset(inside, stored.sizes), piece)
+                    begins = (a - b for a, b in zip(common.offsets, box.offsets, strict=True))
+                    place = tuple(slice(a, a + n) for a, n in zip(begins, common.sizes, strict=True))
+                    values[place] = piece.view(common.sizes)
                     filled += common.numel
         if filled != len(out):
             raise CheckpointError(f"{self.key}: its parts overlap, and leave elements out: it is damaged")
-
-    def _fill(self, number: int, wanted: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of one part. There it is contiguous, as what a range has of any box."""
-        stored, record = self._chunks[number]
-        if number not in self._sources:
-            self._sources[number] = _tensor_of(record, self.dtype, stored.sizes, self.key)
-        inside = [a - b for a, b in zip(wanted.offsets, stored.offsets, strict=True)]
-        first = flat_offset(inside, stored.sizes)
-        if out.is_contiguous():
-            self._sources[number].fill(first, out.view(-1))
-        else:
-            values = torch.empty(wanted.numel, dtype=out.dtype, device="cpu")
-            self._sources[number].fill(first, values)
-            out.copy_(values.view(wanted.sizes))
-
-
-def _narrowed(values: Tensor, box: Box, part: Box) -> Tensor:
-    """Return ``part`` of ``values``, which are those of ``box``."""
-    for dim, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-        values = values.narrow(dim, start - box.offsets[dim], size)
-    return values
 
 
 # --- records -----------------------------------------------------------------------------------------
@@ -253,11 +214,7 @@ class _Window(io.RawIOBase):
 
 
 def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key: str) -> Stored:
-    """Return the tensor of a record.
-
-    Raises:
-        CheckpointError: It is not one of this type and shape, with plain values.
-    """
+    """Return the tensor of a record, or a CheckpointError if it is not of this type and shape."""
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
         with record.open() as opened:
@@ -284,11 +241,7 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
 
 
 def _members(opened: io.BufferedReader) -> dict[str, int]:
-    """Return the bytes of an archive's members, by name without the common folder.
-
-    Raises:
-        ValueError: One is compressed, or the bytes of numbers are in the other order.
-    """
+    """Return the sizes of an archive's members, which are not compressed, by name without the folder."""
     sizes = {}
     with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():

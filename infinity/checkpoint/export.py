@@ -1,11 +1,11 @@
 """A trained model as a Hugging Face directory, streamed: plan, write, publish.
 
 [Note: which rank writes what]
-Where a saved tensor is some parameter's own values, each rank writes the part that its shards hold,
-straight from where they are: nothing is gathered. Tensors that transformers converts are gathered unit
-by unit and converted on every rank, and each writes an equal part. Rank 0 writes the rest: headers,
-buffers, configs, the tokenizer. So the directory lies on a file system that every rank sees. What may
-be refused comes first: room, configs and tokenizer are checked before the first value is read.
+Where a saved tensor is made of parameters' own values, each rank writes the part that its shards hold:
+nothing is gathered. Tensors that transformers computes are gathered unit by unit and converted on every rank,
+and each writes an equal part. Rank 0 writes the rest: headers, buffers, configs, the tokenizer. So the
+directory lies on a file system that every rank sees. What may be refused comes first: room, configs and
+tokenizer.
 
 [Note: where it is made]
 Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, brought to the drive, and renamed.
@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from torch import Tensor, nn
 
-from infinity.checkpoint.conversions import SavedTensor, converted, is_transformers, saved_tensors
+from infinity.checkpoint.conversions import converted, is_transformers, saved_tensors
 from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import (
@@ -61,15 +62,9 @@ TOKENIZER_FILES = (
 
 
 class Publication:
-    """The directory ``out`` while it is made; a context manager that leaves nothing half done.
+    """The directory ``out``, which must be free, while it is made; leaves nothing half done.
 
-    Args:
-        out: Must not exist, or be empty.
-        token: Makes the sibling's name unlike any other's.
-
-    Raises:
-        CheckpointError: ``out`` is not free.
-        WriteError: The directory above it cannot be written.
+    ``token`` makes the sibling's name unlike any other's. Raises CheckpointError, or WriteError of the drive.
     """
 
     def __init__(self, out: Path, token: str) -> None:
@@ -89,12 +84,7 @@ class Publication:
             raise
 
     def publish(self) -> None:
-        """Bring everything to the drive, then let ``out`` appear.
-
-        Raises:
-            CheckpointError: Something has appeared there meanwhile.
-            WriteError: The drive refuses.
-        """
+        """Bring everything to the drive, then let ``out`` appear, unless something has meanwhile."""
         with writing(f"publishing {self.out}", self.path):
             for path in [*self.path.rglob("*"), self.path]:
                 sync(path)
@@ -121,29 +111,19 @@ class Publication:
 
 
 class Series:
-    """Numbered directories that are published one after the other, of which the newest stay.
+    """Directories called ``name``, with a number, that are published one after the other.
 
-    ``latest`` is a symbolic link to the newest one, replaced in one step.
-
-    Args:
-        folder: The folder of the directories.
-        name: The name of the directories, before the number.
-        keep: The number of directories that stay.
+    The newest ``keep`` stay. ``latest`` is a symbolic link to the newest one, replaced in one step.
     """
 
     def __init__(self, folder: Path, name: str, keep: int) -> None:
         self.folder, self._name, self._keep = folder, name, keep
 
     def path(self, number: int) -> Path:
-        """The directory of this number."""
         return self.folder / f"{self._name}-{number}"
 
     def publish(self, number: int) -> None:
-        """Let ``latest`` be this directory, which is complete, and remove those that are too many.
-
-        Raises:
-            WriteError: The file system refuses.
-        """
+        """Let ``latest`` be this directory, which is complete, and remove those that are too many."""
         latest = self.folder / "latest"
         with writing(f"writing {latest}", latest):
             self.remove_leftovers()
@@ -152,7 +132,8 @@ class Series:
             draft.symlink_to(self.path(number).name)
             draft.replace(latest)
             sync(self.folder)
-            others = sorted(set(self._numbers()) - {number})
+            found = (each.name.removeprefix(f"{self._name}-") for each in self.folder.glob(f"{self._name}-*"))
+            others = sorted({int(each) for each in found if each.isdecimal()} - {number})
             for old in others[: max(0, len(others) - self._keep + 1)]:
                 removed = partial_path(self.path(old), "old")
                 self.path(old).rename(removed)  # first, so that none is there in part
@@ -162,22 +143,13 @@ class Series:
         """Remove what killed processes left of others that they made or removed."""
         _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
 
-    def _numbers(self) -> list[int]:
-        found = (path.name.removeprefix(f"{self._name}-") for path in self.folder.glob(f"{self._name}-*"))
-        return [int(number) for number in found if number.isdecimal()]
-
 
 def partial_path(out: Path, token: str) -> Path:
-    """Return the path at which ``out`` is made."""
     return out.parent / f".{out.name}.{token}.part"
 
 
 def check_free(out: Path) -> None:
-    """Raise unless a directory can appear at ``out`` without replacing anything.
-
-    Raises:
-        CheckpointError: Something is there.
-    """
+    """Raise a CheckpointError unless a directory can appear at ``out`` without replacing anything."""
     link = out.is_symlink()  # also to an empty directory: what is renamed does not replace a link
     if not link and out.is_dir() and not any(out.iterdir()):
         return
@@ -190,20 +162,24 @@ def publish_directory(source: Path, out: Path, token: str) -> None:
     """Publish a saved model at ``source`` as ``out``, too.
 
     Weights become hard links where the file system allows it, and copies elsewhere; small files are
-    copied, so that they may be edited.
-
-    Raises:
-        CheckpointError: ``source`` holds no whole model, or ``out`` is not free.
-        WriteError: The drive refuses.
+    copied, so that they may be edited. A CheckpointError says that ``source`` holds no whole model.
     """
-    _check_whole(source)
+    adapter = (source / "adapter_config.json").is_file()
+    needed = "adapter_model.safetensors" if adapter else "config.json"
+    if not (source / needed).is_file():
+        raise CheckpointError(f"{source} holds no {needed}, so it is no saved model")
+    if not adapter:
+        Checkpoint(source).close()  # every file is there, and as long as it says
     with Publication(out, token) as publication:
         for path in sorted(p for p in source.rglob("*") if p.is_file()):
             target = publication.path / path.relative_to(source)
             with writing(f"writing {target}", target):
                 target.parent.mkdir(exist_ok=True)
-                if path.suffix != ".safetensors" or not _linked(path, target):
-                    shutil.copyfile(path, target)
+                if path.suffix == ".safetensors":
+                    with suppress(OSError):  # another file system, or one without hard links
+                        os.link(path.resolve(), target)
+                        continue
+                shutil.copyfile(path, target)
         publication.publish()
 
 
@@ -214,16 +190,8 @@ def tokenizer_files(source: Path) -> list[Path]:
     return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
 
 
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy a tokenizer's files without running anything of it.
-
-    Args:
-        source: A directory, or a ``tokenizer.json``.
-
-    Raises:
-        CheckpointError: There are none.
-        WriteError: The drive refuses.
-    """
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy a tokenizer's files from a directory, or a ``tokenizer.json``, without running anything of it."""
     files = tokenizer_files(source)
     if not files:
         raise CheckpointError(
@@ -234,24 +202,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
         with writing(f"writing {target}", target):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def _check_whole(source: Path) -> None:
-    adapter = (source / "adapter_config.json").is_file()
-    for name in ("adapter_model.safetensors",) if adapter else ("config.json",):
-        if not (source / name).is_file():
-            raise CheckpointError(f"{source} holds no {name}, so it is no saved model")
-    if not adapter:
-        Checkpoint(source).close()  # every file is there, and as long as it says
-
-
-def _linked(path: Path, target: Path) -> bool:
-    """Return whether ``target`` is now another name of the file at ``path``."""
-    try:
-        os.link(path.resolve(), target)
-    except OSError:
-        return False  # another file system, or one without hard links
-    return True
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:
@@ -278,12 +228,8 @@ Gathered: TypeAlias = Callable[[Sequence[Any]], contextlib.AbstractContextManage
 
 # --- the plan: which tensor goes where, decided before the first byte moves ---------------------------
 
-
-class FilePosition(NamedTuple):
-    """The position of values: a file by number, and the first byte in it."""
-
-    file: int
-    start: int
+#: In place of a unit's index: tensors that every rank has whole.
+_WHOLE = -1
 
 
 class SavedRange(NamedTuple):
@@ -291,35 +237,15 @@ class SavedRange(NamedTuple):
 
     offset: int
     stop: int
-    place: FilePosition
+    file: int
+    start: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionGroup:
+class ConversionGroup(NamedTuple):
     """Tensors that are converted together, by the model's own names, and those that are made of them."""
 
     sources: frozenset[str]
-    specs: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPlan:
-    """The plan by which the tensors of one unit are saved.
-
-    Attributes:
-        spans: Ranges of its flat buffer that are written as they are, ascending.
-        members: Names of its tensors that are converted.
-        groups: Groups of which it holds the last member.
-    """
-
-    spans: tuple[SavedRange, ...]
-    members: tuple[str, ...]
-    groups: tuple[ConversionGroup, ...]
-
-    def within(self, start: int, stop: int) -> tuple[SavedRange, ...]:
-        """The spans that elements ``[start, stop)`` of the flat buffer meet; spans meet no other span."""
-        first = bisect_right(self.spans, start, key=lambda span: span.stop)
-        return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span.offset)]
+    specs: list[TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,32 +253,35 @@ class ExportPlan:
     """The place of each tensor in the files; the same on every rank.
 
     Attributes:
-        places: Positions by key.
-        units: A plan for each unit of the model.
-        whole: Ranges, by name, of tensors that every rank has whole.
-        groups: Groups without a member in any unit.
+        places: The file by number, and the first byte in it, of each key.
+        spans: Ranges that are written as they are, ascending, of each unit, by its index, and of each tensor
+            that every rank has whole, by its name.
+        members: Names of tensors that are converted, by the index of their last unit.
+        groups: The groups whose last member is in a unit, by its index.
     """
 
     files: tuple[FilePlan, ...]
-    places: Mapping[str, FilePosition]
-    units: tuple[UnitPlan, ...]
-    whole: Mapping[str, tuple[SavedRange, ...]]
-    groups: tuple[ConversionGroup, ...]
+    places: Mapping[str, tuple[int, int]]
+    spans: Mapping[int | str, list[SavedRange]]
+    members: Mapping[int, list[str]]
+    groups: Mapping[int, list[ConversionGroup]]
 
     @property
     def values_nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(file.nbytes - len(file.header) for file in self.files)
 
+    def within(self, unit: Unit, start: int, stop: int) -> Sequence[SavedRange]:
+        """The spans that elements ``[start, stop)`` of the flat buffer meet; spans meet no other span."""
+        spans = self.spans.get(unit.index, [])
+        first = bisect_right(spans, start, key=lambda span: span.stop)
+        return spans[first : bisect_left(spans, stop, key=lambda span: span.offset)]
+
 
 class _Location(NamedTuple):
-    """The location of elements ``[first, stop)`` of a tensor: a unit, or (-1) whole on every rank.
+    """The location of elements ``[first, stop)`` of a tensor: from ``offset`` on in a unit's flat buffer."""
 
-    Attributes:
-        offset: The offset of the first one in the unit's flat buffer.
-    """
-
-    unit: int = -1
+    unit: int = _WHOLE
     offset: int = 0
     first: int = 0
     stop: int = 0
@@ -366,60 +295,40 @@ def plan_export(
     Args:
         named: The model's tensors by its own names.
         units: Units with its sharded parameters; its other tensors are whole on every rank.
-        max_shard_nbytes: Values in one file, at most.
-
-    Raises:
-        CheckpointError: The model cannot be saved.
     """
     tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
     for unit in units:
         for s in unit.segments:
             home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
             tiles.setdefault(id(s.whole), []).append(home)
-    places_of = {
-        name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()
-    }
-    homes = {name: found[-1] for name, found in places_of.items()}
-    saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[name] for name in item.sources))
+    homes = {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
+    saved = sorted(
+        saved_tensors(model, named), key=lambda item: max(homes[name][-1] for name in item.sources)
+    )
     files = plan_files([item.spec for item in saved], max_shard_nbytes)
-    places = {
-        key: FilePosition(i, start) for i, file in enumerate(files) for key, start in file.starts.items()
-    }
-
-    spans: list[list[SavedRange]] = [[] for _ in units]
-    whole: dict[str, list[SavedRange]] = {}
+    places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
+    spans: defaultdict[int | str, list[SavedRange]] = defaultdict(list)
+    together: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
-        place = places[item.spec.key]
-        for part in item.parts or ():
-            for home in places_of[part.source]:
-                low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
-                if low >= high:
-                    continue
-                target = whole.setdefault(part.source, []) if home.unit < 0 else spans[home.unit]
-                begin = place.start + (part.start + low - part.offset) * item.spec.dtype.itemsize
-                shift = home.offset - home.first
-                target.append(SavedRange(low + shift, high + shift, FilePosition(place.file, begin)))
-    members, groups = _conversions(saved, homes, len(units))
-    of_units = zip(spans, members[:-1], groups[:-1], strict=True)
-    plans = (UnitPlan(tuple(sorted(s)), tuple(m), tuple(g)) for s, m, g in of_units)
-    return ExportPlan(files, places, tuple(plans), {n: tuple(s) for n, s in whole.items()}, tuple(groups[-1]))
-
-
-def _conversions(
-    saved: Sequence[SavedTensor], homes: Mapping[str, _Location], units: int
-) -> tuple[list[list[str]], list[list[ConversionGroup]]]:
-    """For each unit, and then for whole tensors: the members of conversions, and those that end there."""
-    members: list[list[str]] = [[] for _ in range(units + 1)]
-    groups: list[list[ConversionGroup]] = [[] for _ in members]
-    specs: dict[frozenset[str], list[TensorSpec]] = {}
-    for item in saved:
+        file, start = places[item.spec.key]
         if item.parts is None:
-            specs.setdefault(item.sources, []).append(item.spec)
-    for sources, made in specs.items():
-        groups[max(homes[name] for name in sources).unit].append(ConversionGroup(sources, tuple(made)))
+            together.setdefault(item.sources, []).append(item.spec)
+        for part in item.parts or ():
+            for home in homes[part.source]:
+                low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
+                if low < high:
+                    begin = start + (part.start + low - part.offset) * item.spec.dtype.itemsize
+                    shift, source = (
+                        home.offset - home.first,
+                        part.source if home.unit == _WHOLE else home.unit,
+                    )
+                    spans[source].append(SavedRange(low + shift, high + shift, file, begin))
+    members, groups = defaultdict[int, list[str]](list), defaultdict[int, list[ConversionGroup]](list)
+    for sources, specs in together.items():
+        groups[max(homes[name][-1].unit for name in sources)].append(ConversionGroup(sources, specs))
         for name in sorted(sources):
-            members[homes[name].unit].append(name)
-    return members, groups
+            members[homes[name][-1].unit].append(name)
+    return ExportPlan(files, places, {key: sorted(each) for key, each in spans.items()}, members, groups)
 
 
 # --- writing -----------------------------------------------------------------------------------------
@@ -436,14 +345,7 @@ def export_model(
     max_shard_nbytes: int,
     tokenizer: Any,
 ) -> None:
-    """Write ``model`` to ``out``; see :func:`infinity.export`. Every rank must call.
-
-    Args:
-        units: Units with the model's sharded parameters.
-        read_weights: Reads this rank's shards.
-        gathered: Gathers parameters for conversions.
-        ranks: The ranks that share the model.
-    """
+    """Write ``model``, whose sharded parameters are in ``units``, to ``out``; see :func:`infinity.export`."""
     out, token = agree_on_place(out, ranks)
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
@@ -456,14 +358,18 @@ def export_model(
                 _write_companions(model, plan, folder, tokenizer)
                 for file in plan.files:
                     OutputFile.create(folder, file)
-        with _ValueWriter(plan, named, model, ranks) as values:
+        with RangeWriter() as writer:
             with all_ranks_or_raise(ranks, f"writing {out}"):
-                values.open(folder)
+                require_visible(folder, ranks.rank, "export")
+                values = _ValueWriter(
+                    plan, named, ranks, writer, [writer.open(folder / f.name) for f in plan.files]
+                )
                 values.write_as_they_are(read_weights)
-            values.write_converted(units, gathered)
+            values.write_converted(model, units, gathered)
             with all_ranks_or_raise(ranks, f"writing {out}"):
-                values.finish()
-            values.check_whole()
+                writer.finish()
+            written = int(ranks.sum(writer.nbytes, "bytes that were exported"))
+            assert written == plan.values_nbytes, f"{written} bytes of {plan.values_nbytes} were written"
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
                 publication.publish()
@@ -477,11 +383,7 @@ def agree_on_place(out: Path, ranks: Ranks, what: str = "an export") -> tuple[Pa
 
 
 def require_visible(folder: Path, rank: int, verb: str) -> None:
-    """Raise if ``rank`` does not see the directory that rank 0 has made.
-
-    Raises:
-        CheckpointError: It lies on a file system of rank 0 alone.
-    """
+    """Raise a CheckpointError if the directory that rank 0 has made lies on a file system of its own."""
     if not folder.is_dir():
         raise CheckpointError(
             f"rank {rank} does not see {folder}, which rank 0 has just made; {verb} to a directory on a file "
@@ -489,123 +391,80 @@ def require_visible(folder: Path, rank: int, verb: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _ValueWriter:
-    """Brings values to their places; a context manager."""
+    """Brings this rank's values to their places."""
 
-    def __init__(self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, ranks: Ranks) -> None:
-        self._plan, self._named, self._model, self._ranks = plan, named, model, ranks
-        self._writer = RangeWriter()
-        self._files: list[OutputFile] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._writer.__exit__(*exc)
-
-    def open(self, folder: Path) -> None:
-        require_visible(folder, self._ranks.rank, "export")
-        self._files = [self._writer.open(folder / plan.name) for plan in self._plan.files]
+    plan: ExportPlan
+    named: Mapping[str, Tensor]
+    ranks: Ranks
+    writer: RangeWriter
+    files: Sequence[OutputFile]
 
     def write_as_they_are(self, read_weights: ReadWeights) -> None:
-        """Write what needs no conversion: this rank's shards; on rank 0 tensors that are whole, too.
-
-        Raises:
-            DiskError: A read or a write failed.
-        """
-        for name, spans in self._plan.whole.items() if self._ranks.rank == 0 else ():
-            values = self._named[name].detach().cpu().contiguous().reshape(-1)
-            for span in spans:
-                self._write(span.place, 0, values[span.offset : span.stop])
-        for unit, start, values in read_weights(self._is_wanted):
-            for span in self._plan.units[unit.index].within(start, start + len(values)):
+        """Write what needs no conversion: this rank's shards; on rank 0 tensors that are whole, too."""
+        for name, spans in self.plan.spans.items() if self.ranks.rank == 0 else ():
+            if isinstance(name, str):
+                values = self.named[name].detach().cpu().contiguous().reshape(-1)
+                for span in spans:
+                    self._write(span.file, span.start, 0, values[span.offset : span.stop])
+        for unit, start, values in read_weights(lambda *elements: bool(self.plan.within(*elements))):
+            for span in self.plan.within(unit, start, start + len(values)):
                 low, high = max(start, span.offset), min(start + len(values), span.stop)
-                self._write(span.place, low - span.offset, values[low - start : high - start])
-            self._writer.check()
+                self._write(span.file, span.start, low - span.offset, values[low - start : high - start])
+            self.writer.check()
 
-    def _is_wanted(self, unit: Unit, start: int, stop: int) -> bool:
-        return bool(self._plan.units[unit.index].within(start, stop))
-
-    def write_converted(self, units: Sequence[Unit], gathered: Gathered) -> None:
-        """Write what transformers converts, unit by unit; members of groups that end later are kept aside.
-
-        Raises:
-            DiskError: A write failed.
-            PeerError: The same on another rank.
-        """
+    def write_converted(self, model: nn.Module, units: Sequence[Unit], gathered: Gathered) -> None:
+        """Write what transformers converts, unit by unit; members of groups that end later are kept aside."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
         aside: dict[str, Tensor] = {}
-        for group in self._plan.groups:
-            self._convert(group, aside)
-        for unit, plan in zip(units, self._plan.units, strict=True):
-            if not plan.members:
-                continue
-            with all_ranks_or_raise(self._ranks, f"converting {unit.name}"):
-                params = [self._named[name] for name in plan.members]
-                with gathered(params):
-                    here = {n: p.detach().cpu() for n, p in zip(plan.members, params, strict=True)}
-                    for group in plan.groups:
-                        self._convert(group, aside | here)
-                    done = {name for group in plan.groups for name in group.sources}
+        for unit, names in sorted(self.plan.members.items()):
+            what = "buffers" if unit == _WHOLE else units[unit].name
+            with all_ranks_or_raise(self.ranks, f"converting {what}"):
+                tensors = [self.named[name] for name in names]
+                with contextlib.nullcontext() if unit == _WHOLE else gathered(tensors):
+                    here = {name: each.detach().cpu() for name, each in zip(names, tensors, strict=True)}
+                    for group in self.plan.groups.get(unit, ()):
+                        sources = {
+                            name: here[name] if name in here else aside.pop(name) for name in group.sources
+                        }
+                        for key, value in converted(model, sources, group.specs).items():
+                            flat = value.contiguous().reshape(-1)
+                            start, stop = (len(flat) * each // world_size for each in (rank, rank + 1))
+                            self._write(*self.plan.places[key], start, flat[start:stop])
+                        for name in sources.keys() & here.keys():
+                            del here[name]
                     aside |= {name: value.clone() for name, value in here.items()}
-                    aside = {name: value for name, value in aside.items() if name not in done}
-                self._writer.check()
+                self.writer.check()
 
-    def _convert(self, group: ConversionGroup, values: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of what comes of ``group``."""
-        rank, ranks = self._ranks.rank, self._ranks.world_size
-        sources = {n: values[n] if n in values else self._named[n].detach().cpu() for n in group.sources}
-        for key, value in converted(self._model, sources, group.specs).items():
-            flat = value.contiguous().reshape(-1)
-            start, stop = len(flat) * rank // ranks, len(flat) * (rank + 1) // ranks
-            self._write(self._plan.places[key], start, flat[start:stop])
-
-    def _write(self, place: FilePosition, start: int, values: Tensor) -> None:
-        """Hand over ``values`` for the elements of a tensor from ``start`` on."""
-        self._writer.write(self._files[place.file], place.start + start * values.itemsize, values)
-
-    def finish(self) -> None:
-        """Return when what this rank wrote is on the drive.
-
-        Raises:
-            WriteError: It is not.
-        """
-        self._writer.finish()
-
-    def check_whole(self) -> None:
-        """Every byte was written by some rank, and once. Every rank must call."""
-        wanted = self._plan.values_nbytes
-        written = int(self._ranks.sum(self._writer.nbytes, "bytes that were exported"))
-        assert written == wanted, f"{written} bytes of values were written; the files hold {wanted}"
+    def _write(self, file: int, offset: int, first: int, values: Tensor) -> None:
+        """Hand over ``values`` for elements from ``first`` on of what begins at ``offset``."""
+        self.writer.write(self.files[file], offset + first * values.itemsize, values)
 
 
-def _write_companions(model: nn.Module, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:
+def _write_companions(model: Any, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:
     """Index, configs and tokenizer."""
     with writing(f"writing to {folder}", folder):
         if len(plan.files) > 1:
             numel = sum(p.numel() for p in model.parameters())
             index = {
                 "metadata": {"total_parameters": numel, "total_size": plan.values_nbytes},
-                "weight_map": {key: plan.files[place.file].name for key, place in plan.places.items()},
+                "weight_map": {key: plan.files[file].name for key, (file, _) in plan.places.items()},
             }
-            (folder / (SAFETENSORS + INDEX)).write_text(
-                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
-        _write_config(model, folder)
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (folder / (SAFETENSORS + INDEX)).write_text(text + "\n", encoding="utf-8")
+        name = type(model).__name__
+        if is_transformers(model):
+            config = copy.deepcopy(model.config)
+            config.dtype = str(model.dtype).removeprefix("torch.")
+            config.architectures = [name]
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
+            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
+            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         elif tokenizer is not None:
-            copy_tokenizer(Path(tokenizer).expanduser(), folder)
-
-
-def _write_config(model: Any, folder: Path) -> None:
-    name = type(model).__name__
-    if is_transformers(model):
-        config = copy.deepcopy(model.config)
-        config.dtype = str(model.dtype).removeprefix("torch.")
-        config.architectures = [name]
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-    elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
-        text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+            _copy_tokenizer(Path(tokenizer).expanduser(), folder)

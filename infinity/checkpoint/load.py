@@ -2,27 +2,27 @@
 
 [Note: whose names]
 transformers renames and converts keys on load (``conversion_mapping``) and finds a base model's weights
-under a model with a head, and the other way round. The plan asks its own functions for each key, so it
-accepts what ``from_pretrained`` accepts. It is stricter in one thing: keys that are missing, left over or
-of another shape are an error, unless the caller named them.
+under a model with a head, and the other way round. Its own functions are asked for each key, so whatever
+``from_pretrained`` accepts is accepted, but for keys that are missing, left over or of another shape: they
+are an error, unless the caller named them.
 
 [Note: one pass, one chunk]
-Each unit's home asks for this rank's slice, chunk by chunk; a chunk is read from the files when it is
-asked for, so an element is read once, by the rank that keeps it, and host memory holds one chunk.
+Each unit's home asks for this rank's slice, chunk by chunk, and a chunk is read when it is asked for. So an
+element is read once, by the rank that keeps it, and host memory holds one chunk.
 
 [Note: values that stay where they are]
-Weights that are not trained may be read from the files whenever they are used (:mod:`infinity.shards.base`):
-if all values of a unit lie in safetensors files, each once, as runs of elements. What transformers computes
-(a transposed matrix) is not like that.
+Weights that are not trained may be read from safetensors files whenever they are used
+(:mod:`infinity.shards.base`), if these have each value of a unit once, as runs of elements. What transformers
+computes (a transposed matrix) is not like that.
 
 [Note: what the checkpoint lacks]
-The model's own ``initialize_weights`` initializes the parameters that the checkpoint lacks. It runs over all
-modules as transformers does it, so the same random numbers are drawn. What it touches of other units is
-scratch memory.
+The model's own ``initialize_weights`` initializes them. It runs over all modules as transformers does it, so
+the same random numbers are drawn. What it touches of other units is scratch memory.
 """
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -50,57 +50,38 @@ _PIECE_NUMEL = 2**20
 # --- the plan: which stored tensors make which parameter, decided before any is read -----------------
 
 
-@dataclass(slots=True)
-class LoadPlan:
-    """The values of a model's parameters and persistent buffers, by their names.
-
-    Attributes:
-        values: Values by name, in the model's order. Where a tensor has several names, the values of the
-            first are read, and those of the others are compared with them.
-        new: Names that the model initializes itself, sorted.
-        unexpected: Keys that the model does not have.
-        wrong: What does not fit a tensor of the model, by its name.
-    """
-
-    values: dict[str, "Values"] = field(default_factory=dict)
-    new: tuple[str, ...] = ()
-    unexpected: set[str] = field(default_factory=set)
-    wrong: dict[str, str] = field(default_factory=dict)
-
-
-def plan_loading(
-    model: Any, checkpoint: Checkpoint, new: Sequence[str] = (), ignore: Sequence[str] = ()
-) -> LoadPlan:
+def _plan(
+    model: Any, checkpoint: Checkpoint, new: Sequence[str], ignore: Sequence[str]
+) -> tuple[dict[str, "Values"], list[str]]:
     """Plan the load of one model, built but without values.
 
     Args:
-        model: A model of transformers, or of this package; afterwards it knows the conversions that were
-            used, as ``save_pretrained`` needs to undo them.
-        new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
-            another shape: patterns as of a shell, compared with whole names.
-        ignore: Patterns of keys of the checkpoint that the model need not have.
+        model: Afterwards it knows the conversions that were used, as ``save_pretrained`` needs to undo them.
+
+    Returns:
+        The values of parameters and persistent buffers by their names, in the model's order, and the names
+        that the model initializes itself, sorted.
 
     Raises:
         CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
     """
     targets = dict(named_targets(model))
-    plan = _find(model, checkpoint, targets)
-    for name in list(plan.values):
-        if why := _misfit(targets[name], plan.values[name]):
-            del plan.values[name]
+    found, unexpected, wrong = _find(model, checkpoint, targets)
+    for name in list(found):
+        if why := _misfit(targets[name], found[name]):
+            del found[name]
             if not _any(name, new):
-                plan.wrong[name] = why
-    plan.values = {name: plan.values[name] for name in targets if name in plan.values}
-    have = {id(targets[name]) for name in plan.values}
-    missing = {name for name, tensor in targets.items() if id(tensor) not in have and name not in plan.wrong}
-    plan.new = tuple(sorted(missing))
-    if is_transformers(model):
-        missing, plan.unexpected = _serious(model, missing, plan.unexpected)
-        missing = {name for name in missing if not _any(name, new)}  # others draw weights as they are built
-    plan.unexpected = {key for key in plan.unexpected if not _any(key, ignore)}
-    if missing or plan.unexpected or plan.wrong:
-        raise CheckpointError(_complaint(model, checkpoint, missing, plan))
-    return plan
+                wrong[name] = why
+    have = {id(targets[name]) for name in found}
+    lacking = {name for name, tensor in targets.items() if id(tensor) not in have and name not in wrong}
+    missing = lacking
+    if is_transformers(model):  # others draw their weights where they are built
+        missing, unexpected = _serious(model, lacking, unexpected)
+        missing = {name for name in missing if not _any(name, new)}
+    unexpected = {key for key in unexpected if not _any(key, ignore)}
+    if missing or unexpected or wrong:
+        raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
+    return {name: found[name] for name in targets if name in found}, sorted(lacking)
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -112,13 +93,18 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> LoadPlan:
-    """The values that transformers would make of every key; other models have the keys as names."""
-    plan = LoadPlan()
+def _find(
+    model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
+) -> tuple[dict[str, "Values"], set[str], dict[str, str]]:
+    """The values that transformers would make of every key; other models have the keys as names.
+
+    Returns:
+        Values by name, keys that the model does not have, and what is wrong with a name.
+    """
+    found, unexpected, wrong = dict[str, Values](), set[str](), dict[str, str]()
     if not is_transformers(model):
-        plan.values |= {key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets}
-        plan.unexpected = checkpoint.keys() - targets.keys()
-        return plan
+        found |= {key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets}
+        return found, checkpoint.keys() - targets.keys(), wrong
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -133,23 +119,23 @@ def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> 
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, targets)
         if name not in targets:
-            plan.unexpected.add(key)
+            unexpected.add(key)
         elif name in conversions and None in (pattern, conversions[name].transform):
-            plan.wrong[name] = f"two keys of the checkpoint become it, one is {key}"
+            wrong[name] = f"two keys of the checkpoint become it, one is {key}"
         else:
             transform = None if pattern is None else by_pattern[pattern]
             conversion = conversions.setdefault(name, _Conversion(model, name, transform, kept))
             conversion.sources[key] = (pattern or key, checkpoint[key])
     for name, conversion in conversions.items():
         try:
-            plan.values |= conversion.trace()
+            found |= conversion.trace()
         except Exception as error:  # whatever transformers does there, it cannot do it with these
-            plan.wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
-    for name in plan.values.keys() - targets.keys():
-        plan.unexpected.update(conversions[name].sources if name in conversions else [name])
-        del plan.values[name]
+            wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
+    for name in found.keys() - targets.keys():
+        unexpected.update(conversions[name].sources if name in conversions else [name])
+        del found[name]
     model._weight_conversions = [each for each in transforms if each.was_used()]
-    return plan
+    return found, unexpected, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +144,7 @@ class _Conversion:
 
     Attributes:
         transform: The converter; None: the one source is the parameter.
-        kept: The parameter that was converted last, by its name, for the next chunk of it: one of all of a
-            model.
+        kept: The parameter that was converted last, of all of a model, for the next chunk of it.
         sources: The converter's pattern that each key has matched, and the stored tensor.
     """
 
@@ -209,7 +194,8 @@ class Converted:
         kept = self._conversion.kept
         if self._name not in kept:
             kept.clear()
-            kept[self._name] = self._conversion.run(_read_whole)[self._name].reshape(-1)
+            made = self._conversion.run(lambda source: read_whole(source, _converted_dtype(source)))
+            kept[self._name] = made[self._name].reshape(-1)
         out.copy_(kept[self._name][start : start + len(out)])
 
 
@@ -218,12 +204,13 @@ Values: TypeAlias = Traced | Converted
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
-    """Dtype in which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
+    """Return fp32 for floating point, so that a conversion rounds as in a model of fp32."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
-def _read_whole(source: Stored) -> Tensor:
-    values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source), device="cpu")
+def read_whole(source: Stored | Values, dtype: torch.dtype) -> Tensor:
+    """Return all values of ``source``, on the CPU."""
+    values = torch.empty(source.shape.numel(), dtype=dtype, device="cpu")
     source.fill(0, values)
     return values.view(source.shape)
 
@@ -268,13 +255,15 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _complaint(model: Any, checkpoint: Checkpoint, missing: set[str], plan: LoadPlan) -> str:
+def _complaint(
+    model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
+) -> str:
     """Return what does not fit, and what to do about it."""
     lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
     for what, each in (
         ("missing from the checkpoint", sorted(missing)),
-        ("unknown to the model", sorted(plan.unexpected)),
-        ("wrong", [f"{name}: {why}" for name, why in sorted(plan.wrong.items())]),
+        ("unknown to the model", sorted(unexpected)),
+        ("wrong", [f"{name}: {why}" for name, why in sorted(wrong.items())]),
     ):
         if each:
             more = [f"... and {len(each) - _MOST_NAMED} more"] if len(each) > _MOST_NAMED else []
@@ -295,8 +284,10 @@ class CheckpointValues:
 
     Args:
         checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
-        new: See :func:`plan_loading`; likewise ``ignore``.
-        on_progress: Called after each range that was read.
+        new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
+            another shape: patterns as of a shell, compared with whole names.
+        ignore: Patterns of keys of the checkpoint that the model need not have.
+        on_progress: Called after each unit that was read.
     """
 
     def __init__(
@@ -308,25 +299,19 @@ class CheckpointValues:
     ) -> None:
         self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
         self._on_progress = on_progress
-        self._plan = LoadPlan()
+        self._new_names: list[str] = []
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
-        self._why_not_mapped: dict[int, str] = {}  # by id of the parameter
         self._initializing: set[int] = set()  # ids of parameters
-        self._done_nbytes = self._total_nbytes = 0
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prepare(self, model: Any) -> None:
-        """Plan, when ``model`` is built.
-
-        Raises:
-            CheckpointError: The checkpoint does not fit it; lists everything that does not.
-        """
+        """Plan, when ``model`` is built, or raise a CheckpointError that lists all that does not fit."""
         self._model = model
         with library_errors(CheckpointError, f"{self._checkpoint.path} does not fit {type(model).__name__}"):
-            self._plan = plan_loading(model, self._checkpoint, self._new, self._ignore)
+            planned, self._new_names = _plan(model, self._checkpoint, self._new, self._ignore)
         targets = dict(named_targets(model))
-        for name, values in self._plan.values.items():
+        for name, values in planned.items():
             self._values.setdefault(id(targets[name]), []).append((name, values))
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
@@ -334,13 +319,12 @@ class CheckpointValues:
         self._values = {
             id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
         }
-        self._why_not_mapped.clear()
 
     def notes(self) -> list[str]:
         """Lines for people about this load."""
         lines = []
-        if self._plan.new:
-            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._plan.new)}")
+        if self._new_names:
+            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._new_names)}")
         if self._checkpoint.pickled:
             lines.append(
                 f"{self._checkpoint.path} holds pickled weights; save_pretrained writes them as safetensors, "
@@ -357,21 +341,16 @@ class CheckpointValues:
         Raises:
             CheckpointError: A file cannot be read, or tied weights differ.
         """
-        self._total_nbytes = sum(self._nbytes(unit) for unit in units)
-        done_nbytes = 0
-        for unit in units:
+        sizes = [self._nbytes(unit) for unit in units]
+        for unit, done_nbytes in zip(units, itertools.accumulate(sizes), strict=True):
             masters.put(unit, functools.partial(self.master, unit))
-            done_nbytes += self._nbytes(unit)
-            if self._done_nbytes < done_nbytes:  # it is read where it lies
-                self._show_progress(done_nbytes)
+            if self._on_progress is not None:
+                self._on_progress(done_nbytes, sum(sizes))
         in_units = {id(segment.whole) for _, segment in units.segments()}
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
                 if id(tensor) in self._values and id(tensor) not in in_units:
-                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-                    self._values[id(tensor)][0][1].fill(0, flat)
-                    tensor.copy_(flat.view(tensor.shape))
-        self._on_progress = None  # what is read where it lies from now on loads nothing
+                    tensor.copy_(read_whole(self._values[id(tensor)][0][1], tensor.dtype))
         self._initialize()
 
     def freeze(self, units: UnitIndex) -> None:
@@ -395,10 +374,7 @@ class CheckpointValues:
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high and id(s.whole) in self._values:
-                part = out[low - start : high - start]
-                self._read(s, s.first + low - s.offset, part)
-                self._done_nbytes += len(part) * self._itemsize(s)
-        self._show_progress(self._done_nbytes)
+                self._read(s, s.first + low - s.offset, out[low - start : high - start])
         return out
 
     # --- values that stay where they are (infinity.shards.base.BaseValues) ------------------
@@ -406,22 +382,14 @@ class CheckpointValues:
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""
         for s in unit.segments:
-            key = id(s.whole)
-            if key not in self._why_not_mapped:  # once for all tiles
-                self._why_not_mapped[key] = self._why_not(s.whole_name, self._values.get(key, []))
-            if self._why_not_mapped[key]:
-                return self._why_not_mapped[key]
+            given = self._values.get(id(s.whole), [])
+            if not given:
+                return f"{s.whole_name} is not in the checkpoint"
+            if len(given) > 1:
+                return f"the files have {s.whole_name} twice"
+            if isinstance(given[0][1], Converted):
+                return f"transformers computes {s.whole_name} when it loads it"
         return ""
-
-    def _why_not(self, name: str, given: Sequence[tuple[str, Values]]) -> str:
-        if not given:
-            return f"{name} is not in the checkpoint"
-        if len(given) > 1:
-            return f"the files have {name} twice"
-        [(_, values)] = given
-        if isinstance(values, Converted):
-            return f"transformers computes {name} when it loads it"
-        return "" if all(part.source.in_files for part in values.parts) else "its weights are pickled"
 
     def scratch_nbytes(self, unit: Unit) -> int:
         """The most that :meth:`make` takes of an accelerator's memory; 0: nothing is quantized."""
@@ -430,11 +398,7 @@ class CheckpointValues:
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-        """Cut elements ``[start, stop)`` of the flat buffer into parts that can be made by themselves.
-
-        Yields:
-            Where a part ends, in order, and the bytes that it is made of, by the number of the file.
-        """
+        """Yield where each part of the flat buffer ends that can be made by itself, and the bytes for it."""
         for low, part in self.parts(unit, start, stop):
             source, at, end = part.source, part.offset, part.offset + part.numel
             step = part.numel
@@ -446,11 +410,7 @@ class CheckpointValues:
                 at = until
 
     def make(self, unit: Unit, start: int, out: Tensor, view: View) -> None:
-        """Put elements from ``start`` on of the flat buffer into ``out``; any thread and device.
-
-        Args:
-            view: Gives the bytes of :meth:`sources` on that device.
-        """
+        """Put elements from ``start`` on of the flat buffer into ``out``, from a view of :meth:`sources`."""
         done = 0
         for low, part in self.parts(unit, start, start + len(out)):
             out[done : low - start].zero_()  # padding
@@ -488,28 +448,19 @@ class CheckpointValues:
                     "override the config: tie_word_embeddings=False"
                 )
 
-    def _show_progress(self, done_nbytes: int) -> None:
-        self._done_nbytes = done_nbytes
-        if self._on_progress is not None:
-            self._on_progress(done_nbytes, self._total_nbytes)
-
     def _nbytes(self, unit: Unit) -> int:
-        """Bytes of files that this rank reads for ``unit``."""
+        """Bytes of files that this rank reads for ``unit``, of all names of a parameter."""
         first, last = unit.shard_start, unit.shard_start + unit.shard_numel
         return sum(
-            max(0, min(last, s.stop) - max(first, s.offset)) * self._itemsize(s)
+            max(0, min(last, s.stop) - max(first, s.offset)) * max(dtype.itemsize for dtype in values.dtypes)
             for s in unit.segments
-            if id(s.whole) in self._values
+            for _, values in self._values.get(id(s.whole), ())
         )
-
-    def _itemsize(self, segment: Segment) -> int:
-        """Bytes that are read for an element, of all its names together."""
-        return sum(max(d.itemsize for d in values.dtypes) for _, values in self._values[id(segment.whole)])
 
     def _initialize(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""
         targets = dict(named_targets(self._model))
-        self._initializing = {id(targets[name]) for name in self._plan.new}
+        self._initializing = {id(targets[name]) for name in self._new_names}
         marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
         for tensor in marked:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     Where it names a model of ours, as :func:`infinity.export` writes it, that model's own config.
 
     Raises:
-        CheckpointError: There is none, no class of transformers can read it, an override is unknown, or
-            the weights are quantized in a way that cannot be decoded.
+        CheckpointError: There is none that can be read, an override is unknown, or the weights are quantized
+            in a way that cannot be decoded.
     """
     ours = _architecture(path)
     if ours is not None:
@@ -87,11 +88,7 @@ def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> N
 
 
 def vocabulary_size(path: Path) -> int:
-    """Tokens that the model in ``path`` knows.
-
-    Raises:
-        CheckpointError: As :func:`read_config`, or it is no model of text.
-    """
+    """Tokens that the model in ``path`` knows; raises as :func:`read_config`, or where it is none of text."""
     size = getattr(_text_config(path), "vocab_size", None)
     if not isinstance(size, int):
         raise CheckpointError(f"{path / 'config.json'} names no vocab_size; wanted a model of text")
@@ -112,7 +109,6 @@ def is_ours(path: Path) -> bool:
 
 
 def _architecture(path: Path) -> Architecture | None:
-    """The model of ours that the ``config.json`` in ``path`` names."""
     file = path / "config.json"
     named = read_json_object(file).get("architectures") if file.is_file() else None
     return ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None
@@ -152,53 +148,41 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) 
     """The model of ``config``, its parameters in fp32 and never written; ties are made.
 
     Args:
-        config: The config that :func:`read_config` returned.
         auto_class: An auto class or a model's own class; None: the one that the config names, or
             ``AutoModelForCausalLM``.
-        dtype: The dtype in which it will compute; noted in the config.
+        dtype: Noted in the config as that in which it computes.
         tensors: The number of tensors in the checkpoint; a model with many more parameters is refused.
-
-    Raises:
-        CheckpointError: The class and the config do not go together.
     """
     for ours in ARCHITECTURES.values():
         if isinstance(config, ours.config):
-            with bounded_by(tensors, Path("config.json")):
-                return _build_ours(ours, config, auto_class)
+            if auto_class not in (None, ours.model):
+                raise CheckpointError(
+                    f"{getattr(auto_class, '__name__', auto_class)} cannot build a {type(config).__name__}; "
+                    "leave auto_class out"
+                )
+            with bounded_by(tensors, Path("config.json")), torch.random.fork_rng(devices=[]), _fp32():
+                return ours.model(config)
+    import transformers
     from transformers import initialization
 
-    where = Path(config.name_or_path) / "config.json"
+    path = Path(config.name_or_path)
     with library_errors(CheckpointError, f"{type(config).__name__} of config.json"):
         _note_dtype(config, dtype)
         with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights(), offline():
-            with bounded_by(tensors, where):
-                model = _make(config, auto_class)
+            with bounded_by(tensors, path / "config.json"):
+                make: Any = auto_class or model_class(config) or transformers.AutoModelForCausalLM
+                if not (inspect.isclass(make) and issubclass(make, transformers.PreTrainedModel)):
+                    make = partial(make.from_config, dtype=torch.float32, trust_remote_code=False)
+                model = make(config)
             model.tie_weights()
         _note_dtype(model.config, dtype)
-    _read_generation_config(model, Path(config.name_or_path))
+    file = path / "generation_config.json"
+    if model.can_generate() and file.is_file():
+        read_json_object(file)  # of a size that can be read
+        with library_errors(CheckpointError, str(file)), offline():
+            generation = transformers.GenerationConfig
+            model.generation_config = generation.from_pretrained(str(path), local_files_only=True)
     return model
-
-
-def _build_ours(ours: Architecture, config: Any, auto_class: Any) -> Any:
-    if auto_class not in (None, ours.model):
-        raise CheckpointError(
-            f"{getattr(auto_class, '__name__', auto_class)} cannot build a {type(config).__name__}; leave "
-            "auto_class out"
-        )
-    with torch.random.fork_rng(devices=[]), _fp32():
-        return ours.model(config)
-
-
-def _make(config: Any, auto_class: Any) -> Any:
-    """The model, of the class that was chosen."""
-    import transformers
-
-    cls = auto_class or model_class(config)
-    if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
-        make: Any = cls
-        return make(config)
-    auto = auto_class or transformers.AutoModelForCausalLM
-    return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def _note_dtype(config: Any, dtype: torch.dtype) -> None:
@@ -216,13 +200,3 @@ def _fp32() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _read_generation_config(model: Any, path: Path) -> None:
-    file = path / "generation_config.json"
-    if model.can_generate() and file.is_file():
-        from transformers import GenerationConfig
-
-        read_json_object(file)  # of a size that can be read
-        with library_errors(CheckpointError, str(file)), offline():
-            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)

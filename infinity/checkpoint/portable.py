@@ -1,4 +1,4 @@
-"""Portable checkpoints, out: directories of ``torch.distributed.checkpoint``, streamed from shards.
+"""Portable checkpoints, out and in: directories of ``torch.distributed.checkpoint``, streamed from shards.
 
 [Note: names]
 Weights have the plain model's names, without a prefix, as torchtitan has them; the optimizer's entries begin
@@ -6,22 +6,27 @@ with ``optimizer.``, as ``get_optimizer_state_dict`` gives them. That function h
 groups: a list, and (``flatten_optimizer_state_dict``, torchtitan) every number once for each parameter. Both
 are written, since entries of equal value share their bytes. So do the names of a tied weight.
 
-[Note: which rank writes what]
+[Note: a rank's file]
 Each rank writes one file, and in it what its shards hold: ranges of a parameter's elements, cut into boxes,
 because the format knows no others. Nothing is gathered. Rank 0 writes the rest: buffers, step counts, the
 optimizer's numbers, and last the metadata, for which the ranks send it what they wrote, and where.
 
 [Note: the writer]
-torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete, hence all of the
-state. The records here are torch's (``torch.save``, one after the other); they are copied into blocks that
-threads write past the page cache. So memory holds one box of each field, and those blocks.
+torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete. Here ``torch.save``
+writes one record after the other into blocks that threads bring to the drive past the page cache. So memory
+holds one box of each field, and those blocks.
+
+[Note: a save beside training]
+A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives are
+left to the threads that train: in :meth:`PortableSave.advance`, which goes from the one to the other.
 """
 
 import contextlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -40,12 +45,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from infinity.checkpoint.distcp import METADATA
+from infinity.checkpoint.directory import Stored
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint
 from infinity.checkpoint.export import Publication, agree_on_place, partial_path, require_visible
-from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.load import named_targets, read_whole
 from infinity.checkpoint.writer import RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import Ranks, all_ranks_or_raise, gather
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.intervals import Box, boxes
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Segment, Unit
@@ -55,6 +61,8 @@ BOX_NUMEL = 4 * 2**20
 #: What torch.save adds to the values of a record, at most (bytes).
 _AROUND_NBYTES = 2048
 OPTIMIZER = "optimizer"
+#: Hyperparameters that are loaded.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 
 #: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, chunk by chunk in
 #: ascending order: the first element in the shard, and the fields, which stay until the next chunk is
@@ -62,18 +70,16 @@ OPTIMIZER = "optimizer"
 ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
 #: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
 Place: TypeAlias = tuple[str | int, ...]
+Keys: TypeAlias = tuple[str, ...]
 
 
 class Record(NamedTuple):
-    """A record: one value in a rank's file.
+    """One value in a rank's file, from byte ``start`` on, and the entries of the checkpoint that have it.
 
-    Attributes:
-        keys: Entries of the checkpoint that have this value.
-        box: The box of their tensor; None: the value is no tensor.
-        start: First byte in the file.
+    ``box`` is that of their tensor; None: the value is no tensor.
     """
 
-    keys: tuple[str, ...]
+    keys: Keys
     box: Box | None
     start: int
     nbytes: int
@@ -83,20 +89,14 @@ class Contents:
     """The contents of a checkpoint of one model, the same on every rank.
 
     Args:
-        model: Whose.
         units: Units with its sharded parameters; its other tensors are whole on every rank.
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
+        moments: Names of the fields that the update rule keeps of each parameter.
 
     Attributes:
-        units: The same.
-        tensors: Tensors by key.
-        paths: The path of every key.
-        whole: Tensors that rank 0 writes, with their keys.
-        objects: Values that are no tensors, with their keys; rank 0 writes them.
-
-    Raises:
-        CheckpointError: Two values have one key.
+        tensors: Tensors by key, as ``paths`` are those of every key.
+        rest: Values that rank 0 writes, with their keys: first tensors.
     """
 
     def __init__(
@@ -105,56 +105,43 @@ class Contents:
     ) -> None:  # fmt: skip
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
-        self.whole: list[tuple[Tensor, tuple[str, ...]]] = []
-        self.objects: list[tuple[Any, tuple[str, ...]]] = []
+        self.rest: list[tuple[Any, Keys]] = []
         self.units = units
-        self._weights: dict[int, tuple[str, ...]] = {}  # keys by id of the parameter
-        self._moments: dict[int, tuple[tuple[str, ...], ...]] = {}
+        self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
         sharded = {id(s.whole): s for unit in units for s in unit.segments}
-        names = tensor_names(model)
-        for tensor, (first, *others) in names:
-            exact = id(tensor) in sharded
-            dtype = torch.float32 if exact else tensor.dtype
-            self._weights[id(tensor)] = self._add_tensor(
-                dtype, tensor.shape, *((n,) for n in (first, *others))
+        name_of: dict[int, str] = {}
+        for tensor, names in tensor_names(model):
+            name_of[id(tensor)], exact = names[0], id(tensor) in sharded
+            keys = self._enter(
+                [(name,) for name in names], torch.float32 if exact else tensor.dtype, tensor.shape
             )
-            if not exact:
-                self.whole.append((tensor, self._weights[id(tensor)]))
-        name_of = {id(tensor): first for tensor, (first, *_) in names}
-        trained = [s for g in groups for p in g["params"] if (s := sharded.get(id(p)))]
-        self._add_state(trained, name_of, moments)
-        for index, group in enumerate(groups):
-            self._add_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
-        for path, value in extra.items():
-            self._add_object(value, (OPTIMIZER, *path))
-        for segment in sharded.values():
-            if not segment.numel:  # no shard has a part of it
-                self.whole += [
-                    (torch.empty(segment.shape, device="cpu"), keys) for keys in self.keys(segment)
-                ]
-
-    def keys(self, segment: Segment) -> list[tuple[str, ...]]:
-        """The keys of a parameter's exact weight and, if it has an optimizer's state, of its moments."""
-        if id(segment.whole) not in self._weights:  # the model is a part of another
-            return []
-        return [self._weights[id(segment.whole)], *self._moments.get(id(segment.whole), ())]
-
-    def _add_state(
-        self, segments: Sequence[Segment], name_of: Mapping[int, str], moments: Sequence[str]
-    ) -> None:
-        """Add moments and step counts of what is trained now, or was."""
+            if exact:
+                self._fields[id(tensor)] = [keys]
+            else:
+                self.rest.append((tensor, keys))
         steps: dict[int, list[Place]] = {}
-        for segment in segments:
-            if id(segment.whole) in name_of and (segment.whole.requires_grad or segment.steps):
-                path = OPTIMIZER, "state", name_of[id(segment.whole)]
-                self._moments[id(segment.whole)] = tuple(
-                    self._add_tensor(torch.float32, segment.whole_shape, (*path, moment))
-                    for moment in moments
-                )
-                steps.setdefault(segment.steps, []).append((*path, "step"))
+        for param in (param for group in groups for param in group["params"]):
+            segment = sharded.get(id(param)) if id(param) in name_of else None
+            if segment is not None and (param.requires_grad or segment.steps):  # is trained now, or was
+                state = OPTIMIZER, "state", name_of[id(param)]
+                for moment in moments:
+                    keys = self._enter([(*state, moment)], torch.float32, segment.whole_shape)
+                    self._fields[id(param)].append(keys)
+                steps.setdefault(segment.steps, []).append((*state, "step"))
         for count, paths in steps.items():
             step = torch.tensor(float(count), device="cpu")
-            self.whole.append((step, self._add_tensor(step.dtype, step.shape, *paths)))
+            self.rest.append((step, self._enter(paths, step.dtype)))
+        for index, group in enumerate(groups):
+            self._add_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
+        self.rest += [(value, self._enter([(OPTIMIZER, *path)])) for path, value in extra.items()]
+        for segment in sharded.values():
+            if not segment.numel:  # no shard has a part of it
+                self.rest += [(torch.empty(segment.shape, device="cpu"), each) for each in self.keys(segment)]
+        self.rest.sort(key=lambda each: not isinstance(each[0], Tensor))
+
+    def keys(self, segment: Segment) -> list[Keys]:
+        """The keys of a parameter's weight and moments; empty where the model is a part of another."""
+        return self._fields.get(id(segment.whole), [])
 
     def _add_group(self, index: int, group: Mapping[str, Any], names: list[str]) -> None:
         """Add the numbers of a parameter group, in both forms: see [Note: names]."""
@@ -165,18 +152,13 @@ class Contents:
         for name, value in numbers.items():
             value = value.item() if isinstance(value, Tensor) else value
             flat = ((OPTIMIZER, f"{groups}.{each}.{name}") for each in names)
-            self._add_object(value, (OPTIMIZER, groups, index, name), *flat)
-        self._add_object(names, (OPTIMIZER, groups, index, "params"))
+            self.rest.append((value, self._enter([(OPTIMIZER, groups, index, name), *flat])))
+        self.rest.append((names, self._enter([(OPTIMIZER, groups, index, "params")])))
 
-    def _add_tensor(self, dtype: torch.dtype, shape: torch.Size, *paths: Place) -> tuple[str, ...]:
-        keys = self._add_keys(paths)
-        self.tensors.update((key, TensorSpec(key, dtype, tuple(shape))) for key in keys)
-        return keys
-
-    def _add_object(self, value: Any, *paths: Place) -> None:
-        self.objects.append((value, self._add_keys(paths)))
-
-    def _add_keys(self, paths: Sequence[Place]) -> tuple[str, ...]:
+    def _enter(
+        self, paths: Sequence[Place], dtype: torch.dtype | None = None, shape: Sequence[int] = ()
+    ) -> Keys:
+        """Return the keys of a value; of a tensor, if it has a dtype."""
         keys = tuple(".".join(map(str, path)) for path in paths)
         for key, path in zip(keys, paths, strict=True):
             if key in self.paths:
@@ -185,13 +167,9 @@ class Contents:
                     f"that name ({OPTIMIZER}. begins the entries of the optimizer)"
                 )
             self.paths[key] = path
+            if dtype is not None:
+                self.tensors[key] = TensorSpec(key, dtype, tuple(shape))
         return keys
-
-    # --- what one rank writes ----------------------------------------------------------------
-
-    def copy_whole(self) -> None:
-        """Let ``whole`` be as it is now, whatever training writes."""
-        self.whole = [(tensor.detach().clone(), keys) for tensor, keys in self.whole]
 
     def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
         """Cut this rank's shard: the parameter, a box of it, and its first element in the shard."""
@@ -212,7 +190,7 @@ class Contents:
             for _ in self.keys(segment)
         ]
         if rank == 0:
-            found += [tensor.nbytes for tensor, _ in self.whole] + [0 for _ in self.objects]
+            found += [value.nbytes if isinstance(value, Tensor) else 0 for value, _ in self.rest]
         return sum(found) + len(found) * _AROUND_NBYTES
 
 
@@ -224,66 +202,27 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-class _Work:
-    """Pieces of work, one after the other, each on a thread of its own if training goes on beside.
-
-    Attributes:
-        transfer: Ends with the piece that was started last.
-    """
-
-    def __init__(self) -> None:
-        self.transfer, self.beside = Transfer(), False
-        self._threads: list[threading.Thread] = []
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run ``work``, or begin to."""
-        self.transfer = Transfer()
-        if not self.beside:
-            self.transfer.run(work)
-            return
-        thread = threading.Thread(target=self.transfer.run, args=(work,), name="infinity-save")
-        self._threads.append(thread)
-        thread.start()
-
-    def join(self) -> None:
-        """Return when no thread runs."""
-        for thread in self._threads:
-            thread.join()
-
-
 class PortableSave:
     """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
 
-    [Note: a save beside training]
-    A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
-    are left to the threads that train: in :meth:`advance`, which goes from the one to the other.
-
-    Args:
-        units: Units with the model's sharded parameters.
-        groups: The optimizer's ``param_groups``; none: only weights are saved.
-        extra: Further values of the optimizer, by path.
-        ranks: The ranks that share the model.
-        moments: Names of the fields that the update rule keeps of each parameter.
+    See [Note: a save beside training].
 
     Attributes:
         out: The directory that is made.
         ended: It is published, or has failed.
     """
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], out: Path, *, groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[Place, Any], ranks: Ranks, moments: Sequence[str],
-    ) -> None:  # fmt: skip
+    def __init__(self, out: Path, ranks: Ranks, plan: Callable[[], Contents]) -> None:
         self.out, self._token = agree_on_place(out, ranks, "a checkpoint")
         self._ranks = ranks
         self._publication: Publication | None = None  # on rank 0
         self._records: list[Record] = []
-        self._work = _Work()
+        self._running, self._threads = Transfer(), list[threading.Thread]()
         self._then: Callable[[], object] = lambda: None
         self._publishing = self.ended = False
         with contextlib.ExitStack() as stack:
             with all_ranks_or_raise(ranks, f"planning {self.out}"):
-                self._contents = Contents(model, units, groups, extra, moments)
+                self._contents = plan()
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
@@ -291,7 +230,7 @@ class PortableSave:
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 require_visible(self._folder, ranks.rank, "save")
                 check_room(self._folder, needed)
-            stack.callback(self._work.join)
+            stack.callback(self.join)
             self._stack = stack.pop_all()
 
     @property
@@ -305,21 +244,37 @@ class PortableSave:
         """Write this rank's file.
 
         Args:
-            read_fields: Reads this rank's shards, one unit after the other.
             beside: Write on a thread, while training goes on.
             end: Called when no shard is read any more, however that ends.
             then: Called on rank 0 when the directory is published, on the same thread.
         """
-        self._work.beside, self._then = beside, then
+        self._then = then
         self._stack.callback(end)
-        if beside:
-            self._contents.copy_whole()
-        self._work.start(partial(self._write, read_fields, end))
+        if beside:  # as it is now, whatever training writes
+            rest = self._contents.rest
+            self._contents.rest = [
+                (value.detach().clone() if isinstance(value, Tensor) else value, keys) for value, keys in rest
+            ]
+        self._run(partial(self._write, read_fields, end), beside)
+
+    def _run(self, work: Callable[[], None], beside: bool) -> None:
+        """Run ``work``, or begin to on a thread of its own; ``_running`` ends with it."""
+        running = self._running = Transfer()
+        if not beside:
+            running.run(work)
+            return
+        self._threads.append(threading.Thread(target=running.run, args=(work,), name="infinity-save"))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        """Return when no thread runs."""
+        for thread in self._threads:
+            thread.join()
 
     @property
     def done(self) -> bool:
         """Return whether :meth:`advance` would not wait for this rank."""
-        return self._work.transfer.done()
+        return self._running.done()
 
     def advance(self) -> bool:
         """Wait for what runs, then start what comes next. Every rank must call, between two steps.
@@ -334,12 +289,12 @@ class PortableSave:
         try:
             what = "publishing" if self._publishing else "writing"
             with all_ranks_or_raise(self._ranks, f"{what} {self.out}"):
-                self._work.transfer.wait()
+                self._running.wait()
             if not self._publishing:
                 self._publishing = True
                 written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
                 if self._ranks.rank == 0:
-                    self._work.start(partial(self._publish, written))
+                    self._run(partial(self._publish, written), beside=bool(self._threads))
                 return False
         except BaseException:
             self.close()
@@ -348,11 +303,7 @@ class PortableSave:
         return True
 
     def wait(self) -> None:
-        """Return when the checkpoint is published. Every rank must call, between two steps.
-
-        Raises:
-            DiskError: See :meth:`advance`; likewise PeerError.
-        """
+        """Return when the checkpoint is published, or raise as :meth:`advance`. Every rank must call."""
         while not self.ended and not self.advance():
             pass
 
@@ -369,12 +320,12 @@ class PortableSave:
                 file = stack.enter_context(_DataFile(self._folder, rank, contents.nbytes(rank)))
                 for unit in contents.units:
                     _write_unit(unit, contents, read_fields, file)
-            if rank == 0:
-                for tensor, keys in contents.whole:
-                    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)
-                for value, keys in contents.objects:
-                    file.add(keys, None, value)
+            for value, keys in contents.rest if rank == 0 else ():
+                box = None
+                if isinstance(value, Tensor):
+                    value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    box = Box((0,) * value.ndim, tuple(value.shape))
+                file.add(keys, box, value)
             file.finish()
         self._records = file.records
 
@@ -388,50 +339,29 @@ class PortableSave:
 
 
 def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:
-    """Write what this rank's shard of ``unit`` holds.
-
-    Raises:
-        DiskError: A read or a write failed.
-    """
+    """Write what this rank's shard of ``unit`` holds."""
+    begin, fields = 0, tuple[Tensor, ...]((torch.empty(0, device="cpu"),))  # the chunk that was read last
     with contextlib.closing(read_fields(unit)) as chunks:
-        shard = _ShardReader(chunks)
         for segment, box, start in contents.shard_boxes(unit):
-            keys = contents.keys(segment)
-            values = shard.read(start, box.numel, len(keys))
+            keys, done = contents.keys(segment), 0
+            values = [torch.empty(box.numel, device="cpu") for _ in keys]
+            while done < box.numel:
+                while start + done >= begin + len(fields[0]):
+                    begin, fields = next(chunks)
+                low = start + done - begin
+                taken = min(box.numel - done, len(fields[0]) - low)
+                for value, field in zip(values, fields, strict=False):
+                    value[done : done + taken] = field[low : low + taken]
+                done += taken
             while values:  # one after the other, so that no two boxes are in memory
                 file.add(keys[-len(values)], box, values.pop(0).view(box.sizes))
-            file.check()
-
-
-class _ShardReader:
-    """Ranges of a shard, in ascending order, from the chunks in which it is read."""
-
-    def __init__(self, chunks: Iterator[tuple[int, tuple[Tensor, ...]]]) -> None:
-        self._chunks = chunks
-        self._start, self._fields = 0, tuple[Tensor, ...]((torch.empty(0, device="cpu"),))
-
-    def read(self, start: int, numel: int, fields: int) -> list[Tensor]:
-        """Return the first ``fields`` fields of elements from ``start`` on, in memory of their own."""
-        values, done = [torch.empty(numel, device="cpu") for _ in range(fields)], 0
-        while done < numel:
-            while start + done >= self._start + len(self._fields[0]):
-                self._start, self._fields = next(self._chunks)
-            low = start + done - self._start
-            taken = min(numel - done, len(self._fields[0]) - low)
-            for value, field in zip(values, self._fields, strict=False):
-                value[done : done + taken] = field[low : low + taken]
-            done += taken
-        return values
+            file.writer.check()
 
 
 class _DataFile:
     """A rank's file while it is written: records of torch.save, end to end; a context manager.
 
-    Args:
-        nbytes: Room that is set aside for it.
-
-    Attributes:
-        records: The records that were written so far.
+    ``nbytes`` are set aside for it.
     """
 
     def __init__(self, folder: Path, rank: int, nbytes: int) -> None:
@@ -439,11 +369,11 @@ class _DataFile:
         self._path, self._nbytes = folder / file_name(rank), 0
         with writing(f"making {self._path}", self._path, nbytes), self._path.open("xb") as file:
             reserve(file.fileno(), nbytes)
-        self._writer = RangeWriter()
-        self._file = self._writer.open(self._path)  # no thread runs before the first range
+        self.writer = RangeWriter()
+        self._file = self.writer.open(self._path)  # no thread runs before the first range
 
-    def add(self, keys: tuple[str, ...], box: Box | None, value: Any) -> None:
-        """Write a value; a tensor owns all its memory. Raises nothing about the disk: see :meth:`check`."""
+    def add(self, keys: Keys, box: Box | None, value: Any) -> None:
+        """Write a value; a tensor owns all its memory. Errors of the disk surface at ``writer.check``."""
         start = self._nbytes
         torch.save(value, self)  # type: ignore[arg-type]
         self.records.append(Record(keys, box, start, self._nbytes - start))
@@ -451,41 +381,28 @@ class _DataFile:
     def write(self, data: Any) -> int:
         """Take bytes of torch.save."""
         flat = np.frombuffer(data, dtype=np.uint8)
-        self._writer.write_bytes(self._file, self._nbytes, flat)
+        self.writer.write_bytes(self._file, self._nbytes, flat)
         self._nbytes += len(flat)
         return len(flat)
 
     def flush(self) -> None:
         """Do nothing; torch.save calls it."""
 
-    def check(self) -> None:
-        """Raise the first error so far.
-
-        Raises:
-            WriteError: Something could not be written.
-        """
-        self._writer.check()
-
     def finish(self) -> None:
-        """Return when everything is on the drive.
-
-        Raises:
-            WriteError: It is not.
-        """
-        self._writer.flush()
+        """Return when everything is on the drive, or raise a WriteError."""
+        self.writer.flush()
         with writing(f"writing {self._path}", self._path):
             os.truncate(self._path, self._nbytes)
-        self._writer.finish()
+        self.writer.finish()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._writer.__exit__()
+        self.writer.__exit__()
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank."""
     return f"__{rank}_0.distcp"
 
 
@@ -515,3 +432,176 @@ def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: st
             f"{key}: {numel} elements of {spec.shape} were written"
         )
     return Metadata(found, contents.paths, storage, StorageMeta(save_id=token), CURRENT_DCP_VERSION)
+
+
+# --- in ----------------------------------------------------------------------------------------------
+
+
+class PortableValues:
+    """The values of a checkpoint for a model and its optimizer; decided before the first one is read.
+
+    The names of the model's tensors are looked for behind any prefix that all of them share (``model.``).
+
+    Args:
+        checkpoint: Stays open while values are read.
+        groups: See :class:`Contents`; likewise ``moments``.
+
+    Attributes:
+        steps: Step counts by id of the parameter; empty if the checkpoint has no state of an optimizer.
+        numbers: The hyperparameters of each group; those that the checkpoint has.
+
+    Raises:
+        CheckpointError: Weights are missing, left over or of another shape; lists all of them.
+    """
+
+    def __init__(
+        self, checkpoint: DistributedCheckpoint, model: nn.Module, units: Sequence[Unit],
+        groups: Sequence[Mapping[str, Any]], moments: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._moments = moments
+        self._checkpoint = checkpoint
+        self._named = tensor_names(model)
+        self._sharded = {id(s.whole): s for unit in units for s in unit.segments}
+        self._fields: dict[int, list[Stored]] = {}  # by id of the tensor: its values and moments
+        self._complaints: list[str] = []
+        self.steps: dict[int, int] = {}
+        self.numbers: list[dict[str, Any]] = [{} for _ in groups]
+        given = {id(tensor) for tensor, _ in self._named}
+        for unit in units:
+            held = {id(s.whole) in given for s in unit.segments}
+            if len(held) > 1:  # all of a unit is written at one time
+                raise StateError(
+                    f"{unit.name} has parameters of this model and others: give load_checkpoint the whole "
+                    "model that was built under infinity.Init"
+                )
+        self._find_weights()
+        self._find_state(groups)
+        if self._complaints:
+            lines = "\n  ".join(self._complaints)
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {lines}\n"
+                "Build the model that was saved; keys are its parameters' names, with or without a prefix"
+            )
+
+    def _find_weights(self) -> None:
+        every = [name for _, names in self._named for name in names]
+        prefix = _prefix(every, self._checkpoint)
+        for tensor, names in self._named:
+            found = [name for name in names if prefix + name in self._checkpoint]
+            if found:
+                self._take(tensor, prefix + found[0])
+            else:
+                self._complaints.append(f"missing: {prefix}{names[0]}")
+        parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
+        known = {prefix + name for name in every}
+        for key in sorted(self._checkpoint.keys() - known):
+            if key.startswith(parts):
+                self._complaints.append(f"unknown to the model: {key}")
+
+    def _take(self, tensor: Tensor, key: str) -> None:
+        """Let this entry be the next field of ``tensor``: its values, then its moments."""
+        shape = tuple(self._checkpoint[key].shape)
+        if shape != tuple(tensor.shape):
+            self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
+        self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
+
+    def _find_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        name_of = {id(tensor): names for tensor, names in self._named}
+        members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
+        first = f".{self._moments[0]}"
+        prefix = _prefix(
+            [f"state.{name}{first}" for group in members for _, names in group for name in names],
+            {key for key in self._checkpoint if key.endswith(first)},
+        )
+        numbers = _numbers(self._checkpoint, prefix)
+        for group, found in zip(members, self.numbers, strict=True):
+            for param, names in group:
+                held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
+                if not held or not param.requires_grad or id(param) not in self._sharded:
+                    continue
+                state = f"{prefix}state.{held[0]}."
+                if missing := [m for m in self._moments if state + m not in self._checkpoint]:
+                    self._complaints += [f"missing: {state}{moment}" for moment in missing]
+                    continue
+                for moment in self._moments:
+                    self._take(param, state + moment)
+                self.steps[id(param)] = self._count(state + "step")
+                theirs = numbers.get(held[0], {})
+                if any(name in found and found[name] != value for name, value in theirs.items()):
+                    self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
+                found.update(theirs)
+
+    def _count(self, key: str) -> int:
+        """A count of steps that was saved as a number, or as a tensor."""
+        value: Any = torch.zeros(1, device="cpu")
+        if key in self._checkpoint.objects:
+            value = self._checkpoint.value(key)
+        elif key not in self._checkpoint:
+            self._complaints.append(f"missing: {key}")
+        elif self._checkpoint[key].shape.numel() == 1:
+            self._checkpoint[key].fill(0, value)
+        with library_errors(CheckpointError, f"{self._checkpoint.path}: {key} is no count of steps"):
+            return max(0, int(value))
+
+    def extra(self, *path: str) -> Any:
+        """Return a further value of the optimizer, by its path; None: there is none."""
+        key = ".".join((OPTIMIZER, *path))
+        return self._checkpoint.value(key) if key in self._checkpoint.objects else None
+
+    def moments(self, unit: Unit, start: int, stop: int) -> list[Tensor]:
+        """Return elements of the unit's moments, which are zero where the checkpoint has none."""
+        return [self.field(unit, 1 + moment, start, stop) for moment in range(len(self._moments))]
+
+    def field(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
+        """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; gaps are zero."""
+        out = torch.zeros(stop - start, device="cpu")
+        for s in unit.segments:
+            low, high = max(start, s.offset), min(stop, s.stop)
+            fields = self._fields.get(id(s.whole), ())
+            if low < high and field < len(fields):
+                fields[field].fill(s.first + low - s.offset, out[low - start : high - start])
+        return out
+
+    def holds(self, unit: Unit) -> bool:
+        """Return whether the model has the parameters of ``unit``."""
+        return any(id(s.whole) in self._fields for s in unit.segments)
+
+    def fill_whole(self) -> None:
+        """Give tensors that every rank has whole their values."""
+        with torch.no_grad():
+            for tensor, _ in self._named:
+                if id(tensor) not in self._sharded:
+                    tensor.copy_(read_whole(self._fields[id(tensor)][0], tensor.dtype))
+
+
+def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
+    """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
+    found = Counter[str]()
+    for name in names:
+        for key in keys:
+            if key.endswith(name) and (key == name or key[-len(name) - 1] == "."):
+                found[key.removesuffix(name)] += 1
+        if found:  # all names have the same
+            break
+    counts = {each: sum(each + name in keys for name in names) for each in found}
+    return min(found, key=lambda each: (-counts[each], len(each)), default="")
+
+
+def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
+    """Hyperparameters by name of the parameter, from either form: see [Note: names]."""
+    found: dict[str, dict[str, Any]] = {}
+    groups = f"{prefix}param_groups."
+    listed: dict[str, list[str]] = {}
+    for key in sorted(checkpoint.objects):
+        if key.startswith(groups) and key.endswith(".params"):
+            names = checkpoint.value(key)
+            listed[key.removeprefix(groups).removesuffix(".params")] = (
+                names if isinstance(names, list) else []
+            )
+    for key in checkpoint.objects:
+        name, _, number = key.removeprefix(groups).rpartition(".")
+        if key.startswith(groups) and number in _NUMBERS and (name in listed or not listed):
+            value = checkpoint.value(key)
+            for each in listed.get(name, [name]):
+                found.setdefault(str(each), {})[number] = value
+    return found

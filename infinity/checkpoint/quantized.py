@@ -1,15 +1,13 @@
 """Quantized checkpoints: stored tensors that belong together, as one tensor each, decoded when they are read.
 
-The same tensors encode other values, such as trained ones, in the same form (:meth:`Decoded.encode`).
-
-[Note: where decoding stands]
-It comes before everything else: a weight and its scales become one tensor with the weight's key, of which
-any range can be read. So transformers' conversions (experts stacked into one parameter, renamed keys) see
-a checkpoint as it would be without quantization, and what they cut into ranges is read as such.
+Decoding comes before everything else: a weight and its scales become one tensor with the weight's key, of
+which any range can be read. So transformers' conversions (experts stacked into one parameter, renamed keys)
+see a checkpoint as it would be without quantization, and what they cut into ranges is read as such. The same
+tensors encode other values, such as trained ones, in the same form (:meth:`Decoded.encode`).
 
 [Note: what is quantized]
-``quantization_config`` names the format. Which tensors have it is seen from the keys: the formats list the
-modules that were left out in different ways, and a weight with scales is quantized, whatever they say.
+``quantization_config`` names the format, and the keys say which tensors have it: formats list modules that
+were left out in different ways, and a weight with scales is quantized, whatever they say.
 
 [Note: dtype]
 FP8 times an fp32 scale needs 28 bits: masters get the fp32 product. The other formats give values of the
@@ -54,23 +52,14 @@ Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The contents of ``quantization_config``.
+    """The contents of ``quantization_config``."""
 
-    Attributes:
-        method: ``fp8``, ``mxfp4``, ``compressed-tensors`` or ``gptq``.
-        block: Rows and columns that share an FP8 scale; None: all.
-        bits: Bits of a whole number; 0: the format has none.
-        group_size: Whole numbers that share a scale, along the inputs; 0: all.
-        zeros_less_one: See :func:`infinity.checkpoint.codecs.decode_gptq`.
-        power_of_two: FP8 scales are, whatever their dtype.
-    """
-
-    method: str
-    block: tuple[int, int] | None = None
-    bits: int = 0
-    group_size: int = 0
-    zeros_less_one: bool = True
-    power_of_two: bool = False
+    method: str  # fp8, mxfp4, compressed-tensors or gptq
+    block: tuple[int, int] | None = None  # rows and columns that share an FP8 scale; None: all
+    bits: int = 0  # of a whole number; 0: the format has none
+    group_size: int = 0  # whole numbers that share a scale, along the inputs; 0: all
+    zeros_less_one: bool = True  # see codecs.decode_gptq
+    power_of_two: bool = False  # FP8 scales are, whatever their dtype
 
     def __str__(self) -> str:
         return f"INT{self.bits} of {self.method}" if self.bits else self.method.upper()
@@ -123,23 +112,21 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
     formats = {scheme.get("format") or given.get("format") for scheme in schemes}
     if formats != {"pack-quantized"}:
         raise ValueError(f"format is {', '.join(sorted(map(str, formats)))}")
-    found = {_scheme(scheme["weights"]) for scheme in schemes}
+    found = set()
+    for scheme in schemes:
+        weights = scheme["weights"]
+        if weights.get("type", "int") != "int":
+            raise ValueError(f"weights are of type {weights['type']}")
+        if weights.get("strategy", "group") not in ("group", "channel"):
+            raise ValueError(f"the strategy of weights is {weights['strategy']}")
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise ValueError("columns are grouped in another order (actorder)")
+        size = weights.get("group_size")
+        found.add((_bits(weights["num_bits"]), 0 if size in (None, -1) else _count(size)))
     if len(found) > 1:
         raise ValueError("config_groups have more than one scheme")
     [(bits, group_size)] = found
     return Quantization(method, bits=bits, group_size=group_size)
-
-
-def _scheme(weights: Mapping[str, Any]) -> tuple[int, int]:
-    """Bits and group size of compressed-tensors' weights."""
-    if weights.get("type", "int") != "int":
-        raise ValueError(f"weights are of type {weights['type']}")
-    if weights.get("strategy", "group") not in ("group", "channel"):
-        raise ValueError(f"the strategy of weights is {weights['strategy']}")
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise ValueError("columns are grouped in another order (actorder)")
-    size = weights.get("group_size")
-    return _bits(weights["num_bits"]), 0 if size in (None, -1) else _count(size)
 
 
 def _bits(given: Any) -> int:
@@ -172,17 +159,14 @@ class Decoded(Stored):
     """A tensor that is decoded from several stored ones, in slabs: each without the others.
 
     Attributes:
-        shape: The shape of the values.
         dtype: The dtype in which values are exact, or rounded as transformers rounds them.
-        numel: Elements of a slab.
-        parts: What slabs are decoded from.
+        numel: Elements of a slab, which is decoded from ``parts``.
         decode: Called with the number of the first slab among those that share stored elements, and with the
             pieces of ``parts``, ``(n, *shape)``; returns values.
         encode_slabs: Called with the values of slabs, fp32, and the pieces before, and returns new pieces;
             slabs that share stored elements are encoded together. None: the format's numbers are not those
             nearest to the values.
-        decode_into: Does as ``decode``, into a tensor on the CPU in ``dtype`` and without memory of its own;
-            None: the format has no such loop.
+        decode_into: Decodes into a tensor on the CPU in ``dtype``, without memory of its own.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
     """
 
@@ -219,10 +203,6 @@ class Decoded(Stored):
             yield from part.tensor.ranges(low, high - low)
 
     @property
-    def in_files(self) -> bool:
-        return all(part.tensor.in_files for part in self.parts)
-
-    @property
     def scratch_nbytes(self) -> int:
         numel = min(self.shape.numel(), max(self.numel, _DEVICE_PIECE_NUMEL))
         return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
@@ -233,17 +213,16 @@ class Decoded(Stored):
         return max(part.slabs for part in self.parts)
 
     def encode(self, values: Stored, put: Callable[[Stored, int, Tensor], None]) -> tuple[float, float]:
-        """Encode ``values``, of its shape; blocks.
+        """Encode ``values``, of its shape; see [Note: encoded again].
 
         Args:
             put: Called with a stored tensor, an element's number, and the new values from there on, for all
                 that this one would be decoded from.
 
         Returns:
-            Sums of squares: of what encoding changes, and of the values. See [Note: encoded again].
+            Sums of squares: of what encoding changes, and of the values.
 
         Raises:
-            CheckpointError: A file cannot be read.
             ValueError: A value is NaN or infinite, or larger than the form has numbers for.
         """
         size, lost, total = max(1, self.numel), 0.0, 0.0
@@ -304,9 +283,9 @@ class Decoded(Stored):
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
-    """Return which values are still those of ``source``, fp32, rounded to ``held``'s dtype.
+    """Return which values are still those of ``source``, fp32, rounded to nearest in ``held``'s dtype.
 
-    To nearest: weights that are trained with ties up, as their masters are split, others with ties to even.
+    Weights that are trained are rounded with ties up, as their masters are split, others with ties to even.
     """
     same = source.to(held.dtype) == held
     return same | (split(source)[0] == held) if held.dtype == torch.bfloat16 else same
@@ -319,7 +298,6 @@ def decode_checkpoint(
 
     Args:
         checkpoint: Changed in place; stays open while tensors are read.
-        quantization: The quantization of its weights.
         dtype: The dtype to which values are rounded; None: they stay exact. See [Note: dtype].
 
     Returns:
@@ -372,12 +350,7 @@ class _Group:
         return self.name + ending in self.stored
 
     def take(self, ending: str, dtypes: tuple[torch.dtype, ...], ndim: int | None = None) -> Stored:
-        """Return the tensor whose key ends so.
-
-        Raises:
-            KeyError: There is none.
-            ValueError: It has another dtype or number of dimensions.
-        """
+        """Return the tensor whose key ends so, or raise a ValueError if it has another dtype or ``ndim``."""
         key = self.name + ending
         tensor = self.stored[key]
         if tensor.dtype not in dtypes or ndim not in (None, len(tensor.shape)):
@@ -402,8 +375,18 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
     weight = group.take("weight", (torch.float8_e4m3fn,), 2)
     scales = group.take("weight_scale_inv", (*_FLOATS, torch.float8_e8m0fnu, torch.uint8))
     rows, columns = weight.shape
-    blocks = torch.Size((1, 1)) if scales.shape.numel() == 1 else scales.shape
-    block = _block_size((rows, columns), blocks, quantization.block)
+    blocks, given = torch.Size((1, 1)) if scales.shape.numel() == 1 else scales.shape, quantization.block
+    if len(blocks) != 2:
+        raise ValueError(f"its scales have shape {tuple(blocks)}")
+    if given is not None and blocks == (-(-rows // given[0]), -(-columns // given[1])):
+        block = min(rows, given[0]) or 1, min(columns, given[1]) or 1
+    elif blocks.numel() and not (rows % blocks[0] or columns % blocks[1]):  # the file's own
+        block = rows // blocks[0], columns // blocks[1]
+    else:
+        shapes = (
+            f"its shape is {(rows, columns)}, that of its scales {tuple(blocks)}, that of a block {given}"
+        )
+        raise ValueError(shapes)
 
     def decode(first: int, codes: Tensor, scales: Tensor) -> Tensor:
         return codecs.decode_fp8(codes, scales, block, first)
@@ -413,51 +396,25 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
         return codecs.encode_fp8(values.view_as(codes), codes, scales, block, power_of_two=power_of_two)
 
     def decode_into(out: Tensor, first: int, codes: Tensor, scales: Tensor) -> None:
-        if not _decode_fp8_into(codes, codecs.as_float(scales), out, block, first):
+        """Decode by a loop, to the same values."""
+        from infinity.optim import kernels
+
+        scales = codecs.as_float(scales)
+        if isinstance(out, FakeTensor):  # a dry run counts the bytes that operators move
+            out.copy_(codes.view(torch.uint8).flatten())
+        elif out.dtype == torch.float16 and not kernels.converts_half():  # this CPU has no such loop
             out.copy_(decode(first, codes, scales).flatten())
+        else:
+
+            def run(codes: Tensor, out: Tensor) -> None:
+                stored, factors = kernels.array(codes.view(torch.uint8).flatten()), kernels.array(scales)
+                kernels.decode_fp8(stored, factors, kernels.array(out), columns, block, first)
+
+            compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
+            run(codes, out)
 
     parts = SlabPart(weight, (columns,)), SlabPart(scales, (blocks[1],), block[0])
     return Decoded(weight.shape, torch.float32, columns, parts, decode, encode, decode_into)
-
-
-def _decode_fp8_into(
-    codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], first_row: int
-) -> bool:
-    """See ``decode_fp8`` in :mod:`infinity.optim.kernels`; values are those of the one in ``codecs``.
-
-    Returns:
-        Whether this CPU has the loop.
-    """
-    from infinity.optim import kernels
-
-    if isinstance(out, FakeTensor):  # a dry run counts the bytes that operators move
-        out.copy_(codes.view(torch.uint8).flatten())
-        return True
-    if out.dtype == torch.float16 and not kernels.converts_half():
-        return False
-
-    def run(codes: Tensor, out: Tensor) -> None:
-        stored, factors = kernels.array(codes.view(torch.uint8).flatten()), kernels.array(scales)
-        kernels.decode_fp8(stored, factors, kernels.array(out), codes.shape[1], block, first_row)
-
-    compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
-    run(codes, out)
-    return True
-
-
-def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns of a block; the file's own where it has other ones than ``quantization_config``.
-
-    Raises:
-        ValueError: The scales are not those of such a matrix.
-    """
-    if len(blocks) != 2:
-        raise ValueError(f"its scales have shape {tuple(blocks)}")
-    if given is not None and blocks == (-(-shape[0] // given[0]), -(-shape[1] // given[1])):
-        return min(shape[0], given[0]) or 1, min(shape[1], given[1]) or 1
-    if not blocks.numel() or shape[0] % blocks[0] or shape[1] % blocks[1]:
-        raise ValueError(f"its shape is {shape}, that of its scales {tuple(blocks)}, that of a block {given}")
-    return shape[0] // blocks[0], shape[1] // blocks[1]
 
 
 def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
@@ -472,11 +429,14 @@ def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
         return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
 
     parts = SlabPart(blocks, blocks.shape[1:]), SlabPart(scales, scales.shape[1:])
-    return Decoded(shape, torch.bfloat16, shape[1:].numel(), parts, _decode_mxfp4, encode)
-
-
-def _decode_mxfp4(first: int, codes: Tensor, exponents: Tensor) -> Tensor:
-    return codecs.decode_mxfp4(codes, exponents)
+    return Decoded(
+        shape,
+        torch.bfloat16,
+        shape[1:].numel(),
+        parts,
+        lambda first, *each: codecs.decode_mxfp4(*each),
+        encode,
+    )
 
 
 def _packed(group: _Group, quantization: Quantization) -> Decoded:

@@ -1,16 +1,15 @@
 """A trained model in the stored form of a quantized checkpoint: its files, keys, dtypes and scales.
 
 [Note: from files to files]
-A block of weights that share a scale may lie in several shards, units and ranks, and a stored tensor may be a
-part of a parameter that transformers packs. So the model is exported first, in the compute dtype, and every
-rank reads what it needs from there: tensors are dealt out, and each is encoded piece by piece. A finished run
-has such an export already; any other one is made in the hidden directory, and removed before it is published.
+A block of weights that share a scale may lie in several shards, units and ranks. So the model is exported
+first, in the compute dtype, and every rank reads from there the tensors that are dealt out to it, and encodes
+them piece by piece. A finished run has such an export already; any other one is made in the hidden directory,
+and removed before it is published.
 
 [Note: the same layout]
-Every file begins with the header of the checkpoint's file of that name, and each tensor has its place in it.
-What the checkpoint does not quantize has its dtype. Tensors that the model does not have (layers that predict
-further tokens, scales of activations) are copied. A matrix that the files have twice (tied weights), and the
-model once, is written twice.
+Every file has the header of the checkpoint's file of that name. What the checkpoint does not quantize has its
+dtype. Tensors that the model does not have (layers that predict further tokens, scales of activations) are
+copied. A matrix that the files have twice (tied weights), and the model once, is written twice.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,8 @@ class Requantized:
     Attributes:
         form: Such as ``FP8``.
         weights: The number of weights that are quantized.
-        mean_error: The mean error of all weights.
-        largest_error: The largest error of all weights.
-        worst: The key of the weight that has it.
-        copied: Tensors of the checkpoint that the model does not have.
+        worst: The key of the weight with the largest error.
+        copied: The number of tensors of the checkpoint that the model does not have.
     """
 
     form: str
@@ -83,30 +80,23 @@ class QuantizedLayout(Checkpoint):
     Attributes:
         form: The quantization, in words.
         others: Tensors that belong to quantized weights, and stay as they are.
-
-    Raises:
-        CheckpointError: It cannot be read, is not quantized, or not in a form that is known.
     """
 
-    def __init__(self, path: Path) -> None:
-        quantization = read_quantization(path)
+    def _open(self) -> None:
+        quantization = read_quantization(self.path)
         if quantization is None:
             raise CheckpointError(
-                f"{path} is not quantized (its config.json has no quantization_config), so there is no "
+                f"{self.path} is not quantized (its config.json has no quantization_config), so there is no "
                 "stored form to export in: leave stored_as out (infinity export without --stored)"
             )
-        super().__init__(path)
-        try:
-            if self.pickled:
-                raise CheckpointError(
-                    f"{path} holds pickled weights; a stored form is taken from safetensors files: export "
-                    "without it"
-                )
-            stored = list(self.values())
-            decode_checkpoint(self, quantization)
-        except BaseException:
-            self.close()
-            raise
+        super()._open()
+        if self.pickled:
+            raise CheckpointError(
+                f"{self.path} holds pickled weights; a stored form is taken from safetensors files: export "
+                "without it"
+            )
+        stored = list(self.values())
+        decode_checkpoint(self, quantization)
         self.form = str(quantization)
         used = {id(part) for tensor in self.values() for part in _stored_parts(tensor)}
         self.others = [tensor for tensor in stored if id(tensor) not in used]
@@ -115,10 +105,8 @@ class QuantizedLayout(Checkpoint):
         """Return the model's tensor, by key, that gives each tensor its values; None: it is copied.
 
         Args:
-            shapes: Shapes of the model's tensors, by the keys under which it is exported.
-
-        Raises:
-            CheckpointError: The checkpoint has no place for some of them; lists them.
+            shapes: Shapes of the model's tensors, by the keys under which it is exported; a CheckpointError
+                lists those for which the checkpoint has no place.
         """
         wrong = [
             f"{key} has shape {tuple(shape)}, there {tuple(self[key].shape)}"
@@ -157,16 +145,18 @@ def _alike(one: Stored, other: Stored) -> bool:
     """Return whether two tensors of files have the same bytes."""
     if not isinstance(other, FileTensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    starts = range(0, one.shape.numel(), _PIECE_NUMEL)
-    return all(
-        torch.equal(_read(one, start).view(torch.uint8), _read(other, start).view(torch.uint8))
-        for start in starts
-    )
+    pieces = zip(_pieces(one), _pieces(other), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in pieces)
 
 
-def _read(tensor: Stored, start: int) -> Tensor:
-    """A piece of a tensor, in its dtype."""
-    values = torch.empty(min(_PIECE_NUMEL, tensor.shape.numel() - start), dtype=tensor.dtype, device="cpu")
+def _pieces(tensor: Stored) -> Iterator[tuple[int, Tensor]]:
+    """Yield a tensor piece by piece, in its dtype: the first element, and the values."""
+    for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
+        yield start, _read(tensor, start, min(_PIECE_NUMEL, tensor.shape.numel() - start))
+
+
+def _read(tensor: Stored, start: int, numel: int) -> Tensor:
+    values = torch.empty(numel, dtype=tensor.dtype, device="cpu")
     tensor.fill(start, values)
     return values
 
@@ -186,7 +176,6 @@ def export_stored(
 
     Args:
         like: A quantized checkpoint.
-        out: Must not exist, or be empty; rank 0's value is used.
         shapes: Returns the shapes of what ``export`` writes, by key.
         export: Returns the directory of a plain export, which it may make where it is told. Every rank calls.
 
@@ -234,15 +223,7 @@ def export_stored(
 def _write_tensors(
     form: QuantizedLayout, sources: Mapping[str, str | None], plain: Path, folder: Path, ranks: Ranks
 ) -> dict[str, float]:
-    """Write every tensor that is dealt out to this rank.
-
-    Returns:
-        The errors of those that are quantized, by key.
-
-    Raises:
-        CheckpointError: A file cannot be read, or a value is not finite.
-        WriteError: A file cannot be written.
-    """
+    """Write every tensor that is dealt out to this rank; return the errors of weights, by key."""
     mine, errors = slice(ranks.rank, None, ranks.world_size), dict[str, float]()
     with RangeWriter() as writer, Checkpoint(plain) as values:
         outputs = [writer.open(folder / file.path.name) for file in form.files]
@@ -251,23 +232,20 @@ def _write_tensors(
             for place in tensor.ranges(start, len(new)):
                 writer.write(outputs[place.file], place.offset, new.contiguous())
 
-        def copy(tensor: Stored) -> None:
-            for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-                put(tensor, start, _read(tensor, start))
-
+        copied = list(form.others[mine])
         for key, tensor in list(form.items())[mine]:
             source = sources[key]
             if source is None:
-                for part in _stored_parts(tensor):
-                    copy(part)
+                copied += _stored_parts(tensor)
             elif isinstance(tensor, Decoded):
                 errors[key] = _encode(form, key, tensor, values[source], put)
             else:
-                for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-                    put(tensor, start, _rounded(form, key, start, _read(values[source], start)))
+                for start, held in _pieces(values[source]):
+                    put(tensor, start, _rounded(form, key, start, held))
             writer.check()
-        for tensor in form.others[mine]:
-            copy(tensor)
+        for tensor in copied:
+            for start, held in _pieces(tensor):
+                put(tensor, start, held)
         writer.finish()
     return errors
 
@@ -296,7 +274,7 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
     finite = new.float().isfinite()
     if not tensor.dtype.is_floating_point or (held.dtype == tensor.dtype and finite.all()):
         return new
-    before = _read(tensor, start)
+    before = _read(tensor, start, len(held))
     same = unchanged(before.float(), held)
     if not (same | finite).all():
         raise CheckpointError(

@@ -1,17 +1,15 @@
 """Limits of a checkpoint: it chooses no code, no network, and no model that its weights do not fill.
 
 [Note: whose code runs]
-A ``config.json`` names classes of transformers, and how they compute. Most names mean code that is
-installed. Some mean code that is fetched: an attention called ``owner/repository`` is a native library of the
-hub, and so are ``flash_attention_2`` where that package is not installed and the experts ``deepgemm`` and
-``sonicmoe``; ``auto_map`` means Python files beside the weights. Names of the first kind are listed here and
-all others refused; ``auto_map`` is dropped. Models of transformers that ask for a kernel by themselves do
-without it: :func:`offline`.
+Some names in a ``config.json`` mean code that is fetched: an attention called ``owner/repository`` is a
+native library of the hub, as are ``flash_attention_2`` where that package is not installed and the experts
+``deepgemm`` and ``sonicmoe``; ``auto_map`` means Python files beside the weights. Only names of installed
+code are taken. Models of transformers that ask for a kernel by themselves do without it: :func:`offline`.
 
 [Note: sizes]
-A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels are a dictionary of
-10**9 names. Counts that cannot be meant are refused before a config is made of them, and a model with many
-more parameters than the checkpoint has tensors is refused while it is built.
+A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels make as many names.
+Counts that cannot be meant are refused before a config is made of them, and a model with many more parameters
+than the checkpoint has tensors is refused while it is built.
 """
 
 import re
@@ -36,17 +34,18 @@ _PARAMETERS_PER_TENSOR, _MOST_BESIDE = 8, 2_000
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside, the hub cannot be reached, whatever the environment says, and no kernel of it is loaded.
-
-    Undone at the end, for the program's own calls.
-    """
+    """Inside, the hub cannot be reached, whatever the environment says, and no kernel of it is loaded."""
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels
 
     kernels: Any = hub_kernels
     loader = getattr(kernels, "get_kernel_hub", None)  # not there without the package "kernels"
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    kernels.get_kernel_hub = _refuse_kernel
+
+    def refuse(name: str, **_: object) -> Any:
+        raise ImportError(f"{name} is code of the hub, which infinity does not load")
+
+    kernels.get_kernel_hub = refuse
     try:
         yield
     finally:
@@ -57,21 +56,8 @@ def offline() -> Iterator[None]:
             kernels.get_kernel_hub = loader
 
 
-def _refuse_kernel(name: str, **_: object) -> Any:
-    raise ImportError(f"{name} is code of the hub, which infinity does not load")
-
-
 def check_counts(given: Any, where: Path, key: str = "") -> None:
-    """Raise if a number in a config, at any depth, counts more than any model has.
-
-    Args:
-        given: The content of ``config.json``, or a part of it.
-        where: The file.
-        key: The name of that part.
-
-    Raises:
-        CheckpointError: Names the key.
-    """
+    """Raise a CheckpointError if a number in a config, at any depth, counts more than any model has."""
     if isinstance(given, dict):
         for name, value in given.items():
             check_counts(value, where, name)
@@ -83,15 +69,22 @@ def check_counts(given: Any, where: Path, key: str = "") -> None:
 
 
 def restrict(config: Any, where: Path) -> None:
-    """Let ``config``, and all configs in it, name only code that is installed; see [Note: whose code runs].
-
-    Raises:
-        CheckpointError: Another attention or experts are named; says which are known.
-    """
+    """Let ``config``, and all configs in it, name only installed code; see [Note: whose code runs]."""
+    from transformers import PreTrainedConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attention = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if _is_installed(name)))
-    for part in _configs(config):
+    left, seen = [config], set[int]()
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+        if not isinstance(part, PreTrainedConfig) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        left += vars(part).values()
         vars(part).pop("auto_map", None)
         for setting, known in (("attn_implementation", attention), ("experts_implementation", _EXPERTS)):
             named = getattr(part, f"_{setting}", None)
@@ -113,32 +106,9 @@ def _is_installed(attention: str) -> bool:
     return "/" not in attention and "|" not in attention
 
 
-def _configs(config: Any) -> Iterator[Any]:
-    """Yield ``config`` and every config that it holds."""
-    from transformers import PreTrainedConfig
-
-    left, seen = [config], set[int]()
-    while left:
-        part = left.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, PreTrainedConfig):
-            yield part
-            left += vars(part).values()
-        elif isinstance(part, dict):
-            left += part.values()
-        elif isinstance(part, list | tuple):
-            left += part
-
-
 @contextmanager
 def bounded_by(tensors: int, where: Path) -> Iterator[None]:
-    """Inside, a model is built; it may have some times as many parameters as a checkpoint has ``tensors``.
-
-    Raises:
-        CheckpointError: It has more, and would perhaps never end.
-    """
+    """Inside, a model is built; it may have some times as many parameters as a checkpoint has ``tensors``."""
     most, count = _PARAMETERS_PER_TENSOR * tensors + _MOST_BESIDE, 0
 
     def register(module: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -3,13 +3,11 @@
 [Note: the layout of a file]
 Eight bytes of length, a JSON header, then the tensors' bytes end to end, without a hole. Wider types come
 first and the header ends on a multiple of eight, so that every tensor begins on a multiple of its item's
-size, as readers that map the file want it. Otherwise tensors keep the order in which they were given:
-the order in which their values come from the drive.
+size, as readers that map the file want it. Otherwise tensors keep the order in which they were given.
 
 [Note: past the page cache]
-Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read.
-Only the ends of a run that do not fill 4,096 bytes go through the page cache. So memory stays what the
-blocks take, and a file is as fast to write as the drive.
+Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read. Only
+the ends of a run that do not fill 4,096 bytes go through the page cache. So memory holds the blocks alone.
 """
 
 import errno as errno_names
@@ -19,7 +17,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.directory import DTYPES
+from infinity.checkpoint.directory import DTYPES, SAFETENSORS
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
-from infinity.core.transfer import Transfer
 
 #: A block, and how many of them are filled or being written at one time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
@@ -44,31 +41,18 @@ class WriteError(DiskError):
     """A file of a checkpoint could not be written whole."""
 
     def __init__(self, errno: int, action: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
-        self.path, self.offset, self.nbytes = str(path), offset, nbytes
-        self._action = action
         name = errno_names.errorcode.get(errno, str(errno))
         where = f" ({nbytes} bytes at offset {offset})" if nbytes else ""
         text = (
-            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(self.path)}. Nothing of "
+            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(str(path))}. Nothing of "
             "it stays, and the model is unharmed; make room, or choose a directory that this user may "
             "write on a larger file system"
         )
-        OSError.__init__(self, errno, text, self.path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return WriteError, (self.errno, self._action, self.path, self.offset, self.nbytes)
+        self._say(errno, text, path, offset, nbytes)
 
 
 def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
-    """Fail before the work if it cannot end well.
-
-    Args:
-        nbytes: Bytes that will be written.
-        action: The action in the message; None: making room for ``folder``.
-
-    Raises:
-        WriteError: The file system has less room.
-    """
+    """Raise a WriteError now if the file system has no room for ``nbytes`` that will be written."""
     space = shutil.disk_usage(folder)
     if space.total and space.free < nbytes:  # a file system without a size says 0
         raise WriteError(errno_names.ENOSPC, action or f"making room for {folder}", folder, nbytes=nbytes)
@@ -101,13 +85,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """The plan of one file: what it begins with, and where each tensor lies in it.
-
-    Attributes:
-        header: Everything before the first tensor.
-        starts: The offset of each tensor's first byte in the file, by key.
-        nbytes: Bytes of the whole file.
-    """
+    """The plan of one file of ``nbytes``: its header, and the offset in it of each tensor, by key."""
 
     name: str
     header: bytes
@@ -116,7 +94,7 @@ class FilePlan:
 
 
 def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
-    """Return where each tensor goes in a file called ``name``; see [Note: the layout of a file].
+    """Return where each tensor goes in a file; see [Note: the layout of a file].
 
     Raises:
         CheckpointError: Two tensors have one key, or a type has no name in the format.
@@ -146,8 +124,7 @@ def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
 def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
     """Share ``tensors``, in their order, among files of at most ``max_shard_nbytes`` of values each.
 
-    A tensor that is larger has a file to itself. One file is ``model.safetensors``, several are
-    ``model-00001-of-00003.safetensors`` and so on.
+    A tensor that is larger has a file to itself.
     """
     shards: list[list[TensorSpec]] = [[]]
     room = max_shard_nbytes
@@ -157,9 +134,9 @@ def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[Fi
             room = max_shard_nbytes
         shards[-1].append(tensor)
         room -= tensor.nbytes
-    if len(shards) == 1:
-        return (plan_file("model.safetensors", shards[0]),)
     count = len(shards)
+    if count == 1:
+        return (plan_file(SAFETENSORS, tensors),)
     names = (f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1))
     return tuple(plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
 
@@ -177,11 +154,7 @@ class OutputFile:
 
     @classmethod
     def create(cls, folder: Path, plan: FilePlan) -> None:
-        """Make the file, with its header and its length.
-
-        Raises:
-            WriteError: The file system refuses.
-        """
+        """Make the file, with its header and its length, or raise a WriteError."""
         path = folder / plan.name
         with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
             reserve(file.fileno(), plan.nbytes)
@@ -190,10 +163,7 @@ class OutputFile:
     def put(self, offset: int, memory: memoryview) -> None:
         """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
 
-        Bytes before ``offset`` are not written.
-
-        Raises:
-            WriteError: Not every byte could be written.
+        Bytes before ``offset`` are not written. Raises a WriteError unless every other byte is.
         """
         base = offset - offset % BLOCK_NBYTES
         stop = base + len(memory)
@@ -252,16 +222,12 @@ class RangeWriter:
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
         self._free = [_WriteBuffer() for _ in range(_DEPTH)]
         self._filling: _WriteBuffer | None = None
-        self._writing: deque[tuple[_WriteBuffer, Transfer]] = deque()
+        self._writing: deque[tuple[_WriteBuffer, Future[None]]] = deque()
         self._error: BaseException | None = None
         self._opened: list[OutputFile] = []
 
     def open(self, path: Path) -> OutputFile:
-        """Open a file that exists, for :meth:`finish` and the end of the context.
-
-        Raises:
-            WriteError: It cannot be opened.
-        """
+        """Open a file that exists, for :meth:`finish` and the end of the context, or raise a WriteError."""
         self._opened.append(OutputFile(path))
         return self._opened[-1]
 
@@ -276,30 +242,24 @@ class RangeWriter:
         """See :meth:`write`; ``data`` has dtype uint8."""
         self.nbytes += len(data)
         while len(data) and self._error is None:
-            block = self._filling
-            if block is None or block.file is not file or block.stop != offset or not block.room:
+            block, taken = self._filling, 0
+            if block is not None and block.file is file and block.stop == offset:
+                taken = block.append(data)
+            if not taken:
                 self._submit()
-                block = self._filling = self._take_free()
+                if not self._free:
+                    self._end_oldest()
+                block = self._filling = self._free.pop()
                 block.file, block.start, block.stop = file, offset, offset
-            taken = min(block.room, len(data))
-            block.append(data[:taken])
             offset, data = offset + taken, data[taken:]
 
     def check(self) -> None:
-        """Raise the first error so far.
-
-        Raises:
-            WriteError: A range could not be written; those that came after it were dropped.
-        """
+        """Raise the first WriteError so far; ranges that came after it were dropped."""
         if self._error is not None:
             raise self._error
 
     def flush(self) -> None:
-        """Return when everything is written.
-
-        Raises:
-            WriteError: See :meth:`check`.
-        """
+        """Return when everything is written, or raise as :meth:`check` does."""
         self._submit()
         while self._writing:
             self._end_oldest()
@@ -314,19 +274,12 @@ class RangeWriter:
     def _submit(self) -> None:
         block, self._filling = self._filling, None
         if block is not None:
-            written = Transfer()
-            self._writing.append((block, written))
-            self._threads.submit(written.run, block.put)
-
-    def _take_free(self) -> "_WriteBuffer":
-        if not self._free:
-            self._end_oldest()
-        return self._free.pop()
+            self._writing.append((block, self._threads.submit(block.put)))
 
     def _end_oldest(self) -> None:
         block, written = self._writing.popleft()
         try:
-            written.wait()
+            written.result()
         except OSError as error:
             self._error = self._error or error
         self._free.append(block)
@@ -351,19 +304,16 @@ class _WriteBuffer:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._array = np.frombuffer(self._memory, dtype=np.uint8)
 
-    @property
-    def _filled(self) -> int:
-        return self.stop - (self.start - self.start % BLOCK_NBYTES)
-
-    @property
-    def room(self) -> int:
-        return _WRITE_NBYTES - self._filled
-
-    def append(self, data: np.ndarray[Any, Any]) -> None:
+    def append(self, data: np.ndarray[Any, Any]) -> int:
+        """Take what there is room for, and return how much it is."""
+        filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
+        taken = min(_WRITE_NBYTES - filled, len(data))
         # By one thread: torch's would wait for each other where other processes compute.
-        self._array[self._filled : self._filled + len(data)] = data
-        self.stop += len(data)
+        self._array[filled : filled + taken] = data[:taken]
+        self.stop += taken
+        return taken
 
     def put(self) -> None:
         assert self.file is not None
-        self.file.put(self.start, memoryview(self._memory)[: self._filled])
+        filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
+        self.file.put(self.start, memoryview(self._memory)[:filled])

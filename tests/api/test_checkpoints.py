@@ -226,7 +226,7 @@ def killed_while_it_saves(folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
         patch.setattr(portable, "_write_unit", writing)
-        patch.setattr(PortableSave, "done", property(lambda self: self._work.join() or True))
+        patch.setattr(PortableSave, "done", property(lambda self: self.join() or True))
         train(recipe(Path(folder), 'checkpoint.every="1 steps"'))
 
 

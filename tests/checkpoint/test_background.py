@@ -287,7 +287,7 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     assert left_in(tmp_path) == set()
     assert not [t for t in set(threading.enumerate()) - before if t.name == "infinity-save"]
     with pytest.raises(StateError, match="the model was closed"):
-        save._work.transfer.wait()
+        save._running.wait()
 
 
 def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) -> None:
