@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2332,
     "api": 1831,
     "app": 1376,
-    "checkpoint": 4336,
+    "checkpoint": 4291,
     "comm": 903,
     "core": 2203,
     "device": 1092,

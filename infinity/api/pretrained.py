@@ -19,33 +19,29 @@ from infinity.engine.runtime import Runtime
 from infinity.nvme.volume import open_sealed
 from infinity.shards.base import BaseHome, FrozenBase
 
-_DTYPE = "the recipe says it: train.dtype=bf16"
-_PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
-_WHOLE = (
-    "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a base that "
-    "stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and infinity.add_lora"
-)
 _LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
 #: Arguments of transformers' from_pretrained, and what to write in place of each.
 _ELSEWHERE = {
-    "torch_dtype": _DTYPE,
-    "dtype": _DTYPE,
-    "device_map": _PLACE,
-    "max_memory": _PLACE,
-    "offload_folder": _PLACE,
-    "offload_state_dict": _PLACE,
-    "tp_plan": "start the script with torchrun: ranks share every weight",
-    "load_in_8bit": _WHOLE,
-    "load_in_4bit": _WHOLE,
-    "quantization_config": _WHOLE,
-    "low_cpu_mem_usage": "leave it out: weights are always streamed",
-    "ignore_mismatched_sizes": "name the parameters in new=[...], as in new=['classifier.*']",
-    "state_dict": "call model.load_state_dict() afterwards",
-    "local_files_only": "leave it out: nothing is ever downloaded",
-    "trust_remote_code": "leave it out: no code of a checkpoint is run",
-    **dict.fromkeys(
-        ("revision", "token", "use_auth_token", "cache_dir", "force_download", "subfolder"), _LOCAL
-    ),
+    name: advice
+    for names, advice in {
+        "dtype torch_dtype": "the recipe says it: train.dtype=bf16",
+        "device_map max_memory offload_folder offload_state_dict": (
+            "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
+        ),
+        "tp_plan": "start the script with torchrun: ranks share every weight",
+        "load_in_8bit load_in_4bit quantization_config": (
+            "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a "
+            "base that stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and "
+            "infinity.add_lora"
+        ),
+        "low_cpu_mem_usage": "leave it out: weights are always streamed",
+        "ignore_mismatched_sizes": "name the parameters in new=[...], as in new=['classifier.*']",
+        "state_dict": "call model.load_state_dict() afterwards",
+        "local_files_only": "leave it out: nothing is ever downloaded",
+        "trust_remote_code": "leave it out: no code of a checkpoint is run",
+        "revision token use_auth_token cache_dir force_download subfolder": _LOCAL,
+    }.items()
+    for name in names.split()
 }
 
 
@@ -112,7 +108,14 @@ def _load(
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
-            lines = _decode(checkpoint, runtime, frozen=frozen)
+            quantization, lines = read_quantization(path), list[str]()
+            if quantization is not None:
+                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
+                compute = str(runtime.dtype).removeprefix("torch.")
+                lines.append(
+                    f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
+                    f"{compute}, not quantized; stored_as, or infinity export --stored, quantizes them again"
+                )
             values = make_values(checkpoint)
             runtime.construction.late = values
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
@@ -127,20 +130,6 @@ def _load(
         for line in lines if runtime.ranks.rank == 0 else ():
             runtime.say(line)
     return model
-
-
-def _decode(checkpoint: Checkpoint, runtime: Runtime, *, frozen: bool) -> list[str]:
-    """Let quantized weights of a checkpoint be decoded when they are read; return lines that say so."""
-    quantization = read_quantization(checkpoint.path)
-    if quantization is None:
-        return []
-    decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
-    line = (
-        f"{decoded} weights of {checkpoint.path} are decoded from {quantization}; exports have them in "
-        f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity export "
-        "--stored, quantizes them again"
-    )
-    return [line]
 
 
 def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> FrozenBase | None:

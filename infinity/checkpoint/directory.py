@@ -185,10 +185,7 @@ class ReadableFile:
             self.fd = open_regular(path)
 
     def close(self) -> None:
-        """May be called twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        os.close(self.fd)
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ from infinity.checkpoint.writer import (
     OutputFile,
     RangeWriter,
     TensorSpec,
-    check_room,
+    create_files,
     plan_files,
     writing,
 )
@@ -61,7 +61,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-class Publication:
+class Publication(contextlib.AbstractContextManager["Publication"]):
     """The directory ``out``, which must be free, while it is made; leaves nothing half done.
 
     ``token`` makes the sibling's name unlike any other's. Raises CheckpointError, or WriteError of the drive.
@@ -102,9 +102,6 @@ class Publication:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -241,13 +238,6 @@ class SavedRange(NamedTuple):
     start: int
 
 
-class ConversionGroup(NamedTuple):
-    """Tensors that are converted together, by the model's own names, and those that are made of them."""
-
-    sources: frozenset[str]
-    specs: list[TensorSpec]
-
-
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
     """The place of each tensor in the files; the same on every rank.
@@ -257,14 +247,14 @@ class ExportPlan:
         spans: Ranges that are written as they are, ascending, of each unit, by its index, and of each tensor
             that every rank has whole, by its name.
         members: Names of tensors that are converted, by the index of their last unit.
-        groups: The groups whose last member is in a unit, by its index.
+        groups: Names of tensors that are converted together, and what is made of them, by the last unit.
     """
 
     files: tuple[FilePlan, ...]
     places: Mapping[str, tuple[int, int]]
     spans: Mapping[int | str, list[SavedRange]]
     members: Mapping[int, list[str]]
-    groups: Mapping[int, list[ConversionGroup]]
+    groups: Mapping[int, list[tuple[frozenset[str], list[TensorSpec]]]]
 
     @property
     def values_nbytes(self) -> int:
@@ -318,14 +308,13 @@ def plan_export(
                 low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
                 if low < high:
                     begin = start + (part.start + low - part.offset) * item.spec.dtype.itemsize
-                    shift, source = (
-                        home.offset - home.first,
-                        part.source if home.unit == _WHOLE else home.unit,
-                    )
+                    source = part.source if home.unit == _WHOLE else home.unit
+                    shift = home.offset - home.first
                     spans[source].append(SavedRange(low + shift, high + shift, file, begin))
-    members, groups = defaultdict[int, list[str]](list), defaultdict[int, list[ConversionGroup]](list)
+    members: defaultdict[int, list[str]] = defaultdict(list)
+    groups: defaultdict[int, list[tuple[frozenset[str], list[TensorSpec]]]] = defaultdict(list)
     for sources, specs in together.items():
-        groups[max(homes[name][-1].unit for name in sources)].append(ConversionGroup(sources, specs))
+        groups[max(homes[name][-1].unit for name in sources)].append((sources, specs))
         for name in sorted(sources):
             members[homes[name][-1].unit].append(name)
     return ExportPlan(files, places, {key: sorted(each) for key, each in spans.items()}, members, groups)
@@ -354,10 +343,8 @@ def export_model(
             plan = plan_export(model, named, units, max_shard_nbytes)
             if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
-                check_room(folder, sum(file.nbytes for file in plan.files))
+                create_files(folder, plan.files)
                 _write_companions(model, plan, folder, tokenizer)
-                for file in plan.files:
-                    OutputFile.create(folder, file)
         with RangeWriter() as writer:
             with all_ranks_or_raise(ranks, f"writing {out}"):
                 require_visible(folder, ranks.rank, "export")
@@ -424,11 +411,9 @@ class _ValueWriter:
                 tensors = [self.named[name] for name in names]
                 with contextlib.nullcontext() if unit == _WHOLE else gathered(tensors):
                     here = {name: each.detach().cpu() for name, each in zip(names, tensors, strict=True)}
-                    for group in self.plan.groups.get(unit, ()):
-                        sources = {
-                            name: here[name] if name in here else aside.pop(name) for name in group.sources
-                        }
-                        for key, value in converted(model, sources, group.specs).items():
+                    for group, specs in self.plan.groups.get(unit, ()):
+                        sources = {name: here[name] if name in here else aside.pop(name) for name in group}
+                        for key, value in converted(model, sources, specs).items():
                             flat = value.contiguous().reshape(-1)
                             start, stop = (len(flat) * each // world_size for each in (rank, rank + 1))
                             self._write(*self.plan.places[key], start, flat[start:stop])

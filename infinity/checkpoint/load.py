@@ -50,40 +50,6 @@ _PIECE_NUMEL = 2**20
 # --- the plan: which stored tensors make which parameter, decided before any is read -----------------
 
 
-def _plan(
-    model: Any, checkpoint: Checkpoint, new: Sequence[str], ignore: Sequence[str]
-) -> tuple[dict[str, "Values"], list[str]]:
-    """Plan the load of one model, built but without values.
-
-    Args:
-        model: Afterwards it knows the conversions that were used, as ``save_pretrained`` needs to undo them.
-
-    Returns:
-        The values of parameters and persistent buffers by their names, in the model's order, and the names
-        that the model initializes itself, sorted.
-
-    Raises:
-        CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
-    """
-    targets = dict(named_targets(model))
-    found, unexpected, wrong = _find(model, checkpoint, targets)
-    for name in list(found):
-        if why := _misfit(targets[name], found[name]):
-            del found[name]
-            if not _any(name, new):
-                wrong[name] = why
-    have = {id(targets[name]) for name in found}
-    lacking = {name for name, tensor in targets.items() if id(tensor) not in have and name not in wrong}
-    missing = lacking
-    if is_transformers(model):  # others draw their weights where they are built
-        missing, unexpected = _serious(model, lacking, unexpected)
-        missing = {name for name in missing if not _any(name, new)}
-    unexpected = {key for key in unexpected if not _any(key, ignore)}
-    if missing or unexpected or wrong:
-        raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
-    return {name: found[name] for name in targets if name in found}, sorted(lacking)
-
-
 def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, under every name that they have."""
     yield from model.named_parameters(remove_duplicate=False)
@@ -162,13 +128,11 @@ class _Conversion:
         trace = Trace()
         with trace:
             made = self.run(lambda source: trace.stand_in(source, source.shape, _converted_dtype(source)))
-        found: dict[str, Values] = {}
-        for name, tensor in made.items():
-            parts = trace.parts(tensor)
-            found[name] = (
-                Converted(self, name, tensor.shape) if parts is None else Traced(tensor.shape, parts)
-            )
-        return found
+        traced = {name: (each.shape, trace.parts(each)) for name, each in made.items()}
+        return {
+            name: Converted(self, name, shape) if parts is None else Traced(shape, parts)
+            for name, (shape, parts) in traced.items()
+        }
 
     def run(self, stand_in: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """Convert ``stand_in(tensor)`` of each stored tensor; by full name."""
@@ -299,20 +263,41 @@ class CheckpointValues:
     ) -> None:
         self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
         self._on_progress = on_progress
-        self._new_names: list[str] = []
+        self._initialized: list[str] = []  # names that the checkpoint lacks
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
         self._initializing: set[int] = set()  # ids of parameters
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prepare(self, model: Any) -> None:
-        """Plan, when ``model`` is built, or raise a CheckpointError that lists all that does not fit."""
-        self._model = model
-        with library_errors(CheckpointError, f"{self._checkpoint.path} does not fit {type(model).__name__}"):
-            planned, self._new_names = _plan(model, self._checkpoint, self._new, self._ignore)
-        targets = dict(named_targets(model))
-        for name, values in planned.items():
-            self._values.setdefault(id(targets[name]), []).append((name, values))
+        """Plan, when ``model`` is built, whose values are read; nothing is read yet.
+
+        Afterwards it knows the conversions that were used, as ``save_pretrained`` needs to undo them.
+
+        Raises:
+            CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
+        """
+        self._model, checkpoint = model, self._checkpoint
+        with library_errors(CheckpointError, f"{checkpoint.path} does not fit {type(model).__name__}"):
+            targets = dict(named_targets(model))
+            found, unexpected, wrong = _find(model, checkpoint, targets)
+            for name in list(found):
+                if why := _misfit(targets[name], found[name]):
+                    del found[name]
+                    if not _any(name, self._new):
+                        wrong[name] = why
+            have = {id(targets[name]) for name in found}
+            missing = {name for name, each in targets.items() if id(each) not in have and name not in wrong}
+            self._initialized = sorted(missing)
+            if is_transformers(model):  # others draw their weights where they are built
+                missing, unexpected = _serious(model, missing, unexpected)
+                missing = {name for name in missing if not _any(name, self._new)}
+            unexpected = {key for key in unexpected if not _any(key, self._ignore)}
+            if missing or unexpected or wrong:
+                raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
+        for name, tensor in targets.items():
+            if name in found:
+                self._values.setdefault(id(tensor), []).append((name, found[name]))
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
         """Give each parameter's values, by its id, to the one that took its place."""
@@ -323,8 +308,8 @@ class CheckpointValues:
     def notes(self) -> list[str]:
         """Lines for people about this load."""
         lines = []
-        if self._new_names:
-            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._new_names)}")
+        if self._initialized:
+            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._initialized)}")
         if self._checkpoint.pickled:
             lines.append(
                 f"{self._checkpoint.path} holds pickled weights; save_pretrained writes them as safetensors, "
@@ -460,7 +445,7 @@ class CheckpointValues:
     def _initialize(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""
         targets = dict(named_targets(self._model))
-        self._initializing = {id(targets[name]) for name in self._new_names}
+        self._initializing = {id(targets[name]) for name in self._initialized}
         marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
         for tensor in marked:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"

@@ -28,53 +28,48 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
         CheckpointError: There is none that can be read, an override is unknown, or the weights are quantized
             in a way that cannot be decoded.
     """
-    ours = _architecture(path)
+    ours, file = _architecture(path), path / "config.json"
     if ours is not None:
         try:
-            return ours.read(read_json_object(path / "config.json"), overrides or {})
+            return ours.read(read_json_object(file), overrides or {})
         except ValueError as error:
-            raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+            raise CheckpointError(f"{file}: {error}") from error
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise CheckpointError(
             f"{path}: Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
         ) from error
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+    if (path / "adapter_config.json").exists() and not file.exists():
         base = read_json_object(path / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(
             f"{path} holds adapters of {base}, not a model; give the base's directory, or one where peft "
             "merged them into it (PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
         )
     # a plain file with an object in it, whatever transformers would open
-    raw = read_json_object(path / "config.json")
-    check_counts(raw, path / "config.json")
+    raw = read_json_object(file)
+    check_counts(raw, file)
     alias = _ALIASES.get(str(raw.get("model_type")))
     try:
-        with library_errors(CheckpointError, str(path / "config.json")), offline():
-            config, unknown = (AutoConfig if alias is None else CONFIG_MAPPING[alias]).from_pretrained(
-                str(path),
-                **({"trust_remote_code": False} if alias is None else {"model_type": alias}),
-                local_files_only=True,
-                return_unused_kwargs=True,
-                **(overrides or {}),
-            )
+        with library_errors(CheckpointError, str(file)), offline():
+            given = {"trust_remote_code": False} if alias is None else {"model_type": alias}
+            given |= {"local_files_only": True, "return_unused_kwargs": True} | (overrides or {})
+            cls: Any = AutoConfig if alias is None else CONFIG_MAPPING[alias]
+            config, unknown = cls.from_pretrained(str(path), **given)
     except CheckpointError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise CheckpointError(
-            f"{path / 'config.json'}: its model is code beside the weights (auto_map), which infinity does "
-            "not run"
+            f"{file}: its model is code beside the weights (auto_map), which infinity does not run"
         ) from error
-    unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
-    if unknown:
+    if unknown := unknown.keys() - {"trust_remote_code", "local_files_only"}:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
-    restrict(config, path / "config.json")
+    restrict(config, file)
     read_quantization(path)  # it can be decoded
-    for part in (config, _text_part(config, path / "config.json")):
+    for part in (config, _text_part(config, file)):
         vars(part).pop("quantization_config", None)  # the model's weights are plain ones
-    with library_errors(CheckpointError, str(path / "config.json")):
-        _check_dropouts(config.to_dict(), path / "config.json")
+    with library_errors(CheckpointError, str(file)):
+        _check_dropouts(config.to_dict(), file)
     return config
 
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -276,11 +276,8 @@ class PortableSave:
         """Return whether :meth:`advance` would not wait for this rank."""
         return self._running.done()
 
-    def advance(self) -> bool:
-        """Wait for what runs, then start what comes next. Every rank must call, between two steps.
-
-        Returns:
-            True: the checkpoint is published, and there is nothing more to do.
+    def advance(self) -> None:
+        """Wait for what runs, then start what comes next, if any. Every rank must call, between two steps.
 
         Raises:
             DiskError: A drive failed or is full; nothing stays of the checkpoint. Likewise on every error.
@@ -295,17 +292,16 @@ class PortableSave:
                 written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
                 if self._ranks.rank == 0:
                     self._run(partial(self._publish, written), beside=bool(self._threads))
-                return False
+                return
         except BaseException:
             self.close()
             raise
         self.close()
-        return True
 
     def wait(self) -> None:
         """Return when the checkpoint is published, or raise as :meth:`advance`. Every rank must call."""
-        while not self.ended and not self.advance():
-            pass
+        while not self.ended:
+            self.advance()
 
     def close(self) -> None:
         """Remove what was not published, and let nothing run any more. May be called twice."""
@@ -358,8 +354,8 @@ def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "
             file.writer.check()
 
 
-class _DataFile:
-    """A rank's file while it is written: records of torch.save, end to end; a context manager.
+class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
+    """A rank's file while it is written: records of torch.save, end to end.
 
     ``nbytes`` are set aside for it.
     """
@@ -394,9 +390,6 @@ class _DataFile:
         with writing(f"writing {self._path}", self._path):
             os.truncate(self._path, self._nbytes)
         self.writer.finish()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.writer.__exit__()

@@ -35,7 +35,7 @@ from infinity.checkpoint.directory import (
 )
 from infinity.checkpoint.export import Publication, agree_on_place, partial_path
 from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
-from infinity.checkpoint.writer import FilePlan, OutputFile, RangeWriter, check_room, writing
+from infinity.checkpoint.writer import FilePlan, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError
 
@@ -198,9 +198,8 @@ def export_stored(
                 )
             if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
-                check_room(folder, sum(file.nbytes for file in form.files))
-                for file in form.files:
-                    OutputFile.create(folder, FilePlan(file.path.name, file.header, {}, file.nbytes))
+                files = [FilePlan(file.path.name, file.header, {}, file.nbytes) for file in form.files]
+                create_files(folder, files)
         plain = export(folder / _PLAIN)
         with all_ranks_or_raise(ranks, f"writing {out}"):
             mine = _write_tensors(form, sources, plain, folder, ranks)

@@ -18,10 +18,10 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +53,11 @@ class WriteError(DiskError):
 
 def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
     """Raise a WriteError now if the file system has no room for ``nbytes`` that will be written."""
-    space = shutil.disk_usage(folder)
+    action = action or f"making room for {folder}"
+    with writing(action, folder):
+        space = shutil.disk_usage(folder)
     if space.total and space.free < nbytes:  # a file system without a size says 0
-        raise WriteError(errno_names.ENOSPC, action or f"making room for {folder}", folder, nbytes=nbytes)
+        raise WriteError(errno_names.ENOSPC, action, folder, nbytes=nbytes)
 
 
 @contextmanager
@@ -141,6 +143,16 @@ def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[Fi
     return tuple(plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
 
 
+def create_files(folder: Path, plans: Sequence[FilePlan]) -> None:
+    """Make files, with their headers and lengths, if there is room for all of them."""
+    check_room(folder, sum(plan.nbytes for plan in plans))
+    for plan in plans:
+        path = folder / plan.name
+        with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
+            reserve(file.fileno(), plan.nbytes)
+            file.write(plan.header)
+
+
 class OutputFile:
     """A file, open for writing past the page cache where the file system allows it."""
 
@@ -151,14 +163,6 @@ class OutputFile:
             self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         with suppress(OSError):  # everything goes through the page cache: slower, and right
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-
-    @classmethod
-    def create(cls, folder: Path, plan: FilePlan) -> None:
-        """Make the file, with its header and its length, or raise a WriteError."""
-        path = folder / plan.name
-        with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
-            reserve(file.fileno(), plan.nbytes)
-            file.write(plan.header)
 
     def put(self, offset: int, memory: memoryview) -> None:
         """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
@@ -208,8 +212,8 @@ def reserve(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)  # no promise to be had: a full disk shows at a write
 
 
-class RangeWriter:
-    """Writes ranges of files in the background, and closes those that it opened; a context manager.
+class RangeWriter(AbstractContextManager["RangeWriter"]):
+    """Writes ranges of files in the background, and closes those that it opened.
 
     Ranges that follow each other in one file become large writes, so give them in ascending order.
 
@@ -283,9 +287,6 @@ class RangeWriter:
         except OSError as error:
             self._error = self._error or error
         self._free.append(block)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._threads.shutdown(cancel_futures=True)  # they write to the files, and end first

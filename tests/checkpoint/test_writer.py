@@ -20,6 +20,7 @@ from infinity.checkpoint.writer import (
     RangeWriter,
     TensorSpec,
     WriteError,
+    create_files,
     plan_file,
     plan_files,
 )
@@ -49,7 +50,7 @@ def filled(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
 
 def write(folder: Path, plan: Any, pieces: list[tuple[str, int, torch.Tensor]]) -> Path:
     """Write flat pieces: key, first element, values."""
-    OutputFile.create(folder, plan)
+    create_files(folder, [plan])
     file = OutputFile(folder / plan.name)
     try:
         with RangeWriter() as writer:
@@ -131,7 +132,7 @@ def test_runs_of_many_blocks_at_odd_places_are_whole(
 def test_values_may_be_overwritten_as_soon_as_they_were_handed_over(tmp_path: Path) -> None:
     spec = TensorSpec("t", torch.int32, (5000,))
     plan = plan_file("f.safetensors", [spec])
-    OutputFile.create(tmp_path, plan)
+    create_files(tmp_path, [plan])
     file = OutputFile(tmp_path / plan.name)
     with RangeWriter() as writer:
         values = torch.empty(1000, dtype=torch.int32)
@@ -180,7 +181,7 @@ def test_a_write_that_fails_surfaces_at_check_and_flush_with_place_and_free_spac
 ) -> None:
     monkeypatch.setattr("infinity.checkpoint.writer._WRITE_NBYTES", 4096)
     plan = plan_file("f.safetensors", [TensorSpec("t", torch.uint8, (40_000,))])
-    OutputFile.create(tmp_path, plan)
+    create_files(tmp_path, [plan])
     file = OutputFile(tmp_path / plan.name)
     real, calls = os.pwrite, []
 
@@ -223,6 +224,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
     plan = plan_file("f.safetensors", [TensorSpec("t", torch.uint8, (1,))])
     with pytest.raises(DiskError, match="No such file"):
-        OutputFile.create(tmp_path / "none", plan)
+        create_files(tmp_path / "none", [plan])
     with pytest.raises(DiskError, match="No such file"):
         OutputFile(tmp_path / "f.safetensors")
