@@ -364,9 +364,8 @@ def export_model(
 
 def agree_on_place(out: Path, ranks: Ranks, what: str = "an export") -> tuple[Path, str]:
     """Rank 0's ``out``, absolute, and a token for the directory in which it is made. Every rank must call."""
-    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
-    place, token = json.loads(agree(text, ranks.world_size, f"agreeing on the directory of {what}"))
-    return Path(place), token
+    place = out.absolute(), secrets.token_hex(4)
+    return agree(place, ranks.world_size, f"agreeing on the directory of {what}")
 
 
 def require_visible(folder: Path, rank: int, verb: str) -> None:

@@ -30,10 +30,8 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     """
     ours, file = _architecture(path), path / "config.json"
     if ours is not None:
-        try:
+        with library_errors(CheckpointError, str(file)):
             return ours.read(read_json_object(file), overrides or {})
-        except ValueError as error:
-            raise CheckpointError(f"{file}: {error}") from error
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:

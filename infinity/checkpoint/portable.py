@@ -22,14 +22,14 @@ left to the threads that train: in :meth:`PortableSave.advance`, which goes from
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -71,18 +71,9 @@ ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]
 #: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
 Place: TypeAlias = tuple[str | int, ...]
 Keys: TypeAlias = tuple[str, ...]
-
-
-class Record(NamedTuple):
-    """One value in a rank's file, from byte ``start`` on, and the entries of the checkpoint that have it.
-
-    ``box`` is that of their tensor; None: the value is no tensor.
-    """
-
-    keys: Keys
-    box: Box | None
-    start: int
-    nbytes: int
+#: A value in a rank's file: entries of the checkpoint that have it, the box of their tensor (None: it is no
+#: tensor), and its place.
+Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
 
 
 class Contents:
@@ -362,7 +353,7 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
 
     def __init__(self, folder: Path, rank: int, nbytes: int) -> None:
         self.records: list[Record] = []
-        self._path, self._nbytes = folder / file_name(rank), 0
+        self._path, self._nbytes = folder / f"__{rank}_0.distcp", 0
         with writing(f"making {self._path}", self._path, nbytes), self._path.open("xb") as file:
             reserve(file.fileno(), nbytes)
         self.writer = RangeWriter()
@@ -372,7 +363,7 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         """Write a value; a tensor owns all its memory. Errors of the disk surface at ``writer.check``."""
         start = self._nbytes
         torch.save(value, self)  # type: ignore[arg-type]
-        self.records.append(Record(keys, box, start, self._nbytes - start))
+        self.records.append((keys, box, _StorageInfo(self._path.name, start, self._nbytes - start)))
 
     def write(self, data: Any) -> int:
         """Take bytes of torch.save."""
@@ -395,30 +386,21 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         self.writer.__exit__()
 
 
-def file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
 def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: str) -> Metadata:
     """Describe all that the ranks have written, as torch does."""
     found: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    for rank, records in enumerate(written):
-        for record in records:
-            info = _StorageInfo(file_name(rank), record.start, record.nbytes)
-            for key in record.keys:
-                if record.box is None:
-                    found[key] = BytesStorageMetadata()
-                    storage[MetadataIndex(key)] = info
-                    continue
-                spec = contents.tensors[key]
-                properties = TensorProperties(dtype=spec.dtype)
-                entry = found.setdefault(key, TensorStorageMetadata(properties, torch.Size(spec.shape), []))
-                index = MetadataIndex(key, record.box.offsets, len(entry.chunks))
-                storage[index] = info
-                entry.chunks.append(
-                    ChunkStorageMetadata(torch.Size(record.box.offsets), torch.Size(record.box.sizes))
-                )
+    for keys, box, info in itertools.chain(*written):
+        for key in keys:
+            if box is None:
+                found[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = info
+                continue
+            spec = contents.tensors[key]
+            properties = TensorProperties(dtype=spec.dtype)
+            entry = found.setdefault(key, TensorStorageMetadata(properties, torch.Size(spec.shape), []))
+            storage[MetadataIndex(key, box.offsets, len(entry.chunks))] = info
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
     for key, spec in contents.tensors.items():
         numel = sum(chunk.sizes.numel() for chunk in found[key].chunks)
         assert numel == torch.Size(spec.shape).numel(), (
@@ -569,31 +551,30 @@ class PortableValues:
 
 def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
     """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
-    found = Counter[str]()
     for name in names:
-        for key in keys:
-            if key.endswith(name) and (key == name or key[-len(name) - 1] == "."):
-                found[key.removesuffix(name)] += 1
+        found = {key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")}
         if found:  # all names have the same
-            break
-    counts = {each: sum(each + name in keys for name in names) for each in found}
-    return min(found, key=lambda each: (-counts[each], len(each)), default="")
+            counts = {each: sum(each + name in keys for name in names) for each in sorted(found)}
+            return min(counts, key=lambda each: (-counts[each], len(each)))
+    return ""
 
 
 def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
     """Hyperparameters by name of the parameter, from either form: see [Note: names]."""
     found: dict[str, dict[str, Any]] = {}
     groups = f"{prefix}param_groups."
+    keys = [
+        (key, *key.removeprefix(groups).rpartition("."))
+        for key in checkpoint.objects
+        if key.startswith(groups)
+    ]
     listed: dict[str, list[str]] = {}
-    for key in sorted(checkpoint.objects):
-        if key.startswith(groups) and key.endswith(".params"):
+    for key, name, _, number in keys:
+        if number == "params":
             names = checkpoint.value(key)
-            listed[key.removeprefix(groups).removesuffix(".params")] = (
-                names if isinstance(names, list) else []
-            )
-    for key in checkpoint.objects:
-        name, _, number = key.removeprefix(groups).rpartition(".")
-        if key.startswith(groups) and number in _NUMBERS and (name in listed or not listed):
+            listed[name] = names if isinstance(names, list) else []
+    for key, name, _, number in keys:
+        if number in _NUMBERS and (name in listed or not listed):
             value = checkpoint.value(key)
             for each in listed.get(name, [name]):
                 found.setdefault(str(each), {})[number] = value

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View, read_json_object
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import Piece
 from infinity.device.machine import compile_ahead
 from infinity.optim.layout import split
@@ -313,13 +313,9 @@ def decode_checkpoint(
             continue
         name = key.removesuffix(ending)
         group = _Group(stored, name)
-        try:
+        what = f"{checkpoint.path}: {key} cannot be decoded as {quantization}"
+        with library_errors(CheckpointError, what):
             made = make(group, quantization)
-        except (KeyError, ValueError) as error:
-            why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(
-                f"{checkpoint.path}: {key} cannot be decoded as {quantization}: {why}"
-            ) from error
         if made is not None:
             made.dtype, made.kept = dtype or made.dtype, kept
             for used in (*group.used, *(name + each for each in _NEEDLESS)):

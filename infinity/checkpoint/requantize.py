@@ -37,7 +37,7 @@ from infinity.checkpoint.export import Publication, agree_on_place, partial_path
 from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
 from infinity.checkpoint.writer import FilePlan, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, library_errors
 
 #: Elements that are compared, rounded or copied at one time.
 _PIECE_NUMEL = 2**18
@@ -237,7 +237,10 @@ def _write_tensors(
             if source is None:
                 copied += _stored_parts(tensor)
             elif isinstance(tensor, Decoded):
-                errors[key] = _encode(form, key, tensor, values[source], put)
+                what = f"{key} cannot be quantized again as {form.form}"
+                with library_errors(CheckpointError, what):
+                    lost, total = tensor.encode(values[source], put)
+                errors[key] = math.sqrt(lost / total) if lost else 0.0
             else:
                 for start, held in _pieces(values[source]):
                     put(tensor, start, _rounded(form, key, start, held))
@@ -247,23 +250,6 @@ def _write_tensors(
                 put(tensor, start, held)
         writer.finish()
     return errors
-
-
-def _encode(
-    form: QuantizedLayout,
-    key: str,
-    tensor: Decoded,
-    values: Stored,
-    put: Callable[[Stored, int, Tensor], None],
-) -> float:
-    """Encode a quantized weight, and return its error."""
-    try:
-        lost, total = tensor.encode(values, put)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{key} cannot be quantized again as {form.form}: {error}") from error
-    return math.sqrt(lost / total) if lost else 0.0
 
 
 def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tensor:

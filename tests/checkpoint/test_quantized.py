@@ -173,13 +173,13 @@ def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, cha
 @pytest.mark.parametrize(
     ("kind", "ending", "becomes", "what"),
     [
-        ("qwen3_fp8", "weight_scale_inv", None, "weight_scale_inv is missing"),
+        ("qwen3_fp8", "weight_scale_inv", None, "weight_scale_inv. is unknown, or missing"),
         ("qwen3_fp8", "weight_scale_inv", torch.ones(5, 7), "that of its scales"),
         ("qwen3_fp8", "weight_scale_inv", torch.ones(2).long(), "wanted float32"),
-        ("gpt_oss", "_scales", None, "_scales is missing"),
+        ("gpt_oss", "_scales", None, "_scales. is unknown, or missing"),
         ("gpt_oss", "_scales", torch.ones(1, 1, 1, dtype=torch.uint8), "that of its scales"),
         ("kimi_k2", "weight_scale", torch.ones(1, 2), "that of its scales"),
-        ("gptq", "g_idx", None, "g_idx is missing"),
+        ("gptq", "g_idx", None, "g_idx. is unknown, or missing"),
         ("gptq", "down_proj.g_idx", torch.full((80,), 99, dtype=torch.int32), "does not have"),
     ],
 )
