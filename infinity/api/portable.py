@@ -331,12 +331,10 @@ class Pace:
         (self._beside_s if saving else self._without_s).append(step_s)
 
     def begin(self, now_s: float) -> None:
-        """A save begins."""
         self.last_s, self._waited_s = now_s, 0.0
         self._beside_s.clear()
 
     def waited(self, seconds: float) -> None:
-        """Training waited for the save."""
         self._waited_s += seconds
 
     def end(self, now_s: float) -> float:

@@ -100,7 +100,6 @@ def _load(
     path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
     config_overrides: dict[str, Any], make_values: Callable[[Checkpoint], CheckpointValues], frozen: bool,
 ) -> Any:  # fmt: skip
-    """Build the model of a directory under ``Init``, and give its units their values."""
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
             runtime = init.runtime

@@ -65,7 +65,6 @@ def _e4m3_as_float(values: Tensor) -> Tensor:
 
 
 def as_float(scales: Tensor) -> Tensor:
-    """Scales of FP8 blocks in fp32."""
     if scales.dtype == torch.uint8:  # e8m0 under another name, as MXFP8 files have it
         return (scales.float() - 127).exp2()
     return scales.float()
@@ -296,7 +295,6 @@ def encode_packed(
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Zero points, ``(rows, groups)`` int16, as :func:`unpack_zeros` unpacks them."""
     return _pack((zeros + (1 << bits - 1)).to(torch.uint8).T, bits).T
 
 

@@ -33,7 +33,6 @@ MOST_PARTS = 2**18
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Return whether transformers knows how to load and save ``model``."""
     transformers: Any = sys.modules.get("transformers")  # a program with such a model has imported it
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
@@ -55,7 +54,6 @@ class Traced:
 
     @classmethod
     def whole(cls, source: Stored) -> "Traced":
-        """Return all of ``source``, in its own shape."""
         return cls(source.shape, [Part(0, source, 0, source.shape.numel())])
 
     @property
@@ -99,13 +97,11 @@ class Trace(TorchDispatchMode):
         self._made: dict[int, _Made] = {}  # by address of the storage
 
     def stand_in(self, source: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor that stands for ``source``."""
         tensor = torch.empty(torch.Size(shape), dtype=dtype, device="meta")
         self._note(tensor, frozenset([source]), [Part(0, source, 0, tensor.numel())])
         return tensor
 
     def sources(self, tensor: Tensor) -> frozenset[Any]:
-        """Return what ``tensor`` was made of."""
         made = self._made.get(tensor.untyped_storage()._cdata)
         return frozenset() if made is None else made.sources
 

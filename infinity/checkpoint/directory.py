@@ -143,7 +143,6 @@ class Checkpoint(StoredTensors):
         )
 
     def _add(self, name: str, keys: Iterable[str], index: str) -> None:
-        """Open a file, which the index says to hold ``keys``."""
         path = self.path / name
         if self.pickled:
             held: Mapping[str, Stored] = _unpickle(path)
@@ -159,7 +158,6 @@ class Checkpoint(StoredTensors):
 
 
 def _files_of_index(index: Path, suffix: str) -> dict[str, list[str]]:
-    """Return the keys that an index says to be in each file."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: wanted a weight_map from keys to files")
@@ -247,7 +245,6 @@ class TensorFile(ReadableFile):
             raise
 
     def _read_header(self) -> None:
-        """Find every tensor's type, shape and place; see [Note: untrusted files]."""
         try:
             # By descriptor, so that it is the file which was found to be a regular one.
             with safe_open(f"/proc/self/fd/{self.fd}", framework="numpy") as file:

@@ -182,7 +182,6 @@ class _Record:
     nbytes: int
 
     def open(self) -> io.BufferedReader:
-        """Return the bytes as a file of their own."""
         return io.BufferedReader(_Window(self))
 
 

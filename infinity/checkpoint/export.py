@@ -258,7 +258,6 @@ class ExportPlan:
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(file.nbytes - len(file.header) for file in self.files)
 
     def within(self, unit: Unit, start: int, stop: int) -> Sequence[SavedRange]:
@@ -422,12 +421,10 @@ class _ValueWriter:
                 self.writer.check()
 
     def _write(self, file: int, offset: int, first: int, values: Tensor) -> None:
-        """Hand over ``values`` for elements from ``first`` on of what begins at ``offset``."""
         self.writer.write(self.files[file], offset + first * values.itemsize, values)
 
 
 def _write_companions(model: Any, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:
-    """Index, configs and tokenizer."""
     with writing(f"writing to {folder}", folder):
         if len(plan.files) > 1:
             numel = sum(p.numel() for p in model.parameters())

@@ -154,7 +154,6 @@ class Converted:
         return {_converted_dtype(source) for _, source in self._conversion.sources.values()}
 
     def fill(self, start: int, out: Tensor) -> None:
-        """Put elements from ``start`` on into ``out``, ``(n,)``; blocking."""
         kept = self._conversion.kept
         if self._name not in kept:
             kept.clear()
@@ -173,7 +172,6 @@ def _converted_dtype(source: Stored) -> torch.dtype:
 
 
 def read_whole(source: Stored | Values, dtype: torch.dtype) -> Tensor:
-    """Return all values of ``source``, on the CPU."""
     values = torch.empty(source.shape.numel(), dtype=dtype, device="cpu")
     source.fill(0, values)
     return values.view(source.shape)
@@ -222,7 +220,6 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
 def _complaint(
     model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
 ) -> str:
-    """Return what does not fit, and what to do about it."""
     lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
     for what, each in (
         ("missing from the checkpoint", sorted(missing)),
@@ -306,7 +303,6 @@ class CheckpointValues:
         }
 
     def notes(self) -> list[str]:
-        """Lines for people about this load."""
         lines = []
         if self._initialized:
             lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._initialized)}")
@@ -339,7 +335,6 @@ class CheckpointValues:
         self._initialize()
 
     def freeze(self, units: UnitIndex) -> None:
-        """Freeze the parameters that the checkpoint gives."""
         for _, segment in units.segments():
             if id(segment.whole) in self._values:
                 segment.whole.requires_grad_(False)
@@ -414,7 +409,6 @@ class CheckpointValues:
                     yield low + part.start, part
 
     def close(self) -> None:
-        """Close the checkpoint."""
         self._checkpoint.close()
 
     # --- the pass ------------------------------------------------------------------------------

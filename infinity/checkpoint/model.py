@@ -97,7 +97,6 @@ def longest_sequence(path: Path) -> int | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether ``path`` holds a model of this package."""
     return _architecture(path) is not None
 
 

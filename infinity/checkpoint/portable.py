@@ -173,7 +173,6 @@ class Contents:
                 start += box.numel
 
     def nbytes(self, rank: int) -> int:
-        """Bytes that the file of this rank takes, roughly."""
         found = [
             box.numel * torch.float32.itemsize
             for unit in self.units
@@ -258,13 +257,11 @@ class PortableSave:
         self._threads[-1].start()
 
     def join(self) -> None:
-        """Return when no thread runs."""
         for thread in self._threads:
             thread.join()
 
     @property
     def done(self) -> bool:
-        """Return whether :meth:`advance` would not wait for this rank."""
         return self._running.done()
 
     def advance(self) -> None:
@@ -326,7 +323,6 @@ class PortableSave:
 
 
 def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:
-    """Write what this rank's shard of ``unit`` holds."""
     begin, fields = 0, tuple[Tensor, ...]((torch.empty(0, device="cpu"),))  # the chunk that was read last
     with contextlib.closing(read_fields(unit)) as chunks:
         for segment, box, start in contents.shard_boxes(unit):
@@ -366,7 +362,6 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         self.records.append((keys, box, _StorageInfo(self._path.name, start, self._nbytes - start)))
 
     def write(self, data: Any) -> int:
-        """Take bytes of torch.save."""
         flat = np.frombuffer(data, dtype=np.uint8)
         self.writer.write_bytes(self._file, self._nbytes, flat)
         self._nbytes += len(flat)
@@ -376,7 +371,6 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         """Do nothing; torch.save calls it."""
 
     def finish(self) -> None:
-        """Return when everything is on the drive, or raise a WriteError."""
         self.writer.flush()
         with writing(f"writing {self._path}", self._path):
             os.truncate(self._path, self._nbytes)
@@ -387,7 +381,6 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
 
 
 def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: str) -> Metadata:
-    """Describe all that the ranks have written, as torch does."""
     found: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for keys, box, info in itertools.chain(*written):
@@ -538,11 +531,9 @@ class PortableValues:
         return out
 
     def holds(self, unit: Unit) -> bool:
-        """Return whether the model has the parameters of ``unit``."""
         return any(id(s.whole) in self._fields for s in unit.segments)
 
     def fill_whole(self) -> None:
-        """Give tensors that every rank has whole their values."""
         with torch.no_grad():
             for tensor, _ in self._named:
                 if id(tensor) not in self._sharded:

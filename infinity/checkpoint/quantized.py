@@ -149,7 +149,6 @@ class SlabPart(NamedTuple):
     slabs: int = 1
 
     def range(self, first: int, last: int) -> tuple[int, int]:
-        """Return the elements that slabs ``[first, last)`` need."""
         numel = math.prod(self.shape)
         return first // self.slabs * numel, -(-last // self.slabs) * numel
 
@@ -268,7 +267,6 @@ class Decoded(Stored):
         return self.decode(first % self.together, *parts).reshape(-1)
 
     def _read(self, first: int, last: int, view: View | None = None) -> list[Tensor]:
-        """Return the pieces of stored tensors that slabs are decoded from."""
         pieces = []
         for part in self.parts:
             low, high = part.range(first, last)

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +141,6 @@ def _stored_parts(tensor: Stored) -> list[Stored]:
 
 
 def _alike(one: Stored, other: Stored) -> bool:
-    """Return whether two tensors of files have the same bytes."""
     if not isinstance(other, FileTensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     pieces = zip(_pieces(one), _pieces(other), strict=True)
@@ -278,15 +276,12 @@ def _write_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
                 target = folder / path.relative_to(plain)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
-        config = _config(read_json_object(form.path / "config.json"), read_json_object(plain / "config.json"))
+        stored, config = (read_json_object(each / "config.json") for each in (form.path, plain))
+        if "dtype" in stored or "torch_dtype" in stored:
+            config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))
+        if stored.get("quantization_config"):
+            config["quantization_config"] = stored["quantization_config"]
+        else:
+            inner = {"quantization_config": stored["text_config"]["quantization_config"]}
+            config["text_config"] = config.get("text_config", {}) | inner
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _config(stored: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The model's ``config``, with the dtype and quantization of the checkpoint's."""
-    if "dtype" in stored or "torch_dtype" in stored:
-        config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))
-    if stored.get("quantization_config"):
-        return config | {"quantization_config": stored["quantization_config"]}
-    inner = {"quantization_config": stored["text_config"]["quantization_config"]}
-    return config | {"text_config": config.get("text_config", {}) | inner}

@@ -192,7 +192,6 @@ class OutputFile:
                 raise WriteError(errno, action, self.path, offset + moved, len(memory) - moved) from error
 
     def sync(self) -> None:
-        """Return when the file is on the drive."""
         with writing(f"writing {self.path}", self.path):
             os.fsync(self._buffered)
 
@@ -263,7 +262,6 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
             raise self._error
 
     def flush(self) -> None:
-        """Return when everything is written, or raise as :meth:`check` does."""
         self._submit()
         while self._writing:
             self._end_oldest()
@@ -306,7 +304,6 @@ class _WriteBuffer:
         self._array = np.frombuffer(self._memory, dtype=np.uint8)
 
     def append(self, data: np.ndarray[Any, Any]) -> int:
-        """Take what there is room for, and return how much it is."""
         filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
         taken = min(_WRITE_NBYTES - filled, len(data))
         # By one thread: torch's would wait for each other where other processes compute.
