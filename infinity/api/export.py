@@ -153,9 +153,7 @@ def _read_weights(
         ]
         size = max((nbytes for _, _, nbytes in chunks), default=0)
         with contextlib.ExitStack() as held:
-            leases = (
-                tiers.storage.host_pool.lease(size, who="exporting weights") for _ in chunks[:_READ_AHEAD]
-            )
+            leases = (tiers.storage.host_pool.lease(size, who="exporting") for _ in chunks[:_READ_AHEAD])
             buffers = [held.enter_context(lease) for lease in leases]
             for (unit, begin, nbytes), lease in held.enter_context(
                 contextlib.closing(stream(chunks, buffers, read))
