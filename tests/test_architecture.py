@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2332,
     "api": 1772,
     "app": 1376,
-    "checkpoint": 4212,
+    "checkpoint": 4214,
     "comm": 903,
     "core": 2203,
     "device": 1092,

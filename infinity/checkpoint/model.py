@@ -30,8 +30,10 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     """
     ours, file = _architecture(path), path / "config.json"
     if ours is not None:
-        with library_errors(CheckpointError, str(file)):
+        try:
             return ours.read(read_json_object(file), overrides or {})
+        except ValueError as error:  # also of a setting
+            raise CheckpointError(f"{file}: {error}") from error
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
