@@ -282,7 +282,7 @@ ROOM_BUDGETS = {
     "comm": 903,
     "core": 2203,
     "device": 1092,
-    "engine": 3122,
+    "engine": 3054,
     "nvme": 1291,
     "observe": 766,
     "optim": 944,

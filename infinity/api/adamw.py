@@ -25,15 +25,10 @@ _SMALL_NBYTES = 2**20
 
 
 class StepState:
-    """What belongs to a step beside weights and moments: random generators, buffers, what is followed.
+    """What belongs to a step beside weights and moments: generators, written buffers, what is followed.
 
     Learning-rate schedulers are stepped after the optimizer, so their state is taken late: when the next
     forward pass begins.
-
-    Args:
-        model: Its buffers that are written while it trains (running means) belong to the state.
-        device: The device on which the model computes.
-        follow: By name.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:

@@ -45,28 +45,17 @@ from infinity.shards.tiers import Tiers
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What a division counts on (bytes, and indices of units).
+    """What a division counts on (bytes, and indices of units)."""
 
-    Attributes:
-        total: ``memory.device`` of the recipe; None: derived.
-        ceiling: The most that a derived budget may be, or that planned activations leave.
-        most: The most that units may take with states; None: what activations take is not known yet.
-        shared: Planned activations take a part of ``total``.
-        states: Whether states may be in an accelerator's memory.
-        trained: Units that get a gradient; with ``accumulates`` these wait for later micro-batches.
-        recomputes: Blocks are recomputed in backward.
-        block: The least window, for a layer schedule.
-    """
-
-    total: int | None
-    ceiling: int
-    most: int | None
-    shared: bool
-    states: bool
-    trained: frozenset[int]
-    recomputes: bool
-    accumulates: bool = False
-    block: int = 0
+    total: int | None  # memory.device of the recipe; None: derived
+    ceiling: int  # the most that a derived budget may be, or that planned activations leave
+    most: int | None  # that units may take with states; None: what activations take is not known yet
+    shared: bool  # planned activations take a part of the total
+    states: bool  # may be in an accelerator's memory
+    trained: frozenset[int]  # units that get a gradient
+    recomputes: bool  # blocks are recomputed in backward
+    accumulates: bool = False  # gradients wait for later micro-batches
+    block: int = 0  # the least window, for a layer schedule
 
 
 class UnitBudget:
@@ -191,10 +180,6 @@ class UnitBudget:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
 
         Early updates lag less where that takes it, and more gradients wait on NVMe: ``division`` may change.
-
-        Args:
-            blocks: Indices of each block's units.
-            described: The name of the blocks in messages.
         """
         division, weights, largest = self.division, 0, 0
         for block in blocks:

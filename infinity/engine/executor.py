@@ -49,19 +49,12 @@ from infinity.shards.updates import Updates
 
 @dataclass(slots=True)
 class PassFigures:
-    """Time and bytes of the passes of a step.
+    """Time and bytes of the passes of a step."""
 
-    Attributes:
-        on_demand: Uses that no plan foresaw.
-        tiles_used: Tiles of experts that were used, of those that come and go.
-        planned: Bytes that were to be read and to be written; None: there was no plan.
-        moved: Bytes that updates and records were to move since the beginning.
-    """
-
-    on_demand: int = 0
-    tiles_used: int = 0
-    planned: tuple[int, int] | None = None
-    moved: tuple[int, int] = (0, 0)
+    on_demand: int = 0  # uses that no plan foresaw
+    tiles_used: int = 0  # tiles of experts that were used, of those that come and go
+    planned: tuple[int, int] | None = None  # bytes that were to be read and to be written; None: no plan
+    moved: tuple[int, int] = (0, 0)  # bytes that updates and records were to move since the beginning
 
 
 class StepExecutor:
@@ -72,10 +65,6 @@ class StepExecutor:
         clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
-
-    Attributes:
-        figures: Figures of the last step.
-        stack: Ends the threads and gives back the device memory; refers to no module.
 
     Raises:
         BudgetError: ``memory.device`` is too small; the message has the arithmetic.
@@ -88,7 +77,7 @@ class StepExecutor:
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.stalls, self.clips = stalls, clips
-        self.figures = PassFigures()
+        self.figures = PassFigures()  # of the last step
         self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
             None if before is None else before._blocks
         )
@@ -119,7 +108,7 @@ class StepExecutor:
             self._serve(leaves, reduction_dtype(config, storage.layout.dtype), stack)
             activations.budget = self
             self.hooks.logits.decide(config.memory.logits, self._pass_nbytes)
-            self.stack = stack.pop_all()
+            self.stack = stack.pop_all()  # refers to no module
 
     def _make_updates(
         self, rules: Mapping[Tier, Rule], config: EngineConfig, on_failure: Callable[[BaseException], None],
@@ -179,11 +168,7 @@ class StepExecutor:
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
     def divide_again(self, *, accumulates: bool) -> None:
-        """Make room, between two steps, for gradients that did not wait until now, and for states.
-
-        Args:
-            accumulates: Gradients wait for later micro-batches.
-        """
+        """Make room, between two steps, for gradients that did not wait until now, and for states."""
         if self.budget.divide_again(accumulates=accumulates):
             self.prefetcher.forget()  # units that travel in a stored form will not do so any more
             self.tiers.settle(self.units)  # units that were thawed get their moments
@@ -203,10 +188,7 @@ class StepExecutor:
             self.tiers.on_device.leave(index)
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
-        """Keep any of ``blocks`` gathered while all micro-batches go through it.
-
-        Its ``tiles`` are used one by one, and kept if there is room; ``described`` is for messages.
-        """
+        """Keep any of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
         before = self.budget.division
         window_nbytes = self.budget.window_for(blocks, described)
         self._blocks = blocks, tiles, described

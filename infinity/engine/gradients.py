@@ -194,10 +194,7 @@ class ShardGradient:
 class GradientPath:
     """Brings complete gradients of units to the updates of their shards.
 
-    Args:
-        pool: Memory of gradients (the device tier).
-        host: Pinned host memory, only with an accelerator.
-        collectives: None with one rank.
+    ``pool`` is memory of the device tier, ``host`` pinned host memory beside an accelerator.
     """
 
     def __init__(
@@ -217,11 +214,9 @@ class GradientPath:
             self._offload_thread = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
 
     def send(self, unit: Unit, gradient: UnitGradient | None, weights: TakesWeights | None) -> None:
-        """Start a complete gradient of a backward pass on its way.
+        """Start a complete gradient of a backward pass on its way; None: there is none, with one rank only.
 
-        Args:
-            gradient: None with one rank only: see [Note: parameters without a gradient].
-            weights: Weights for the update that follows; None: another micro-batch follows.
+        ``weights`` gives those that the update starts from; None: another micro-batch follows.
         """
         total = None
         if gradient is not None:
@@ -365,10 +360,6 @@ class Gradients:
     Args:
         leaves: Indices of units that are reduced when backward leaves their module.
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
-
-    Attributes:
-        completions: Decides when the gradient of a unit is complete.
-        received: Segments whose parameters got a gradient in this step, by ``id`` of the parameter.
     """
 
     def __init__(
@@ -380,7 +371,7 @@ class Gradients:
         self.completions = Completions(
             leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
         )
-        self.received: dict[int, Segment] = {}
+        self.received: dict[int, Segment] = {}  # in this step, by id of the parameter
         self._open: dict[int, UnitGradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 

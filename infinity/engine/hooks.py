@@ -86,27 +86,17 @@ class Handle:
 
 @dataclass(slots=True)
 class Frame:
-    """A module whose forward is running, and the units that it keeps.
-
-    Attributes:
-        served: The module's own parameters, if all of them are in memory while it runs.
-        contexts: What an outermost call opened: hooks of saved tensors, pending logits.
-        recorded: Autograd records this outermost call.
-        inference: It does not.
-        pending: A head in it has not been computed: its loss may follow the call.
-        leaf: Its units are used as one.
-        call: The running outermost call: see [Note: the outermost module].
-    """
+    """A module whose forward is running, and the units that it keeps."""
 
     module: nn.Module
     pinned: list[int]
-    served: object = None
-    contexts: ExitStack | None = None
-    recorded: bool = False
-    inference: bool = False
-    pending: bool = False
-    leaf: bool = False
-    call: FrameType | None = None
+    served: object = None  # the module's own parameters, if all of them are in memory while it runs
+    contexts: ExitStack | None = None  # what an outermost call opened: saved-tensor hooks, pending logits
+    recorded: bool = False  # autograd records this outermost call
+    inference: bool = False  # it does not
+    pending: bool = False  # a head in it has not been computed: its loss may follow the call
+    leaf: bool = False  # its units are used as one
+    call: FrameType | None = None  # of the outermost call: see [Note: the outermost module]
 
 
 class Ended:
@@ -121,17 +111,11 @@ class Ended:
 
 @dataclass(slots=True)
 class _Outside:
-    """Uses of units outside any forward.
+    """Uses of units outside any forward."""
 
-    Attributes:
-        units: Units that were touched outside any forward.
-        goes_on: A pass does: a visit of those, or inference whose loss is to follow.
-        pending: Units of calls that are over, but whose logits are pending.
-    """
-
-    units: list[int] = field(default_factory=list)
-    goes_on: bool = False
-    pending: list[int] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)  # that were touched there
+    goes_on: bool = False  # a pass does: a visit of those, or inference whose loss is to follow
+    pending: list[int] = field(default_factory=list)  # of calls that are over, but whose logits are pending
 
 
 class Hooks:

@@ -71,27 +71,21 @@ from infinity.shards.tiers import Tiers
 
 
 class Runtime:
-    """The parts of one rank that serve the models of one ``Init``.
-
-    Attributes:
-        config: Budgets, directories and dtypes, with the dtype that was chosen where it said ``auto``.
-        notes: A line about each thing that is done otherwise on this machine; rank 0's are shown.
-        saves: The last portable checkpoint of the model, if there was one.
-    """
+    """The parts of one rank that serve the models of one ``Init``."""
 
     def __init__(self, config: EngineConfig) -> None:
         if open_runtimes:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
             gc.collect()
         close_collected()  # and gives its memory and files back before this one looks for its own
-        self.config = config
+        self.config = config  # later with the dtype that was chosen where it says auto
         self.stack = OwnedStack()
         self.stack.close_with(self)
         self._sections_broken = uninterrupted.broken
         self._ended = ""  # why nothing can be asked of it any more
         self.stalls = Stalls(Timeline(enabled=config.timeline))
         self.say = MessageBuffer()
-        self.notes: list[str] = []
-        self.saves: list[PortableSave] = []
+        self.notes: list[str] = []  # on what is done otherwise on this machine; rank 0's are shown
+        self.saves: list[PortableSave] = []  # the last portable checkpoint
         self._executor: StepExecutor | None = None
         self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
@@ -223,11 +217,7 @@ class Runtime:
         return self._executor is not None
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
-        """Return the executor; rebuild it if clipping changed.
-
-        Args:
-            clips: Whether gradients are clipped; None: no change, and no clipping without an optimizer.
-        """
+        """Return the executor; rebuild it if clipping changed. ``clips`` None: no change."""
         self.check_open()
         if clips is None:
             self.check_resumed()
