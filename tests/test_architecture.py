@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "observe": 766,
     "optim": 944,
     "partition": 2686,
-    "planner": 3943,
+    "planner": 3935,
     "predict": 2173,
     "recipes": 2183,
     "shards": 4242,

@@ -178,7 +178,7 @@ class StoreQueue:
     """
 
     def __init__(self, stats: ActivationStats, in_flight_nbytes: int = 64 * 2**20) -> None:
-        self._stats, self._most_nbytes = stats, in_flight_nbytes
+        self._stats, self.most_nbytes = stats, in_flight_nbytes
         self._lock = threading.RLock()  # guards what follows
         self._changed = threading.Condition(self._lock)
         self._number = 0  # of the slot that was put last
@@ -273,7 +273,7 @@ class StoreQueue:
         with self._lock:
             while self._waiting:
                 ref, (number, nbytes) = next(iter(self._waiting.items()))
-                if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
+                if self._in_flight and self.in_flight_nbytes + nbytes > self.most_nbytes:
                     break
                 del self._waiting[ref]
                 if (slot := ref()) is not None:

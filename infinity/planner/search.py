@@ -78,16 +78,13 @@ class ChannelTimeline:
 
     Attributes:
         latency_nbytes: Bytes of the timeline that a transfer takes beyond its own.
+        beside: A channel of which each byte booked here takes so many bytes.
     """
 
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self.latency_nbytes = int(latency_s * bytes_per_s)
         self._free = (times * bytes_per_s).astype(np.int64)
-        self._beside: tuple[ChannelTimeline, float] | None = None
-
-    def share(self, beside: "ChannelTimeline", tax: float) -> None:
-        """Let each byte booked here take ``tax`` bytes of ``beside``."""
-        self._beside = beside, tax
+        self.beside: tuple[ChannelTimeline, float] | None = None
 
     def until(self) -> np.ndarray:
         """Free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
@@ -108,8 +105,8 @@ class ChannelTimeline:
         free = self._free[order]
         taken = np.clip(nbytes + self.latency_nbytes - (np.cumsum(free) - free), 0, free)
         self._free[order] -= taken
-        if self._beside is not None:
-            beside, tax = self._beside
+        if self.beside is not None:
+            beside, tax = self.beside
             beside._free[order] = np.maximum(beside._free[order] - (taken * tax).astype(np.int64), 0)
 
 
@@ -124,8 +121,8 @@ def channel_timelines(
     }
     writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
     mixed_read, mixed_write = mixed_rates(hardware)
-    writes.share(reads, (read - mixed_read) / mixed_write if mixed_write else 0.0)
-    reads.share(writes, (write - mixed_write) / mixed_read if mixed_read else 0.0)
+    writes.beside = reads, (read - mixed_read) / mixed_write if mixed_write else 0.0
+    reads.beside = writes, (write - mixed_write) / mixed_read if mixed_read else 0.0
     for unit in traffic:
         if unit.nbytes_read:
             reads.book_from(unit.at, unit.nbytes_read)
@@ -255,7 +252,7 @@ def within(
     if outcome.peak_nbytes <= capacity_nbytes:
         return plan, outcome
     # Beside these bytes there is never more than the backlog, however late stores end.
-    low = capacity_nbytes - int(_least_under(lifetimes, plan).max(initial=0))
+    low = capacity_nbytes - int(_least_under(lifetimes, plan)[0].max(initial=0))
     high = simulator.slots.backlog.peak_nbytes
     found, tried_nbytes = None, low
     for _ in range(TRIES if low >= 0 else 0):
@@ -284,16 +281,11 @@ def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Activ
     return replace(plan, backlog_nbytes=2 * simulator.slots.backlog.peak_nbytes)
 
 
-def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[int, int]:
-    """The position before which each load starts, by index of the inactive period."""
+def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> tuple[np.ndarray, dict[int, int]]:
+    """Bytes by position if every store took no time; and where loads start, by index of inactive periods."""
     asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
-    return {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
-
-
-def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
-    """Bytes by position if every store took no time and loads start as planned."""
-    placed = [lifetimes.index[key] for key in plan.places]
-    return least_memory(lifetimes, placed, _load_positions(lifetimes, plan))
+    starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
+    return least_memory(lifetimes, [lifetimes.index[key] for key in plan.places], starts), starts
 
 
 def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
@@ -307,7 +299,7 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
             calls[period.packed_at + 1] = False, period.key
     calls |= {period.end: (True, period.key) for period in reversed(named)}
     # Stored slots in the order of packing; from its load on ``memory`` has a slot's bytes.
-    memory, starts = _least_under(lifetimes, plan), _load_positions(lifetimes, plan)
+    memory, starts = _least_under(lifetimes, plan)
     stored = [lifetimes.index[key] for key in sorted(plan.places)]
     periods = [lifetimes.periods[index] for index in stored]
     nbytes, packed, begin = (

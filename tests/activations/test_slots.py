@@ -92,7 +92,7 @@ def test_what_is_wanted_while_it_is_stored_stays(stage):
 def test_a_slot_whose_graph_is_dropped_leaves_nothing_wherever_it_is(any_stage, where):
     any_stage.engine.delay_s = 0.02
     queue, stats = any_stage.cache.queue, any_stage.cache.stats
-    queue._most_nbytes = 1
+    queue.most_nbytes = 1
     ahead, _ = make_slot(stats)
     slot, tensor = make_slot(stats, 1)
     queue.put(ahead, any_stage.store)
@@ -158,7 +158,7 @@ def test_a_wait_for_a_slot_covers_all_that_were_put_before_it(stage):
 def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage):
     stage.engine.hold()
     queue = stage.cache.queue
-    queue._most_nbytes = 1
+    queue.most_nbytes = 1
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
     for slot in slots:
         queue.put(slot, stage.store)
@@ -176,7 +176,7 @@ def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage)
 def test_draining_stores_nothing_more_and_what_waited_can_be_read(stage):
     stage.engine.hold()
     queue = stage.cache.queue
-    queue._most_nbytes = 1
+    queue.most_nbytes = 1
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
     for slot in slots:
         queue.put(slot, stage.store)
@@ -240,7 +240,7 @@ def test_a_failed_store_is_told_once_and_ends_the_others(stage):
     stage.engine.faults = (Fault(on="write", nth=2, forever=True),)
     stage.engine.hold()
     queue = stage.cache.queue
-    queue._most_nbytes = 50_000
+    queue.most_nbytes = 50_000
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(6)]
     for slot in slots:
         queue.put(slot, stage.store)

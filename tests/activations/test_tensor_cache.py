@@ -86,7 +86,7 @@ def test_a_stored_storage_is_freed_and_its_handle_holds_nothing(any_stage):
 
 def test_a_store_that_is_cancelled_holds_nothing(stage):
     stage.engine.hold()
-    stage.cache.queue._most_nbytes = 1
+    stage.cache.queue.most_nbytes = 1
     x, y = torch.randn(N, N), torch.randn(N, N)
     with stage.forward():
         first, second = stage.cache.pack(x), stage.cache.pack(y)
