@@ -4,9 +4,9 @@ Training drives them with threads, streams and engines (:mod:`infinity.shards.up
 :mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.planner.clock`). Both tell what
 has happened, and carry out the actions that follow from it.
 
-[Note: when gradients are complete]
-When every trainable parameter of the unit has fired, or when the backward pass ends. Then the unit's weights
-have no reader left in this step and go to the update with the gradient. Where there may be one, it is later:
+[Note: when gradients are complete] When every trainable parameter of the unit has fired, or when the backward
+pass ends. Then the unit's weights have no reader left in this step and go to the update with the gradient.
+Where there may be one, it is later:
 
 - What is gathered as one (a leaf) is complete when backward leaves its module.
 - A recomputed forward reads all parameters of a unit, also those whose gradients have come. If some of them
@@ -75,14 +75,6 @@ class Completions:
     Args:
         leaves: Units that are complete when backward leaves their module.
         parameters: Returns how many parameters of a unit train, and how many it has.
-
-    Attributes:
-        syncing: False under ``no_sync``: backward completes no gradients of the step.
-        synced: A backward pass has completed the gradients of this step.
-        in_backward: A backward pass gave gradients and has not ended.
-        accumulated: A backward pass has given gradients that wait for a later one.
-        passed: Units that are complete in this backward pass.
-        delivered: Units whose gradients of this step are complete.
     """
 
     def __init__(
@@ -90,10 +82,10 @@ class Completions:
         recomputed: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self._leaves, self._parameters, self._recomputed = leaves, parameters, recomputed
-        self.syncing = True
+        self.syncing = True  # False under no_sync: backward completes no gradients of the step
         # By unit: parameters that fired in this pass, and what ``parameters`` gave.
         self._fired: dict[int, tuple[set[int], int, int]] = {}
-        self.passed: set[int] = set()
+        self.passed: set[int] = set()  # units that are complete in this backward pass
         self.reset()
 
     def fire(self, unit: int, parameter: int) -> bool:
@@ -130,12 +122,13 @@ class Completions:
 
     def reset(self) -> None:
         """Begin a step."""
-        self.synced = self.accumulated = False
-        self.delivered: set[int] = set()
+        self.synced = False  # a backward pass has completed the gradients of this step
+        self.accumulated = False  # one has given gradients that wait for a later one
+        self.delivered: set[int] = set()  # units whose gradients of this step are complete
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        self.in_backward = False
+        self.in_backward = False  # a pass gave gradients and has not ended
         self.passed.clear()
         self._fired.clear()
 

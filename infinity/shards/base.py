@@ -17,9 +17,8 @@ is copied. Bytes of a block that two pieces need are read twice.
 [Note: the end of a file] An engine reads whole blocks, and a file's last bytes are seldom one. Those are read
 once, by a call of their own, and are not counted.
 
-[Note: what is trusted]
-A file's inode, size and time of last change, taken when its header was read, and compared at every step: what
-differs ends the run with an error that names the file.
+[Note: what is trusted] A file's inode, size and time of last change, taken when its header was read, and
+compared at every step: what differs ends the run with an error that names the file.
 """
 
 import contextlib
@@ -274,6 +273,7 @@ class FrozenBase:
         self.store = storage.store  # its engine reads the files, which are in the run's volume
         buffers = BaseBuffers.within(storage.host_nbytes)
         self.files = BaseFiles(values, sizes, buffers.nbytes, first)
+        self.buffers_nbytes = buffers.all_nbytes  # of the host budget
         self.own: dict[str, str] = {}  # units that are not read where they lie, and why
         # The plans of units stay: they are asked for in every step.
         self.read_nbytes = functools.cache(self.files.read_nbytes)
@@ -291,11 +291,6 @@ class FrozenBase:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """What this takes of the host budget."""
-        return sum(lease.nbytes for lease in self._leases)
 
     def home_of(self, unit: Unit, *, quantized: bool = False) -> BaseHome | None:
         """Return the home of a unit in the files; None: it has none, or is not ``quantized`` as asked."""

@@ -1,8 +1,7 @@
 """Homes of shards: host memory, NVMe, the accelerator. Those in a checkpoint: :mod:`infinity.shards.base`.
 
 A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to all that read
-and
-write exact values: construction, saved checkpoints, exports, people.
+and write exact values: construction, saved checkpoints, exports, people.
 
 [Note: two places of one shard] A unit whose home is host memory may have its weights and states on the
 accelerator, too, if ``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes
@@ -14,8 +13,8 @@ again with its next update.
 
 [Note: order] One stream updates shards and brings them home, in the order in which that was asked for. So
 what is brought home are the values of the step after which that was asked for, however soon the next update
-follows. An update has
-ended when the stream was given the last of it: leases carry the order to the streams that copy the weights.
+follows. An update has ended when the stream was given the last of it: leases carry the order to the streams
+that copy the weights.
 
 Who asks gives the stream its work, if there is nothing to wait for. A thread does so for what waits for host
 memory, and for all that is asked for before it is done with that.

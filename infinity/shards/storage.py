@@ -220,9 +220,6 @@ class Storage:
                 look for it again.
             synced: Commits survive a power cut.
             note: Gets a line for people about each thing that the machine lacks.
-
-        Raises:
-            StateError: The run cannot go on; says why.
         """
         if not self.memory.nvme:
             if resume == "must":

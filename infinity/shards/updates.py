@@ -48,9 +48,7 @@ class Weights(NamedTuple):
     """
 
     values: Tensor | None = None  # (shard_numel,) in the compute dtype; None: the update reads them from NVMe
-    lease: Lease | None = (
-        None  # given back when the update has read them; None: not the update's to give back
-    )
+    lease: Lease | None = None  # given back when the update has read them; None: it is not its own
     stay: Tensor | None = None
 
     @classmethod
@@ -135,11 +133,9 @@ class Updates:
     """Gradients in, committed versions out.
 
     Args:
-        rule: Updates shards in host memory.
-        beside: Runs these updates beside training; None: the training thread does.
+        rule: Updates shards in host memory, beside training on threads of ``beside``, if it is not None.
         pipeline: Updates the others; None when everything is resident.
-        order: Of uses and gradients in a step, which orders the updates.
-        commits: Writes the commit record; None if no process could go on with the run.
+        commits: None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
     """
