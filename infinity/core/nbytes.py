@@ -67,7 +67,6 @@ class Extent:
         return Extent(tuple(pieces))
 
     def head(self, nbytes: int) -> "Extent":
-        """The first ``nbytes`` of the range."""
         return self.part(0, nbytes)
 
     def part(self, start: int, nbytes: int) -> "Extent":

@@ -239,7 +239,6 @@ class ActivationPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ActivationPlan":
-        """Read what :meth:`to_json` wrote."""
         given = json.loads(text)
         places = {SlotKey(region, ordinal): Place(place) for region, ordinal, place in given["places"]}
         built = {name: _built(_hints(cls)[name], given[name]) for name in ("loads", "waits")}

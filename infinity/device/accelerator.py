@@ -44,7 +44,6 @@ def use_own_stream(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a new stream; None on the CPU."""
     return None if device.type == "cpu" else torch.Stream(device)
 
 
@@ -75,7 +74,6 @@ def wait_on_stream(event: torch.Event | None, device: torch.device) -> None:
 
 
 def wait_on_host(event: torch.Event | None) -> None:
-    """Block until ``event`` has happened."""
     if event is not None:
         event.synchronize()
 
@@ -182,7 +180,6 @@ def page_lock(address: int, nbytes: int, device: torch.device) -> int:
 
 
 def page_unlock(address: int, device: torch.device) -> None:
-    """Undo :func:`page_lock`."""
     with _current(device):
         if device.type == "cuda":
             _module(device).cudart().cudaHostUnregister(address)

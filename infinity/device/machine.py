@@ -65,7 +65,6 @@ def total_host_nbytes(root: Path = _ROOT) -> int:
 
 
 def local_ranks() -> int:
-    """Ranks of this run on this machine, as the launcher says."""
     return launched().local_world_size or 1
 
 
@@ -149,7 +148,6 @@ class DtypeSpeed:
 
     @property
     def ratio(self) -> float:
-        """Times the speed of fp32."""
         return self.flops_per_s / self.fp32_flops_per_s
 
     def __str__(self) -> str:
@@ -207,7 +205,6 @@ def measure_dtype(name: Dtype, device: torch.device) -> DtypeSpeed:
 
 @torch.no_grad()
 def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
-    """Multiply two square matrices; returns seconds."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     synchronize(device)
     began_s = time.perf_counter()
@@ -255,7 +252,6 @@ def share_of_cores() -> int:
 
 
 def background_threads() -> int:
-    """Threads for work beside training: half of the rank's, at least one."""
     return max(1, rank_threads() // 2)
 
 

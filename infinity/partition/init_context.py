@@ -101,7 +101,6 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
 
 def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
-    """Put a :class:`ServedParameters` in place of ``module._parameters``."""
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy, check)
 
@@ -178,7 +177,6 @@ class Construction:
         return [root for each in self._roots if (root := each()) is not None]
 
     def is_building(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return whether the block is not over, and has any of ``params``."""
         return self.active and any(self.builder.has(param) for param in params)
 
     def add_root(self, module: nn.Module) -> None:

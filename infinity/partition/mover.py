@@ -419,7 +419,6 @@ class UnitMover:
         return lease
 
     def close(self) -> None:
-        """End the threads."""
         self._decoding.shutdown()
         if self.staging is not None:
             self.staging.uploads.shutdown()

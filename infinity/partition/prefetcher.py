@@ -108,7 +108,6 @@ class Pass:
         return len(self.trace)
 
     def foresees(self, event: Event) -> bool:
-        """Return whether ``event`` is the plan's next one."""
         return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
 
     def align(self, event: Event) -> range:
@@ -314,7 +313,6 @@ class Prefetcher:
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
-        """Context of a visit inside whatever pass goes on."""
         outer = self.running
         self.begin_visit()
         try:
@@ -367,7 +365,6 @@ class Prefetcher:
         return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
-        """Return whether all of ``units`` fit into memory together."""
         lent_nbytes = self.residents.borrowed_nbytes
         return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
 

@@ -77,7 +77,6 @@ class TiledWeight:
         return self.places[0][1].whole_name
 
     def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``F.linear`` with the whole weight."""
         outputs = []
         for unit, segment in self.places:
             part = None if bias is None else bias[segment.rows.start : segment.rows.stop]
@@ -89,7 +88,6 @@ class TiledWeight:
         self, tokens: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        """``F.embedding`` of the whole weight."""
         if max_norm is not None or scale_grad_by_freq or sparse:
             self.refuse("an embedding with max_norm, scale_grad_by_freq or sparse")
         flat = tokens.reshape(-1)
@@ -142,7 +140,6 @@ class TiledWeight:
         return torch.cat(outputs)
 
     def with_expert(self, row: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """``compute`` with one expert's weight."""
         if self.several_ranks:
             self.refuse("experts one by one, with several ranks,")
         row += self.places[0][1].whole_shape[0] * (row < 0)

@@ -419,7 +419,6 @@ class UnitIndex(list[Unit]):
                 self._tiles.setdefault(id(segment.whole), []).append((unit, segment))
 
     def replace(self, units: Iterable[Unit]) -> None:
-        """Hold ``units`` in place of those from before."""
         for had in (self, self._places, self._tiles):
             had.clear()
         for unit in units:
@@ -449,7 +448,6 @@ class UnitIndex(list[Unit]):
         return [self[index] for index in sorted(found)]
 
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
-        """Yield every parameter's unit and segment."""
         return ((unit, segment) for unit in self for segment in unit.segments)
 
 

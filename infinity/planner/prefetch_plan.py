@@ -93,7 +93,6 @@ class ResidentSet(Generic[Item]):
         return True
 
     def spare_items(self) -> Iterator[Item]:
-        """Yield what no plan wants, the first to go first."""
         yield from [*self.spare]
 
     def to_go(self) -> Iterator[Item]:
