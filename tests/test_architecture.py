@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2332,
     "api": 1748,
     "app": 1376,
-    "checkpoint": 4214,
+    "checkpoint": 4233,
     "comm": 903,
     "core": 2201,
     "device": 1085,

@@ -2,8 +2,9 @@
 
 [Note: what is executed]
 The metadata is a pickle, and torch's own reader unpickles it, which runs whatever it names. Here a pickle may
-name the plain classes of the format and nothing else. Every number that comes out is checked before it is
-used: types, boxes inside their tensor, ranges inside their file, files beside the metadata.
+name the classes of the format, for which there are stand-ins, and nothing else. Every number that comes out
+is checked before it is used: types, boxes inside their tensor, ranges inside their file, files beside the
+metadata.
 
 [Note: records]
 A value is a record of ``torch.save``: a zip archive without a compressed member. torch reads the record of a
@@ -76,13 +77,14 @@ class DistributedCheckpoint(StoredTensors):
             raw = read_file(self.path / METADATA, _MOST_METADATA_NBYTES)
         what = f"the checkpoint's {METADATA} is refused, as loading it would run code"
         with library_errors(CheckpointError, what):
-            return _MetadataUnpickler(io.BytesIO(raw)).load()
+            return _MetadataUnpickler(raw).load()
 
     def _parse(self, metadata: Any) -> None:
         """Take tensors and other values from the metadata, or raise a CheckpointError."""
         try:
             records = {
-                (_text(key.fqn), _numbers(key.offset)): info for key, info in metadata.storage_data.items()
+                (_text(key.fqn), _numbers(getattr(key, "offset", None))): info
+                for key, info in metadata.storage_data.items()
             }
             for key, entry in metadata.state_dict_metadata.items():
                 if hasattr(entry, "chunks"):
@@ -257,7 +259,7 @@ def _members(opened: io.BufferedReader) -> dict[str, int]:
 # --- pickles -----------------------------------------------------------------------------------------
 
 _FORMAT = "torch.distributed.checkpoint."
-#: What a metadata may name.
+#: What a metadata may name, and stand-ins are made of.
 _NAMED = {
     *(
         (_FORMAT + "metadata", name)
@@ -267,19 +269,36 @@ _NAMED = {
         )
     ),
     (_FORMAT + "filesystem", "_StorageInfo"),
-    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
-    ("collections", "OrderedDict"),
+    ("pathlib._local", "PosixPath"),
 }  # fmt: skip
 
 
+class _StandIn:
+    """Keeps what an object of a class of the format has."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})  # of TensorProperties
+
+
 class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+        # A pickle can set attributes of what it names: of a class of its own.
+        self._stand_in = type("StandIn", (_StandIn,), {})
+
     def find_class(self, module: str, name: str) -> Any:
-        module = module.removesuffix("._local")  # of Python 3.13's pathlib
-        of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) in _NAMED or of_torch:
-            return super().find_class(module, name)
+        if (module, name) in _NAMED:
+            return self._stand_in
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        found = getattr(torch, name, None) if module == "torch" else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of the format")
 
 

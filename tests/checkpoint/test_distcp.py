@@ -222,6 +222,17 @@ def test_a_metadata_that_says_what_cannot_be_is_refused(
     assert {each.name for each in tmp_path.iterdir()} == {"out"}
 
 
+def test_a_metadata_changes_no_class_that_it_names(tmp_path: Path) -> None:
+    path = good(tmp_path)
+    # pathlib.PosixPath, of which the attribute "unlink" is set to a type.
+    build = b"cpathlib\nPosixPath\n(N(dS'unlink'\nctorch\nfloat32\nstb."
+    (path / ".metadata").write_bytes(build)
+    with pytest.raises(CheckpointError):
+        DistributedCheckpoint(path)
+    assert callable(Path.unlink)
+    assert "unlink" not in vars(type(path))
+
+
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     for name in ("empty", "text"):
         (tmp_path / name).mkdir()
