@@ -280,17 +280,17 @@ ROOM_BUDGETS = {
     "app": 1376,
     "checkpoint": 4233,
     "comm": 903,
-    "core": 2201,
+    "core": 2188,
     "device": 1085,
     "engine": 3054,
-    "nvme": 1291,
+    "nvme": 1288,
     "observe": 766,
     "optim": 944,
     "partition": 2675,
     "planner": 3927,
     "predict": 2173,
     "recipes": 2183,
-    "shards": 4229,
+    "shards": 4221,
 }
 
 

@@ -139,7 +139,7 @@ class DamagedDataError(DiskError):
 
 @contextmanager
 def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
-    """Raise every error of a library that is given files of others as ``kind``: ``what``, and the reason.
+    """Raise every error of a library as ``kind``: ``what``, and the reason.
 
     Bad files make libraries raise any type: also Rust's panic, which is no :class:`Exception`.
     """

@@ -177,10 +177,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
-    """Make the file ``path``, lock it exclusively, and write into it which process holds it.
-
-    The lock lasts until the descriptor that is returned is closed. Raises as :func:`open_locked`.
-    """
+    """Make the file ``path``, lock it until its descriptor is closed, and write into it who holds it."""
     lock = open_locked(path, os.O_RDWR | os.O_CREAT, patience_s=patience_s)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{_this_process()}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
@@ -217,10 +214,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def is_locked(path: Path, *, shared: bool = False) -> bool:
-    """Return whether a process holds a lock that conflicts with a ``shared`` or an exclusive one.
-
-    True as well for a file that is gone, a link, or one that this user may not open.
-    """
+    """Return whether a process holds a conflicting lock, or the file cannot be opened by this user."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

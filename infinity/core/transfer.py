@@ -54,8 +54,7 @@ class Transfer:
     def then(self, call: Callable[[], None]) -> None:
         """Run ``call`` once, when the move has ended, well or not; at once if it has.
 
-        ``call`` runs on the thread that ends the move. It must be short, must not wait, and learns how
-        the move ended by calling ``wait`` (which then returns at once).
+        It runs on the thread that ends the move, must not wait, and learns how the move ended by ``wait``.
         """
         with self._lock:
             if not self._done:
@@ -66,8 +65,7 @@ class Transfer:
     def finish(self, error: BaseException | None = None) -> None:
         """End the transfer, wake all that wait, and run the calls that follow; only the first end counts.
 
-        Every call runs, and the thread that ends the transfer outlives a mistake in one: an exception
-        goes to ``threading.excepthook``, like that of any thread.
+        The thread outlives a mistake in a call: an exception goes to ``threading.excepthook``.
         """
         with self._lock:
             if self._done:
@@ -84,10 +82,7 @@ class Transfer:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def run(self, call: Callable[[], object]) -> None:
-        """Run ``call``, and end with the error that it raises, or without one.
-
-        The error's traceback is dropped: its frames would keep alive what was moved.
-        """
+        """Run ``call``, and end with its error; without the traceback, which keeps alive what was moved."""
         try:
             call()
         except BaseException as error:  # surfaces at wait
@@ -97,9 +92,9 @@ class Transfer:
 
 
 def chained(first: Transfer, begin: Callable[[], Transfer]) -> Transfer:
-    """Return a transfer that ends with a second one, which begins when ``first`` has ended well.
+    """Return a transfer that ends with a second one, which ``begin`` starts when ``first`` has ended well.
 
-    Either's error is its own. ``begin`` starts the second, on the thread that saw the first end.
+    Either's error is its own. ``begin`` runs on the thread that saw the first end.
     """
     chain = Transfer()
 
@@ -152,12 +147,10 @@ B = TypeVar("B")
 def stream(
     pieces: Iterable[P], buffers: Iterable[B], read: Callable[[P, B], Transfer]
 ) -> Generator[tuple[P, B]]:
-    """Read pieces through a few buffers, so that the next ones are read while one is used.
+    """Read pieces through a few buffers: yield each in order, with the buffer that has it until the next.
 
-    Close the generator before the buffers are given back: then nothing is written to them any more.
-
-    Yields:
-        Each piece in order, and the buffer that has it until the next one is asked for.
+    The next ones are read meanwhile. Close the generator before the buffers are given back: then nothing is
+    written to them any more.
     """
     left, free = iter(pieces), deque(buffers)
     reading: deque[tuple[P, B, Transfer]] = deque()

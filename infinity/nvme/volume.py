@@ -300,9 +300,6 @@ class Volume:
         Args:
             what: The owner of the bytes, for messages.
             zeroed: Write zeros where the range held something before.
-
-        Raises:
-            DiskError: The file system is full, or the process may not write that large a file.
         """
         if nbytes <= 0 or nbytes % BLOCK_NBYTES:
             raise ValueError(

@@ -206,11 +206,9 @@ class Records:
     def take_over(
         self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
     ) -> None:
-        """Go on after a saved commit, whose states are in their places.
+        """Go on after a saved commit, whose states are in their places: its own for ``adopted`` units.
 
-        Args:
-            adopted: Units whose places are those that the saved record names.
-            obsolete: Called when the next commit stands on all ranks.
+        ``obsolete`` is called when the next commit stands on all ranks.
         """
         self.steps = self._small.step = saved.step
         self._small.packed = saved.state(rank)

@@ -73,10 +73,7 @@ class Restored:
 def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> Restored:
     """Give every unit the states of the saved commit, in its home; this rank's part.
 
-    Raises:
-        StateError: The model, or its frozen base, is another one than that of the run; names the first
-            difference.
-        DiskError: States cannot be read, or there is no room.
+    Raises a StateError, which names the first difference, if the model or its frozen base is another one.
     """
     storage, layout = tiers.storage, (saved.own or saved.ranks[0]).layout
     dtype, was = str(tiers.layout.dtype), layout["dtype"]

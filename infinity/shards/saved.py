@@ -168,10 +168,7 @@ def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) ->
 
 
 def clear(folders: Iterable[Path], ranks: Ranks, keep: int) -> None:
-    """Remove files of all generations but one, those of other ranks than today's among them.
-
-    Every rank must call, after all have looked for commits.
-    """
+    """Remove files of all generations but one, also of ranks that are no more; once all ranks have looked."""
     for folder in folders:
         for path in folder.glob("rank*"):
             files = RankFiles.of(path)
