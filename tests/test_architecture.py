@@ -287,8 +287,8 @@ ROOM_BUDGETS = {
     "observe": 766,
     "optim": 944,
     "partition": 2675,
-    "planner": 3927,
-    "predict": 2173,
+    "planner": 3913,
+    "predict": 2167,
     "recipes": 2183,
     "shards": 4221,
 }

@@ -2,9 +2,8 @@
 
 [Note: what is played]
 The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
-waits for units, releases and fetches. Beside it move fetches (NVMe to host memory), uploads, gathers,
-decoding, reductions, gradients' copies, and the chunks of updates, through the queues that the runtime has:
-one for each channel, one for the collectives, one for decoding, and a bounded number of chunks in staging
+waits for units, releases and fetches. Beside it all else goes through the runtime's queues: one for each
+channel, one for the collectives, one for decoding, and a bounded number of chunks of updates in staging
 memory. Device memory is leased and given back as the pools do, and a lease that finds no room waits. All
 ranks do the same, so one is played, with its share of what they have in common.
 
@@ -19,14 +18,13 @@ begun, or backward has ended; one unit is reduced at a time, and none when a bac
 
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
-until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. The
-first of them begins with its last micro-batch, which is the one that has updates.
+until they repeat, and the last one counts, with the bytes of its own transfers, whenever they move. The first
+one begins with its last micro-batch, which has the updates.
 
 [Note: micro-batches that repeat]
-All micro-batches but the last one use the same units in the same order, and from the second or third one on
-their plan is the same (``Plan.repeats``). Such a micro-batch is played until it ends in the state in which it
-began; then each further one takes what it took. Where that does not happen in the first few, it is taken to
-be so.
+From the second or third micro-batch on, all but the last one have the same plan (``Plan.repeats``). Such a
+one is played until it ends in the state in which it began; then each further one takes what it took. Where
+that does not happen in the first few, it is taken to be so.
 """
 
 from collections.abc import Callable

@@ -119,11 +119,6 @@ class DrivesConfig(Config):
         0.0, "time of a core that each byte costs (s); counts where the cores compute", Valid(0, 1)
     )
 
-    @property
-    def both_bytes_per_s(self) -> float:
-        """Reads and writes together."""
-        return self.mixed_bytes_per_s or (self.read_bytes_per_s + self.write_bytes_per_s) / 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -197,11 +192,7 @@ class RankRates:
 
 
 def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None) -> RankRates:
-    """Return the rates of one of ``ranks`` that compute in ``dtype``.
-
-    Args:
-        threads: Threads of each rank, without an accelerator; None: one for each of its cores.
-    """
+    """Return the rates of one of ``ranks`` that compute in ``dtype``, on a thread for each core if None."""
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)
     link = links.host_bytes_per_s or 0.0
@@ -210,10 +201,11 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
     cores = host.cores / local
     used = max(1.0, cores) if machine.on_accelerator or threads is None else min(float(threads), host.cores)
     share = 1.0 if machine.on_accelerator else used / host.cores  # of what computes, while cores are free
+    mixed = drives.mixed_bytes_per_s or (drives.read_bytes_per_s + drives.write_bytes_per_s) / 2
     channels = Hardware(
         read_bytes_per_s=drives.per_node * drives.read_bytes_per_s / local,
         write_bytes_per_s=drives.per_node * drives.write_bytes_per_s / local,
-        mixed_bytes_per_s=drives.per_node * drives.both_bytes_per_s / local,
+        mixed_bytes_per_s=drives.per_node * mixed / local,
         host_bytes_per_s=link,
         latency_s=LATENCY_S,
         compute_s_per_byte=0.0 if machine.on_accelerator else drives.core_s_per_byte,

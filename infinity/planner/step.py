@@ -1,8 +1,7 @@
 """A training step before it runs: what it uses in which order, and what that takes.
 
-A :class:`StepTrace` is one micro-batch as the hooks of a model see it, recorded without values. With the
-sizes of its units and a division of the memory budgets it is everything that the runtime's own plan follows
-from: a :class:`StepScript`, which :mod:`infinity.planner.clock` plays.
+The runtime's own plan, a :class:`StepScript`, follows from a micro-batch as hooks see it, sizes of units and
+the division of the memory budgets; :mod:`infinity.planner.clock` plays it.
 """
 
 from collections.abc import Sequence
@@ -93,14 +92,11 @@ def choose_homes(
         if index not in resident and used + nbytes <= resident_nbytes:
             used += nbytes
             resident.add(index)
-    return tuple(
-        replace(
-            unit,
-            on_nvme=index not in resident,
-            streams=index not in resident or not alone_on_cpu or unit.stored_nbytes > 0,
-        )
-        for index, unit in enumerate(units)
-    )
+    found = list(units)
+    for index in resident:
+        streams = not alone_on_cpu or units[index].stored_nbytes > 0
+        found[index] = replace(units[index], on_nvme=False, streams=streams)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

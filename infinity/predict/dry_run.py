@@ -2,9 +2,9 @@
 
 [Note: nothing is read and nothing computed]
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
-micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
-would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
-whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
+micro-batch then runs on fake tensors, which have shapes and no memory: torch says what operators would make,
+the runtime's own hooks and prefetcher what units they use. A model whose forward depends on values (experts
+in a Python loop) cannot be planned.
 """
 
 import functools

@@ -1,20 +1,16 @@
 """Times of a model's operators on this machine: each is run alone, on tensors of the sizes that it is given.
 
-A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model
-has some dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds.
-Values do not matter: floats are halves, and integers are zeros, which are valid indices. All are timed in
-rounds, one after the other, so that a machine that changes its speed changes it for all; a time is the median
-of its rounds. One thread's time is that of its processor, which other programs do not change. What was timed
-once holds for all plans of a process.
+A roofline does not know how well this machine's kernels reach an operator's flops and bytes. A model has some
+dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds; those
+that take long, or much memory, are left to the roofline, which knows them best. Values do not matter: floats
+are halves, and integers are zeros, which are valid indices. All take turns, in rounds, so that a machine that
+changes its speed changes it for all; a time is the median of its rounds. One thread's time is that of its
+processor, which other programs do not change. What was timed once holds for all plans of a process.
 
 [Note: what caches hold]
-Without an accelerator an operator takes two to five times as long on bytes that no cache holds. Of each
-argument it is known how many bytes the step touches between its last use and this one. Before a run the
-argument is touched, and so many other bytes after it: what caches hold then is what they hold in the step,
-however large they are.
-
-In a model that is large for this machine operators take minutes, or more memory than there is. The large ones
-are left to the roofline, which knows them best.
+Without an accelerator an operator takes two to five times as long on bytes that no cache holds. It is known
+how many bytes the step touches between the last use of an argument and this one. So before a run the argument
+is touched, and so many other bytes after it: then caches hold what they hold in the step, however large.
 """
 
 import functools

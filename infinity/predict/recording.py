@@ -1,18 +1,17 @@
 """One micro-batch of a model on fake tensors: its operators, and what hooks ask of the runtime.
 
 [Note: written down, then played]
-Operators run on fake tensors, which have shapes and no memory, under the runtime's own hooks. What the hooks
-ask of the prefetcher, of backward's pins and of gradients is written down between the operators, and then
-asked of the runtime's own :class:`Prefetcher`, with the sizes, homes and window that a run would have. So the
-trace is the runtime's own, and a record, which knows neither sizes nor windows, serves plans for any budget.
+Operators run on fake tensors under the runtime's own hooks. What these ask of the prefetcher, of backward's
+pins and of gradients is written down between the operators, and then asked of the runtime's own
+:class:`Prefetcher`, with the sizes, homes and window of a run. So the trace is the runtime's own, and a
+record, which knows neither sizes nor windows, serves plans for any budget.
 
 [Note: micro-batches in a block]
 A layer schedule takes all micro-batches of a step through a block before the next one. So what a block was
-given is there for all of them until its backward; also, while one of them is in the block's backward, or in
-what follows the last block, the gradients of what the block returned and was given. What is inside a block is
-there for one of them. All that is recorded is one micro-batch: a block is taken to return as many bytes as
-the next one is given. What all blocks are given (angles, masks) depends on the sequences if these have
-positions or a mask of their own.
+given is there for all of them until its backward; also, while one is in the block's backward, or in what
+follows the last block, the gradients of what the block returned and was given. What is inside a block is
+there for one. One micro-batch is recorded: a block is taken to return as many bytes as the next one is given.
+What all blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
 """
 
 import gc
@@ -331,7 +330,6 @@ def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
 
 
 def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
-    """Return ``param``, or what operators read its tiles through."""
     places = () if param is None else hooks.units.places(param)
     if not any(segment.is_tile for _, segment in places):
         return param
