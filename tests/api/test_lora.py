@@ -197,14 +197,13 @@ def test_get_peft_model_inside_init_trains_the_same_numbers(tmp_path):
 def tight(model: Any, rule: Rule) -> Any:
     """An optimizer with the least device budget, and room for the adapters' updates and one more unit."""
     runtime = runtime_of(model)
-    memory = runtime.config.memory
-    runtime.config = replace(runtime.config, memory=replace(memory, device=1024))
+    runtime.storage.memory = replace(runtime.storage.memory, device=1024)
     with pytest.raises(BudgetError) as error:
         optimizer_for(model, rule)
     [nbytes] = re.findall(r"\((\d+) bytes\)", str(error.value))
     updates = 2 * sum(unit.nbytes for unit in runtime.units if unit.trainable and unit.home.tier is Tier.NVME)
     room = int(nbytes) + updates + max(unit.nbytes for unit in runtime.units)
-    runtime.config = replace(runtime.config, memory=replace(memory, device=room))
+    runtime.storage.memory = replace(runtime.storage.memory, device=room)
     return optimizer_for(model, rule)
 
 
