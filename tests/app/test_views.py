@@ -73,7 +73,7 @@ def test_a_plan_is_saved_and_announced_once(tmp_path: Path) -> None:
 
 def test_a_policy_by_hand_has_figures_and_no_files(tmp_path: Path) -> None:
     given = activations("offload")
-    given.cache.stats.allocated(5 * 2**20)
+    given.cache.stats.add(5 * 2**20)
     view = ActivationView(given, tmp_path, 1, lambda line: None)
     steps(view, given.cache.stats, 100, 100, 200)
     result = view.result()
