@@ -95,14 +95,14 @@ def run(job: Job) -> dict[str, Any]:
     from infinity.activations.profiler import MemoryMeter
     from infinity.app.process_group import process_group, set_threads
     from infinity.app.train import built
-    from infinity.app.views import Views
+    from infinity.observe.metrics import View
     from infinity.recipes.models.causal import CausalLoss
 
     recipe = infinity.load_recipe(overrides=job.overrides)
     set_threads(recipe.train)
     shape = recipe.train.batch_size, recipe.model.seq_len
     step_s: list[float] = []
-    with process_group(recipe), built(recipe, None, Views()) as (model, optimizer):
+    with process_group(recipe), built(recipe, None, View()) as (model, optimizer):
         model.train()
         loss, runtime = CausalLoss(model), optimizer.runtime
 

@@ -36,13 +36,12 @@ from infinity.activations.controller import METERED, Activations, FixedBudget
 from infinity.app.loop import Loop
 from infinity.app.process_group import process_group, set_threads
 from infinity.app.runs import RECIPE, write_recipe
-from infinity.app.train import built, open_inputs
-from infinity.app.views import ActivationView, Views
+from infinity.app.train import ActivationView, built, open_inputs
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.metrics import StepReport
+from infinity.observe.metrics import StepReport, View
 from infinity.planner.planning import FOLDER, PLAN, Planning
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
@@ -257,7 +256,7 @@ def measure(folder: Path) -> RokPoint:
     recipe = load_recipe(folder / RECIPE)
     set_threads(recipe.train)
     data = open_inputs(recipe, lambda line: None)
-    with process_group(recipe), built(recipe, None, Views()) as (model, optimizer):
+    with process_group(recipe), built(recipe, None, View()) as (model, optimizer):
         write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
@@ -265,7 +264,7 @@ def measure(folder: Path) -> RokPoint:
             activations.budget = FixedBudget(point.budget_nbytes)
         steps = StepMedians(warmup_steps(recipe.train.accumulate))
         moved = ActivationView(activations, folder, recipe.train.accumulate, lambda line: None)
-        loop = Loop(recipe, model, optimizer, data, Views([steps, moved]))
+        loop = Loop(recipe, model, optimizer, data, View(steps, moved))
         loop.run()
         figures = moved.result()
         return replace(

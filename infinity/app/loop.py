@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity
 from infinity.api.portable import Checkpoints
 from infinity.app.process_group import world_size
-from infinity.app.views import Views
 from infinity.core.errors import (
     BudgetError,
     CheckpointError,
@@ -26,6 +25,7 @@ from infinity.core.errors import (
     library_errors,
 )
 from infinity.engine.schedule import LayerSchedule
+from infinity.observe.metrics import View
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.data.loader import Data
 from infinity.recipes.data.sequences import Batch, join
@@ -36,33 +36,22 @@ from infinity.recipes.recipe import Recipe
 class Loop:
     """Training steps and evaluations of one model; goes on after the last committed step.
 
-    Construction and :meth:`run` are collective.
-
     [Note: the metrics of a committed step]
     The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
     is taken when the next forward pass begins, and the step is committed after it: when the step's lines
     have been written. So a run that goes on after a step has all lines up to it, and cuts later ones.
-
-    Args:
-        optimizer: :class:`infinity.AdamW`, which follows this object and its scheduler.
-        views: Receive the figures of each step; on rank 0 only.
-        folder: The run's, for its checkpoints; None: there are none.
-
-    Attributes:
-        loss: Of one micro-batch.
-        division: How a step divides its sequences; ``before`` the interruption likewise.
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views,
+        self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: View,
         folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self._data = data
         self.loss = BatchLoss(model, recipe, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
-        self.step = 0  # the loop has come to
-        self.division = self.before = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
+        self.step = 0  # the last one that has begun
+        self.before = self.division  # the interruption
         optim, steps = recipe.optim, recipe.train.steps
         self._scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, optim, steps=steps))
         optimizer.follow(loop=self, scheduler=self._scheduler)
@@ -80,6 +69,10 @@ class Loop:
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
+
+    @property
+    def division(self) -> "Division":
+        return Division(self._recipe.train.batch_size, self._recipe.train.accumulate, world_size())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the run: what the optimizer commits with the step."""
@@ -129,29 +122,19 @@ class Loop:
         averaged over ranks, so each rank divides by the number of targets per rank.
         """
         targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
-        backward = self._step_schedule if self._scheduled is None else self._layer_schedule
+        total = torch.zeros((), device=self.loss.device)
         with enough_memory(self._recipe):
-            total = backward(batches, targets_per_rank)
+            if self._scheduled is not None:  # all micro-batches through a block before the next block
+                total = self._scheduled(join(batches)).losses.sum() / targets_per_rank
+                self._optimizer.scale(total).backward()
+            for micro, batch in enumerate(batches if self._scheduled is None else (), start=1):
+                with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
+                    loss = self.loss(batch) / targets_per_rank
+                    self._optimizer.scale(loss).backward()
+                    total += loss.detach()
         self._optimizer.step()
         self._scheduler.step()
-        return self.loss.value(total)
-
-    def _step_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
-        """Run forward and backward of each micro-batch and return the sum of their losses."""
-        total = torch.zeros((), device=self.loss.device)
-        for micro, batch in enumerate(batches, start=1):
-            with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
-                loss = self.loss(batch) / targets_per_rank
-                self._optimizer.scale(loss).backward()
-                total += loss.detach()
-        return total
-
-    def _layer_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
-        """Run forward and backward of all micro-batches through a block before the next block."""
-        assert self._scheduled is not None
-        loss = self._scheduled(join(batches)).losses.sum() / targets_per_rank
-        self._optimizer.scale(loss).backward()
-        return loss.detach()
+        return self.loss.value(total.detach())
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:

@@ -79,7 +79,7 @@ def find_run(recipe: Recipe) -> Run:
                 f"rm -r {shlex.join(map(str, drive_directories(recipe, name)))}"
             )
         return Run(recipe, folder)
-    if not is_interrupted(folder, begins=True):
+    if not is_interrupted(folder):
         raise _finished(recipe, folder)
     if recipe.run.resume == "never":
         raise RecipeError(
@@ -126,24 +126,20 @@ def state_of(folder: Path) -> Literal["running", "finished", "interrupted"]:
     return "finished" if (folder / SUMMARY).exists() else "interrupted"
 
 
-def is_interrupted(folder: Path, *, begins: bool = False) -> bool:
-    """Return whether ``folder`` is that of a run that was interrupted, for one that ``begins``, or a look.
-
-    Raises:
-        RecipeError: The run is running.
-    """
+def is_interrupted(folder: Path) -> bool:
+    """Return whether ``folder`` is that of an interrupted run; one that is running is a RecipeError."""
     if not (folder / RECIPE).is_file():
         return False
     state = state_of(folder)
     if state == "running":
-        raise _in_use(folder, begins=begins)
+        raise _in_use(folder)
     return state == "interrupted"
 
 
-def _in_use(folder: Path, *, begins: bool) -> RecipeError:
-    other = ", or give this one another name" if begins else ""
+def _in_use(folder: Path) -> RecipeError:
     return RecipeError(
-        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it{other}"
+        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it, or give "
+        "a new one another name"
     )
 
 
@@ -162,12 +158,7 @@ def _finished(recipe: Recipe, folder: Path) -> RecipeError:
 
 
 def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
-    """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew.
-
-    Raises:
-        RecipeError: It has commits elsewhere, or none although it made many steps, or it would begin from one
-            of its own checkpoints.
-    """
+    """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew."""
     load = recipe.checkpoint.load
     if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
         raise RecipeError(
@@ -223,11 +214,7 @@ def removal_of(folder: Path) -> str:
 
 @contextlib.contextmanager
 def opened(run: Run) -> Iterator[None]:
-    """Make the run's folder, hold its lock in this block, and write the recipe of a new run. On rank 0 only.
-
-    Raises:
-        RecipeError: The folder cannot be made, or another process was faster.
-    """
+    """On rank 0 make the run's folder, hold its lock in this block, and write the recipe of a new run."""
     folder = run.folder
     with contextlib.ExitStack() as stack:
         try:
@@ -253,7 +240,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock = lock_file(path)
     except LockedError as error:
-        raise _in_use(folder, begins=True) from error
+        raise _in_use(folder) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -280,11 +267,7 @@ def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe
 
 
 def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe in the folder of a run.
-
-    Raises:
-        RecipeError: It is no run's folder, or an override is wrong.
-    """
+    """Return the recipe in the folder of a run."""
     if not (folder / RECIPE).is_file():
         what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
         raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
@@ -306,10 +289,7 @@ def committed_step(recipe: Recipe, name: str) -> int | None:
 
 
 def how_to_go_on(run: Run, error: BaseException) -> str:
-    """Return a line about a run that ``error`` interrupts: what is kept, and what to do with it.
-
-    It is empty for an error in a run of which nothing is kept.
-    """
+    """Return a line on what is kept of a run that ``error`` interrupts; empty if that is nothing to keep."""
     name, recipe = run.folder.name, run.recipe
     step = committed_step(recipe, name)
     if step is None:
@@ -344,13 +324,9 @@ def _rank_locks(directories: Iterable[Path]) -> list[Path]:
 
 
 def verify_run(names: Sequence[str]) -> Iterator[str]:
-    """Check what an interrupted run keeps on drives; yield lines about it.
+    """Check what an interrupted run keeps on drives; yield lines about it, and raise if it is damaged.
 
-    Args:
-        names: The run's folder, or its directories on drives.
-
-    Raises:
-        InfinityError: The run is running, keeps nothing, or something is damaged.
+    ``names`` are the run's folder, or its directories on drives.
     """
     from infinity.shards.verified import verify
 
@@ -414,11 +390,7 @@ class ListedRun:
 
 
 def list_runs(parent: Path) -> list[ListedRun]:
-    """Return the runs in a directory, those that were written last first.
-
-    Raises:
-        RecipeError: It cannot be read.
-    """
+    """Return the runs in a directory, those that were written last first."""
     try:
         folders = [path for path in parent.iterdir() if (path / RECIPE).is_file()]
     except OSError as error:
@@ -460,15 +432,10 @@ def runs_table(runs: Sequence[ListedRun]) -> Table:
 
 
 def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], bool]) -> bool:
-    """Remove runs: their folders, and their files on the drives of this machine.
+    """Remove runs, the folders ``names`` in ``parent``, and their files on the drives of this machine.
 
-    Args:
-        names: Names of folders in ``parent``.
-        confirm: Gets a line that says what is removed; False: nothing is.
-
-    Raises:
-        InfinityError: One is running, or is no run of this user, and nothing was removed; or something
-            cannot be removed.
+    ``confirm`` gets a line that says what is removed. If it returns False, or if one of the runs is running
+    or not this user's, nothing is.
     """
     with contextlib.ExitStack() as stack:
         runs = []

@@ -1,8 +1,9 @@
 """``infinity export`` and ``infinity save``: the trained model of a run, or all of its states, as files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import infinity
@@ -10,9 +11,9 @@ from infinity.api.export import export_run
 from infinity.app.process_group import on_rank_0, process_group, rank, set_threads
 from infinity.app.runs import find_run, interrupted_run, is_interrupted, locked, recipe_of
 from infinity.app.train import built, write_model
-from infinity.app.views import Views
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
+from infinity.observe.metrics import View
 from infinity.recipes.recipe import Recipe
 
 
@@ -22,8 +23,17 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
     Of a run that was interrupted it is the model after the last committed step, and the run can still go
     on; every rank must call. If ``stored``, it is quantized again, as the checkpoint of ``model.path`` is.
     """
-    folder, result = user_path(path, "RUN"), None
-    stored_as = _base_of(folder) if stored else None
+    folder, result, stored_as = user_path(path, "RUN"), None, None
+    if stored:
+        recipe = recipe_of(folder)
+        stored_as, what = recipe.model.path, f"{folder} trained adapters, which are not quantized"
+        if stored_as is None:
+            what = (
+                f"{folder} trained a new model (model.path is null), so there is no checkpoint whose stored "
+            )
+            what += "form it could take"
+        if stored_as is None or recipe.lora.rank is not None:
+            raise CheckpointError(f"{what}: export without --stored")
     what = f"the model of {path}"
     if is_interrupted(folder):
         with _last_commit(folder) as (recipe, model, _, step):
@@ -32,19 +42,6 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
     elif rank() == 0:
         result = export_run(path, out, stored_as)
     return what if result is None else f"{what} ({result})"
-
-
-def _base_of(folder: Path) -> str:
-    """The checkpoint that the model of a run was loaded from."""
-    recipe = recipe_of(folder)
-    if recipe.lora.rank is not None:
-        raise CheckpointError(f"{folder} trained adapters, which are not quantized: export without --stored")
-    if recipe.model.path is None:
-        raise CheckpointError(
-            f"{folder} trained a new model (model.path is null), so there is no checkpoint whose stored form "
-            "it could take: export without --stored"
-        )
-    return recipe.model.path
 
 
 def save_run(path: str | Path, out: str | Path) -> str:
@@ -77,16 +74,7 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         if rank() == 0:
             stack.enter_context(locked(folder))
         set_threads(recipe.train)
-        model, optimizer = stack.enter_context(built(recipe, folder.name, Views(), keep=True))
-        optimizer.follow(loop=_Unused(), scheduler=_Unused())
+        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), keep=True))
+        unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
+        optimizer.follow(loop=unused, scheduler=unused)
         yield recipe, model, optimizer, infinity.resume(model, optimizer)
-
-
-class _Unused:
-    """Stands for what a training loop follows, where there is no loop."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass

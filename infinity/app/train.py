@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 
 import infinity
+from infinity.activations.controller import Activations
 from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for
 from infinity.app.loop import Loop
 from infinity.app.process_group import on_rank_0, process_group, rank, set_threads, world_size
 from infinity.app.runs import METRICS, SUMMARY, Run, find_run, how_to_go_on, opened, write_recipe
-from infinity.app.views import ActivationView, Views, add_files, open_display
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.export import tokenizer_files
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
@@ -25,9 +26,11 @@ from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.engine.config import Dtype
-from infinity.observe.metrics import read_metrics
-from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
+from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard, View, read_metrics
+from infinity.observe.progress import ProgressDisplay
+from infinity.observe.summary import ActivationSummary, PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
+from infinity.planner.planning import FOLDER, save_measured
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.models.causal import require_causal
 from infinity.recipes.models.gpt import GPT
@@ -53,10 +56,10 @@ def train(recipe: Recipe) -> Summary | None:
         if run.before is None and recipe.checkpoint.load is not None:
             DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
-        views, totals, activations = Views(), SummaryBuilder(), None
+        views, totals, activations = View(), SummaryBuilder(), None
         if rank() == 0:
             stack.enter_context(opened(run))
-            views = open_display(recipe, folder, world_size())
+            views = _open_display(recipe, folder, world_size())
         stack.enter_context(_explained(run))
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder.name, views))
@@ -69,11 +72,10 @@ def train(recipe: Recipe) -> Summary | None:
             for note in _notes_on(run, data, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
-            add_files(views, recipe, folder, after=after)
+            _add_files(views, recipe, folder, after=after)
             totals.take_in(read_metrics(folder / METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
-            views.add(totals)
-            views.add(activations)
+            views.add(totals, activations)
             _make_room_for_model(recipe, model, folder)
         loop.run()
         if _saves(recipe):
@@ -156,16 +158,7 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
 
 
 def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
-    """Check the checkpoint's config and open the data, before any weight is read. Every rank must call.
-
-    Args:
-        log: Called with a progress line now and then while tokens are written.
-
-    Raises:
-        CheckpointError: ``model.path`` is not the directory of a model.
-        RecipeError: Its model does not predict next tokens, or not in sequences of this length.
-        DataError: The data is missing, malformed or too short.
-    """
+    """Check the checkpoint's config and open the data, before any weight is read. Every rank must call."""
     seq_len, config, vocab_size = recipe.model.seq_len, recipe.data, recipe.model.vocab_size
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
@@ -232,7 +225,7 @@ def _short(value: float) -> str:
 
 
 @contextmanager
-def built(recipe: Recipe, name: str | None, views: Views, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
+def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
 
     Args:
@@ -269,11 +262,7 @@ def _saves(recipe: Recipe) -> bool:
 
 
 def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = None) -> Requantized | None:
-    """Write the trained model, or the adapters, as the directory ``out``. Every rank must call.
-
-    Args:
-        stored_as: As for :func:`infinity.export`.
-    """
+    """Write the trained model (as :func:`infinity.export` does), or adapters, as ``out``; all must call."""
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     if recipe.lora.rank is None:
         tokenizer = source if tokenizer_files(source) else None
@@ -303,3 +292,82 @@ def _explained(run: Run) -> Iterator[None]:
                 "it is, with room to write, until the run has ended"
             ) from error
         raise
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+def _open_display(recipe: Recipe, folder: Path, world_size: int) -> View:
+    """Open the display of progress, if the recipe asks for it."""
+    views = View()
+    if recipe.observe.progress:
+        views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        model = recipe.model.path or f"{recipe.model.numel:,} parameters"
+        views.log(f"{model} on {ranks}; files in {folder}")
+    return views
+
+
+def _add_files(views: View, recipe: Recipe, folder: Path, *, after: int) -> None:
+    """Add the files of figures that the recipe asks for; what they have of steps after ``after`` is cut.
+
+    With -1, for a run that begins, they become empty.
+    """
+    if recipe.observe.metrics:
+        synced = recipe.durability.survives == "power"
+        views.add(MetricsFile(folder / METRICS, after=after, synced=synced))
+    if recipe.observe.tensorboard:
+        views.add(TensorBoard(folder / "tensorboard", after=after))
+
+
+class ActivationView(View):
+    """View that saves the plan for activations, says it by ``log``, and collects figures of the summary."""
+
+    def __init__(
+        self, activations: Activations, folder: Path, accumulate: int, log: Callable[[str], object]
+    ) -> None:
+        self._activations, self._folder = activations, folder / FOLDER
+        self._accumulate, self._log = accumulate, log
+        self._planned = False
+        self._moved = 0, 0
+        self._steps: list[tuple[int, int, float]] = []  # stored, loaded, stall
+
+    def step(self, report: StepReport) -> None:
+        stats = self._activations.cache.stats
+        moved = stats.nbytes_stored, stats.nbytes_loaded
+        if self._planned or self._activations.policy != "plan":
+            stored, loaded = (now - before for now, before in zip(moved, self._moved))
+            self._steps.append((stored, loaded, report.stall_s.get("activation", 0.0)))
+        self._moved = moved
+        planning = self._activations.planning
+        if planning is not None and not self._planned:
+            self._planned = True
+            planning.save(self._folder)
+            self._log(planning.describe())
+
+    def result(self) -> ActivationSummary | None:
+        """Return the figures so far and write ``measured.json``; None: all activations were kept."""
+        activations, planning = self._activations, self._activations.planning
+        if activations.policy == "keep":
+            return None
+        stored, loaded, stall_s = (median(figures) for figures in zip(*self._steps or [(0, 0, 0.0)]))
+        summary = ActivationSummary(
+            policy=activations.policy,
+            nbytes_stored=round(stored),
+            nbytes_loaded=round(loaded),
+            stall_s=stall_s,
+            saved_peak_nbytes=activations.cache.stats.peak_nbytes,
+        )
+        if planning is None:
+            return summary
+        measured = activations.measured()
+        if measured is not None:
+            measured = replace(measured, stall_s=stall_s / self._accumulate)
+            save_measured(self._folder, planning.predicted, measured)
+        return replace(
+            summary,
+            plan=planning.describe().removeprefix("activations: "),
+            planning_s=planning.planning_s,
+            predicted=planning.predicted,
+            measured=measured,
+        )

@@ -1,41 +1,40 @@
 """All-gather of weights, all-to-all of gradients, and a check that every rank does the same.
 
 [Note: one thread, one order]
-Collectives must be issued in the same order on every rank. The training thread puts them into
-one queue, in the order of the trace; one thread takes them out, waits for what each needs (its
-shard's fetch), and issues it on process groups of its own. So a gather ahead of its
-use overlaps compute, and no timing can change the order.
+Collectives must be issued in the same order on every rank. The training thread puts them into one queue, in
+the order of the trace; one thread takes them out, waits for what each needs (its shard's fetch), and issues
+it on process groups of its own. So a gather ahead of its use overlaps compute, and no timing can change the
+order.
 
 [Note: the header]
-Before each collective the ranks exchange a few integers: what, which unit, in which step, how many
-so far, and whether this rank has failed. Ranks that took different paths differ here, and every rank raises
-an error that says who wanted what, in place of a hang or a sum of unrelated numbers. A rank whose
-shard's fetch failed says so here, and every rank raises. What fails elsewhere travels beside the
-collectives: see :mod:`infinity.comm.peers`.
+Before each collective the ranks exchange a few integers: what, which unit, in which step, how many so far,
+and whether this rank has failed, as where its shard's fetch did. Where they differ, every rank raises an
+error that says who wanted what, in place of a hang or a sum of unrelated numbers. What fails elsewhere
+travels beside the collectives: see :mod:`infinity.comm.peers`.
 
 [Note: which parameters were used]
-The header of a reduction has a digest of the parameters that this rank has gradients of. If all ranks have
-gradients of the same ones, as in nearly every step, the digests are equal, and nothing else is exchanged; if
-no rank has any, nothing is reduced. Only where the digests differ do the ranks exchange the lists.
+The header of a reduction has a digest of the parameters that this rank has gradients of. Where the digests
+are equal, as in nearly every step, nothing else is exchanged, and if no rank has any gradient, nothing is
+reduced. Only where they differ do the ranks exchange the lists.
 
 [Note: reduction]
-Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in
-the order of ranks. A ring would move as many bytes, but would add in an order that depends on
-where an element lies in the unit, and would travel in fp32 for the same exactness.
+Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the order of ranks. A
+ring would move as many bytes, but would add in an order that depends on where an element lies in the unit,
+and would travel in fp32 for the same exactness.
 
 [Note: on an accelerator]
-The thread issues a collective on a stream of its own and goes on with the next: only headers are waited
-for. Who waits for a :class:`Pending` lets its stream wait for the collective. If a rank dies inside one, the
+The thread issues a collective on a stream of its own and goes on with the next: only headers are waited for.
+Who waits for a :class:`Pending` lets its stream wait for the collective. If a rank dies inside one, the
 others' accelerators would wait for ever. So the thread looks after what it has issued, and aborts it when a
 rank is known to be gone, or silent for too long: streams go on, with values that are not used, since the next
 wait raises.
 
 [Note: no thread stays behind]
-A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
-SIGABRT as soon as it wakes, when the peers' connections close. So the thread waits in slices and leaves a
-collective that will not end. Its group would wait for it in its destructor, so it is never destroyed; nor is
-the work, whose tensors gloo's own thread would give back when the peers are gone; nor any group in a forked
-child, where its destructor would wait for threads that the child does not have.
+A thread that sits in a collective's C++ code when the interpreter ends takes the process down with SIGABRT as
+soon as it wakes, when the peers' connections close. So the thread waits in slices and leaves a collective
+that will not end. Its group would wait for it in its destructor, so it is never destroyed; nor is the work,
+whose tensors gloo's own thread would give back when the peers are gone; nor any group in a forked child,
+where its destructor would wait for threads that the child does not have.
 """
 
 import ctypes
@@ -60,7 +59,7 @@ from infinity.core.errors import DivergenceError, InfinityError, StateError, cop
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 T = TypeVar("T")
-_KINDS = ("gather", "reduce", "exchange", "check", "share")
+_KINDS = ("gather", "reduce", "sum", "least", "any", "check", "share")
 _SLICE_S = 0.25
 #: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
 _LOOK_S = 2.0
@@ -76,8 +75,7 @@ class Pending(StreamTransfer):
     """A collective in flight on this rank.
 
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
-    failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here.
-
+    failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here:
     ``failure`` returns the error that a wait for ``what`` must raise; None: it may go on.
     """
 
@@ -194,13 +192,15 @@ class Collectives:
     ) -> Pending:  # fmt: skip
         """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
 
+        All functions are called on the collectives' thread.
+
         Args:
-            buffers: Called on the collectives' thread, if any rank used a parameter. Returns the local
-                gradients, ``(numel,)``; as much memory of the same dtype, for the slices that arrive; and
-                ``(numel / world_size,)`` for the mean, whose dtype is that of the additions.
+            buffers: Called if any rank used a parameter. Returns the local gradients, ``(numel,)``; as much
+                memory of the same dtype, for the slices that arrive; and ``(numel / world_size,)`` for the
+                mean, whose dtype is that of the additions.
             used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
-            then: Called with ``used`` of all ranks together, on the collectives' thread.
-            ready: Waits, on that thread, for what every rank must have done before any goes on; may raise.
+            then: Called with ``used`` of all ranks together.
+            ready: Waits for what every rank must have done before any goes on; may raise.
         """
 
         def issue(_: object, same: bool) -> bytes:
@@ -219,13 +219,16 @@ class Collectives:
         digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
         return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
 
-    def exchange(self, values: Sequence[float], where: str) -> Tensor:
-        """Every rank's values (below 2**53), ``(world_size, len(values))``, float64; blocks."""
+    def exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
+        """Every rank's values (below 2**53), ``(world_size, len(values))``, float64; blocks.
+
+        The ``kind`` is what is made of them: sum, least or any.
+        """
 
         def issue(*_: Any) -> Tensor:
             return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
 
-        everyone: Tensor = self._submit("exchange", len(values), where, issue).value()
+        everyone: Tensor = self._submit(kind, len(values), where, issue).value()
         return everyone
 
     def share(self, value: T, where: str) -> T:

@@ -35,6 +35,7 @@ _PATIENCE_S = 10.0
 #: Once another rank has left, what it still takes part in ends within this time (s).
 FAREWELL_S = 5.0
 
+_ALL_ALIVE = "every rank is alive, so one of them is busy elsewhere: in its own code, or with its data"
 _made = itertools.count()  # every rank makes its Peers in the same order
 
 
@@ -57,21 +58,15 @@ class Entry:
 class Peers:
     """The other ranks of a group, and the error after which no collective with them ends well here.
 
-    This rank tells that error, or the others do. Any thread may call.
-
-    Args:
-        timeout_s: Time for which a silent rank is waited for (s).
-        on_failure: Called once with the error.
-
-    Attributes:
-        error: The first one; None while all goes well.
+    This rank tells that error, or the others do; ``on_failure`` is called once with it, on any thread. A
+    silent rank is waited for ``timeout_s``. Any thread may call.
     """
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, on_failure: Callable[[BaseException], None]
     ) -> None:
         self.world_size, self.timeout_s, self._on_failure = world_size, timeout_s, on_failure
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the first one
         self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = PrefixStore(f"infinity/{next(_made)}", store.clone())  # others may block theirs
@@ -109,17 +104,18 @@ class Peers:
             first = first or entries
             told = _told(entries) or _gone(entries, self._me.machine)
             if not told and time.monotonic() > until:
-                told = _silent(first, entries)
+                # ranks whose beat stands still, or that nothing is wrong with but their absence
+                beats = {entry.rank: entry.beat for entry in first}
+                still = ", ".join(str(entry) for entry in entries if beats.get(entry.rank) == entry.beat)
+                how = f"gave no sign of life for {_LOOK_S:g} s: dead, stopped, or cut off from the network"
+                told = f"{still} {how}" if still else _ALL_ALIVE
             if told:
                 break
             time.sleep(0.2)
         return self.peer_error(told, what, why)
 
     def dead(self) -> str:
-        """Ranks of this machine whose processes have ended without a word; empty if none has. Looks once.
-
-        Call when every rank has written its entry.
-        """
+        """Ranks of this machine whose processes ended without a word. Call when all have written entries."""
         try:
             entries = self._others(self._here)
         except RuntimeError:
@@ -214,15 +210,6 @@ def _gone(entries: list[Entry], machine: str, states: str = "ZXTt") -> str:
                 how = "was killed or crashed: see its own output, and dmesg for the kernel's word on memory"
             words.append(f"{entry} {how}")
     return "; ".join(words)
-
-
-def _silent(before: list[Entry], now: list[Entry]) -> str:
-    """Ranks whose beat stands still, or that nothing is wrong with but their absence."""
-    beats = {entry.rank: entry.beat for entry in before}
-    still = ", ".join(str(entry) for entry in now if beats.get(entry.rank) == entry.beat)
-    if not still:
-        return "every rank is alive, so one of them is busy elsewhere: in its own code, or with its data"
-    return f"{still} gave no sign of life for {_LOOK_S:g} s: dead, stopped, or cut off from the network"
 
 
 def _machine() -> str:

@@ -47,11 +47,15 @@ class Ranks:
 
     def least(self, value: int, where: str) -> int:
         """Return the smallest ``value`` of all ranks, so that they decide alike; all must call."""
-        return value if self.collectives is None else int(self.collectives.exchange([value], where).amin())
+        if self.collectives is None:
+            return value
+        return int(self.collectives.exchange("least", [value], where).amin())
 
     def sum(self, value: float, where: str) -> float:
         """Return the sum of ``value`` over all ranks, in float64; all must call."""
-        return value if self.collectives is None else float(self.collectives.exchange([value], where).sum())
+        if self.collectives is None:
+            return value
+        return float(self.collectives.exchange("sum", [value], where).sum())
 
     def decide(self, make: Callable[[], T], where: str) -> T:
         """Return what ``make`` gives on rank 0, or raise as it does, on every rank; all must call."""
@@ -86,12 +90,9 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
 def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
     """Return the device on which this rank computes, and make it the current one.
 
-    Launchers such as SLURM may show each rank one device only: then all of them are number 0.
-
-    Args:
-        wanted: Such as ``cpu`` or ``cuda:1``; None: the accelerator with this rank's number on its machine,
-            or the CPU where there is none.
-        local_rank: The number of the rank on its machine; None: the current accelerator.
+    That is the one that is ``wanted``, such as ``cuda:1``, else the accelerator with this rank's number on
+    its machine (None: the current one), else the CPU. Launchers such as SLURM may show each rank one device
+    only: then all of them are number 0.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -255,11 +256,8 @@ def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]
     """Let two ranks gather and exchange bytes, by gloo; return what sending to each other costs them.
 
     Both are threads of this process, in groups that no other code sees. A unit's full values have ``nbytes``,
-    of which each rank sends a half.
-
-    Returns:
-        Bytes per second that each rank sends; and the time of all cores that each of these costs it, with
-        one that it receives (s).
+    of which each rank sends a half. That is the bytes per second that each rank sends, and the time of all
+    cores that each byte costs it, with one that it receives (s).
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 

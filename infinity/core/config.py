@@ -146,6 +146,7 @@ def setting(
 
 #: A setting that changes no number of a run.
 option = functools.partial(setting, numeric=False)
+_budget = functools.partial(option, None, valid=Valid(1, 2**60), nbytes=True)
 
 
 @functools.cache
@@ -209,17 +210,11 @@ def _text(value: Any, *, path: bool) -> str:
 class MemoryConfig(Config):
     """Memory budgets of one rank. The number and size of all buffers follow from them and the model."""
 
-    device: int | None = option(
-        None,
-        "accelerator memory per rank, for model states and activations; null: the free memory",
-        Valid(1, 2**60),
-        nbytes=True,
+    device: int | None = _budget(
+        help="accelerator memory per rank, for model states and activations; null: the free memory"
     )
-    host: int | None = option(
-        None,
-        "host memory per rank, for model states and staging buffers; null: derived from the free memory",
-        Valid(1, 2**60),
-        nbytes=True,
+    host: int | None = _budget(
+        help="host memory per rank, for model states and staging buffers; null: derived from the free memory"
     )
     nvme: tuple[str, ...] = option(
         (), "directories for states that host memory cannot hold; empty: memory only", path=True

@@ -150,7 +150,7 @@ class Runtime:
     def _unite(self, hit: Sequence[bool]) -> Sequence[bool]:
         if self.ranks.collectives is None:
             return hit
-        return [bool(x) for x in self.ranks.collectives.exchange(hit, "tiles of experts").amax(0)]
+        return [bool(x) for x in self.ranks.collectives.exchange("any", hit, "tiles of experts").amax(0)]
 
     def _choose_dtype(self) -> None:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -96,22 +97,40 @@ def perplexity(loss: float) -> float:
 
 
 class View:
-    """A display or file of a run's figures; called on rank 0 only. This one shows nothing."""
+    """A display or file of a run's figures, or, as this one, all ``views`` as one; called on rank 0 only."""
+
+    views: Sequence["View"] = ()
+
+    def __init__(self, *views: "View") -> None:
+        self.views = views
+
+    def add(self, *views: "View") -> None:
+        self.views = *self.views, *views
 
     def step(self, report: StepReport) -> None:
         """Show the figures of a step."""
+        for view in self.views:
+            view.step(report)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Show the held-out loss after ``step`` steps, the mean over the tokens of all ranks."""
+        for view in self.views:
+            view.evaluated(step, loss)
 
     def log(self, line: str) -> None:
         """Show a line, if this is a display."""
+        for view in self.views:
+            view.log(line)
 
     def loading(self, done_nbytes: int, total_nbytes: int) -> None:
         """Show how much of its weights this rank has loaded, if this is a display."""
+        for view in self.views:
+            view.loading(done_nbytes, total_nbytes)
 
     def close(self) -> None:
-        """End it."""
+        with ExitStack() as stack:
+            for view in self.views:
+                stack.callback(view.close)
 
 
 class MetricsFile(View):

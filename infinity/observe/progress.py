@@ -41,13 +41,7 @@ LINES_EVERY_S = 10.0
 
 
 class ProgressDisplay(View):
-    """View that shows every step (terminal), or every ``log_every``-th and the last (plain lines).
-
-    Args:
-        steps: Number of steps of the run.
-        console: Default: standard error, so that standard output is free for results.
-        clock: Returns seconds.
-    """
+    """View that shows every step (terminal), or every ``log_every``-th and the last (plain lines)."""
 
     def __init__(
         self,
@@ -58,7 +52,7 @@ class ProgressDisplay(View):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps, self._log_every, self._clock = steps, log_every, clock
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True)  # standard output is free for results
         self._load_began_s: float | None = None
         self._load_logged_s = 0.0
         self._bar: Progress | None = None

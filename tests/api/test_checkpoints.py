@@ -21,7 +21,6 @@ from infinity.api.portable import AUTO_SHARE, CheckpointConfig, Checkpoints, Int
 from infinity.app.loop import Loop
 from infinity.app.save import save_run
 from infinity.app.train import train
-from infinity.app.views import Views
 from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.export import Series
@@ -29,6 +28,7 @@ from infinity.checkpoint.portable import PortableSave
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
+from infinity.observe.metrics import View
 from infinity.partition import builder
 from infinity.recipes.models.gpt import GPT
 from tests.app.test_goes_on import (
@@ -156,7 +156,7 @@ def test_what_is_due_while_another_is_saved_comes_after_it(
 ) -> None:
     """After step 2 one begins; it ends after step 5, and then the one that was due after step 4 begins."""
     said: list[str] = []
-    monkeypatch.setattr(Views, "log", lambda self, line: said.append(line))
+    monkeypatch.setattr(View, "log", lambda self, line: said.append(line))
     after = Checkpoints.after
     with held(monkeypatch) as opened:
 

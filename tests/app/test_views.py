@@ -11,8 +11,7 @@ import pytest
 import infinity
 from infinity.activations.controller import METERED
 from infinity.activations.slots import ActivationStats
-from infinity.app.train import train
-from infinity.app.views import ActivationView
+from infinity.app.train import ActivationView, train
 from infinity.core.plan import Hardware
 from infinity.engine import runtime
 from infinity.observe.metrics import StepReport

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,9 +90,7 @@ def test_a_process_group_has_the_back_end_of_its_device():
 def share(uuids: list[str]) -> str:
     """On each of two ranks: what is said of devices with these names."""
     own = uuids[dist.get_rank()]
-    torch.get_device_module = lambda device: SimpleNamespace(  # type: ignore[assignment]
-        get_device_properties=lambda device: SimpleNamespace(uuid=own)
-    )
+    ranks.hardware_id = lambda device: own
     try:
         ranks._check_own_devices(torch.device("cuda", 0))
     except LaunchError as error:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import infinity
 from infinity.activations.profiler import MemoryMeter
 from infinity.app.train import built
-from infinity.app.views import Views
 from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
+from infinity.observe.metrics import View
 from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.planner.clock import play_step
 from infinity.planner.events import DECODE
@@ -67,7 +67,7 @@ def run(
     recipe: Recipe, steps: int = 4
 ) -> tuple[dict[str, Any], list[tuple[int | None, int | None, int, int]]]:
     """Train ``recipe`` for some steps; what the runtime decided, and bytes planned and moved by step."""
-    with built(recipe, None, Views()) as (model, optimizer):
+    with built(recipe, None, View()) as (model, optimizer):
         model.train()
         loss, moved = CausalLoss(model), []
         tokens = torch.randint(256, (recipe.train.batch_size, recipe.model.seq_len))
@@ -233,7 +233,7 @@ def test_gradients_of_slow_ranks_take_what_was_planned(accumulate: int, tmp_path
 
 def metered(recipe: Recipe) -> int:
     """The most that storages of a step take at one time in a run (bytes)."""
-    with built(recipe, None, Views()) as (model, optimizer):
+    with built(recipe, None, View()) as (model, optimizer):
         model.train()
         loss, shape = CausalLoss(model), (recipe.train.batch_size, recipe.model.seq_len)
         tokens = torch.randint(256, shape)
@@ -293,7 +293,7 @@ class Layered:
 def layered(recipe: Recipe) -> Layered:
     """Train ``recipe`` for three steps of the layer schedule."""
     rows, length = recipe.train.accumulate * recipe.train.batch_size, recipe.model.seq_len
-    with built(recipe, None, Views()) as (model, optimizer):
+    with built(recipe, None, View()) as (model, optimizer):
         model.train()
         scheduled = infinity.layer_schedule(model, recipe.train.accumulate, CausalLoss(model))
         tokens = torch.randint(256, (rows, length))

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from infinity.app.train import built
-from infinity.app.views import Views
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
+from infinity.observe.metrics import View
 from infinity.observe.summary import PredictedStep
 from infinity.planner.machines import Machine
 from infinity.predict import plan_recipe as module
@@ -137,7 +137,7 @@ def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it
     for enough in (nbytes, nbytes - 1):
         recipe = load_recipe(RECIPE, [*in_memory, f"memory.host={enough}"])
         wanted = pytest.raises(BudgetError, match="infinity plan") if enough < nbytes else nullcontext()
-        with wanted, built(recipe, None, Views()) as (model, _):
+        with wanted, built(recipe, None, View()) as (model, _):
             assert model is not None
 
 
@@ -316,7 +316,7 @@ def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None
         f"memory.nvme=[{tmp_path}]", "memory.host=64MiB", "memory.resident=false", "train.dtype=bf16",
     ])  # fmt: skip
     planned = dry_run(recipe, load_machine("vm-2core"), 1)
-    with built(recipe, None, Views()) as (model, optimizer):
+    with built(recipe, None, View()) as (model, optimizer):
         tokens = torch.zeros(16, 128, dtype=torch.int64)
         for _ in range(2):
             CausalLoss(model)(tokens, tokens).backward()

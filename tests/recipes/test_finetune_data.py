@@ -15,8 +15,7 @@ import infinity
 from infinity.app.loop import Loop
 from infinity.app.process_group import rank, world_size
 from infinity.app.train import train
-from infinity.app.views import Views
-from infinity.observe.metrics import StepReport
+from infinity.observe.metrics import StepReport, View
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.data.sequences import Batch
 from infinity.recipes.models.gpt import GPT
@@ -204,7 +203,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     )  # fmt: skip
     seen = Seen()
     try:
-        Loop(of, model, optimizer, Data(iter(batches), None, packed=data.packed), Views([seen])).run()
+        Loop(of, model, optimizer, Data(iter(batches), None, packed=data.packed), View(seen)).run()
     finally:
         optimizer.close()
     plain, losses = Reference(factory(), DTYPES[dtype], rule), []

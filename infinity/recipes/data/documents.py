@@ -60,12 +60,8 @@ class Chat(NamedTuple):
 def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
     """Find the files that ``names`` stand for, each once: in the order of names, sorted within one.
 
-    Args:
-        names: Paths, globs (including ``**``), directories (their .txt and .jsonl files) or ``stdlib``.
-        key: The recipe key of the names, for the error.
-
-    Raises:
-        DataError: A name matches no file.
+    Names are paths, globs (including ``**``), directories (their .txt and .jsonl files) or ``stdlib``; the
+    recipe has them in ``key``.
     """
     found: dict[Path, None] = {}
     for name in names:
@@ -87,9 +83,6 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the text of ``path``, one document, in pieces of whole lines, and whether each is the last.
 
     A line that is longer than a piece ends a piece before a space, or anywhere where it has none.
-
-    Raises:
-        DataError: The file cannot be read, or is not UTF-8; names the file and the line.
     """
     lines: list[str] = []
     size = number = 0
@@ -111,11 +104,7 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Read the lines of ``path`` that are not blank, with their numbers from 1.
-
-    Raises:
-        DataError: The file cannot be read, or a line is too long.
-    """
+    """Read the lines of ``path`` that are not blank, with their numbers from 1."""
     with _readable(path), open(open_regular(path), "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
             if len(line) > _MOST_LINE_NBYTES:
@@ -128,11 +117,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_record(line: bytes) -> Text | Completion | Chat:
-    """Parse a line of JSONL.
-
-    Raises:
-        MalformedError: The line is not UTF-8, not JSON, or not an object with the fields of a record.
-    """
+    """Parse a line of JSONL, or raise a MalformedError."""
     try:
         value = json.loads(line.decode())
         if b"\\u" in line:  # an escape may encode half a surrogate pair, which no tokenizer accepts

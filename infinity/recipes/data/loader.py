@@ -80,11 +80,7 @@ class BatchShape:
 class TokenLoader:
     """Endless iterator over one rank's training batches.
 
-    Args:
-        identity: Identifies the tokens; a position saved with other tokens is rejected.
-
-    Raises:
-        DataError: There are fewer sequences than one micro-batch needs.
+    ``identity`` is that of the tokens: a position that was saved with other tokens is rejected.
     """
 
     def __init__(
@@ -125,11 +121,7 @@ class TokenLoader:
         return {**self._identity, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, also with another number of ranks or batch size.
-
-        Raises:
-            DataError: The position was saved with other tokens, or another order of them.
-        """
+        """Continue at a saved position, also with another number of ranks or batch size."""
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
@@ -167,18 +159,12 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The data of a run.
-
-    Attributes:
-        held_out: None: the recipe holds nothing out.
-        packed: Sequences hold several documents each, which must not attend to each other.
-        notes: Lines for the user: how documents were laid out, and which were truncated or skipped.
-    """
+    """The data of a run."""
 
     train: TokenLoader
     held_out: HeldOut | None
-    packed: bool = False
-    notes: tuple[str, ...] = ()
+    packed: bool = False  # sequences hold several documents each, which must not attend to each other
+    notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
 
 
 def open_data(
@@ -195,9 +181,6 @@ def open_data(
         vocab_size: The model's; the data may contain no token beyond it.
         model_path: The model's directory, whose tokenizer is used if the recipe names none.
         log: Called with a progress line now and then, while this process tokenizes.
-
-    Raises:
-        DataError: No file matches, a file is malformed, or there are too few tokens or too large ones.
     """
     tokens, held_out = _open_tokens(config, vocab_size, model_path, log)
     found = [("data.files", config.files, tokens)]

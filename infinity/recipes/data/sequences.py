@@ -25,21 +25,16 @@ IGNORED = -100
 class Batch(NamedTuple):
     """Sequences of one rank, each tensor ``(batch_size, seq_len)``, int64, on the CPU.
 
-    Attributes:
-        targets: The next tokens; -100 where they do not count in the loss.
-        positions: Position of each token in its document, where a sequence holds several that must not
-            attend to each other; None: every sequence holds one document.
-        mask: 0 for padding; None: there is none, or ``positions`` separate it.
-        token_count: Inputs without padding, of this micro-batch on all ranks together.
-        target_count: Targets that count in the loss, of this micro-batch on all ranks together.
+    Where a sequence holds several documents, which must not attend to each other, ``positions`` are those of
+    tokens in their documents. Counts are those of this micro-batch on all ranks together.
     """
 
     tokens: Tensor
-    targets: Tensor
+    targets: Tensor  # the next tokens; -100 where they do not count in the loss
     positions: Tensor | None = None
-    mask: Tensor | None = None
-    token_count: int = 0
-    target_count: int = 0
+    mask: Tensor | None = None  # 0 for padding; None: there is none, or positions separate it
+    token_count: int = 0  # inputs without padding
+    target_count: int = 0  # that count in the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +43,21 @@ class Sequences:
 
     A piece is predicted from its own beginning: a document, a part of one, or a sequence of a stream. A
     target is the token after its input, so one more token than its inputs belongs to a piece.
-
-    Attributes:
-        values, loss_mask: Those of the tokens; None: all of them count.
-        starts, sizes: First token and number of inputs of each piece, ``(pieces,)``.
-        token_counts, target_counts: Inputs, and targets that count in the loss, of each row.
-        packing: Rows hold several pieces; else their padding is masked.
-        identity: Identifies how the sequences were made from their tokens.
-        documents: Number of documents that were laid out.
-        truncated: Documents that were longer than a row.
-        empty: Pieces without a target that counts in the loss.
     """
 
     values: NDArray[Any]
     loss_mask: NDArray[np.bool_] | None
     seq_len: int
-    starts: Ints
-    sizes: Ints
+    starts: Ints  # the first token of each piece, (pieces,)
+    sizes: Ints  # its inputs
     firsts: Ints
-    token_counts: Ints
-    target_counts: Ints
-    packing: bool
-    identity: str
+    token_counts: Ints  # inputs of each row, (rows,)
+    target_counts: Ints  # its targets that count in the loss
+    packing: bool  # rows hold several pieces; else their padding is masked
+    identity: str  # of the way in which they were made from their tokens
     documents: int = 1
-    truncated: int = 0
-    empty: int = 0
+    truncated: int = 0  # documents that were longer than a row
+    empty: int = 0  # pieces without a target that counts in the loss
 
     def __len__(self) -> int:
         return len(self.token_counts)

@@ -40,7 +40,7 @@ _MOST_FILE_NBYTES = 2**27
 #: The longest run of text without a space, and the longest line or string in a tokenizer's file (characters).
 #: Libraries keep some hundred bytes for each character of it.
 _MOST_WORD_CHARS = 2**22
-#: What the template may take for one chat: processor time (s), and memory.
+#: What the template may take for one chat: processor time (s; more, if it has many messages), and memory.
 _MOST_RENDER_S, _MOST_RENDER_NBYTES = 10.0, 2**30
 
 #: ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
@@ -83,9 +83,7 @@ class Tokenizer:
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         """Encode a chat with the tokenizer's template, as one document or one per answer.
 
-        Raises:
-            MalformedError: The template does not accept these messages.
-            DataError: There is no template.
+        What the template does not accept is a MalformedError; if there is none, it is a DataError.
         """
         raise NotImplementedError
 
@@ -118,11 +116,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """Tokenizer of a ``tokenizer.json``, without a chat template; nothing is downloaded.
-
-    Raises:
-        DataError: The file does not exist, is not a tokenizer, or the library is not installed.
-    """
+    """Tokenizer of a ``tokenizer.json``, without a chat template; nothing is downloaded."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -160,12 +154,7 @@ class FileTokenizer(Tokenizer):
 
 
 class DirectoryTokenizer(FileTokenizer):
-    """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run.
-
-    Raises:
-        DataError: transformers cannot open a tokenizer there, or is not installed.
-        CheckpointError: There is a config.json, and it is damaged.
-    """
+    """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -211,8 +200,8 @@ class DirectoryTokenizer(FileTokenizer):
                 "the assistant's tokens; save it as a tokenizer.json"
             )
         try:
-            with _limited(self._path) as restart:
-                rendered = self._render(chat, restart)
+            with _limited(self._path, _MOST_RENDER_S * max(1, len(chat.messages) / 30)):
+                rendered = self._render(chat)
         except (MalformedError, DataError):
             raise
         except Exception as error:  # a template is a program and may raise any type
@@ -228,8 +217,7 @@ class DirectoryTokenizer(FileTokenizer):
                 documents.append(Encoded(self._array(found.input_ids), mask_of_spans(offsets, spans)))
         return documents
 
-    def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
-        """Render a chat; ``restart`` gives the next rendering the full time."""
+    def _render(self, chat: Chat) -> list[Rendered]:
         library = self._library
         try:
             template: str = library.get_chat_template(tools=chat.tools)
@@ -245,7 +233,6 @@ class DirectoryTokenizer(FileTokenizer):
             return [Rendered(texts[0], spans[0])]
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
-            restart()
             text: str = library.apply_chat_template(
                 list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
             )
@@ -280,9 +267,6 @@ def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
     Some templates render a turn differently once others follow it (they drop earlier reasoning, or move
     the system message to the last question). Then every turn becomes a text of its own that ends with it,
     which is the context that the model will see when it answers.
-
-    Raises:
-        MalformedError: The template changes the preceding messages when an answer follows.
     """
     turns = []
     for number, message in enumerate(messages):
@@ -345,11 +329,10 @@ def _read_checked(path: Path) -> bytes:
 
 
 @contextmanager
-def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
+def _limited(template_of: Path, most_s: float) -> Iterator[None]:
     """Let the body, which renders a template, take a limited time of the processor and limited memory.
 
-    The limit of time needs the main thread, where Python handles signals; what this yields restarts it.
-    A DataError says which limit was reached.
+    The limit of time needs the main thread, where Python handles signals.
     """
 
     def fail(limit: str) -> DataError:
@@ -359,19 +342,14 @@ def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
         )
 
     def end(number: int, frame: object) -> None:
-        raise fail(f"{_MOST_RENDER_S:g} s of the processor")
+        raise fail(f"{most_s:g} s of the processor")
 
-    def restart() -> None:
-        if in_main:
-            # again and again: the sandbox asks for attributes in ways that swallow errors
-            signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_RENDER_S, 0.1)
-
-    in_main = threading.current_thread() is threading.main_thread()
     with ExitStack() as stack:
-        if in_main:
+        if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
             stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-            restart()
+            # again and again: the sandbox asks for attributes in ways that swallow errors
+            signal.setitimer(signal.ITIMER_VIRTUAL, most_s, 0.1)
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
@@ -379,7 +357,7 @@ def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
             stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
         try:
-            yield restart
+            yield
         except MemoryError as error:
             # without its frames, which hold what was built
             raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)

@@ -45,22 +45,16 @@ _TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "abou
 class Tokens:
     """Tokens of all documents end to end, read-only and memory-mapped.
 
-    Attributes:
-        values: ``(tokens,)``.
-        loss_mask: ``(tokens,)`` bool, True where a token counts in the loss; None: all of them count.
-        documents: ``(documents, 3)`` int64: first token, end (exclusive), and number of tokens that
-            count in the loss.
-        largest: The largest of ``values``; -1 if there are none.
-        digest: Hash of the contents.
-        malformed: Number of lines that were skipped, and the error of the first of them.
+    ``documents``, ``(documents, 3)``, have first token, end (exclusive), and number of tokens that count in
+    the loss.
     """
 
-    values: NDArray[Any]
-    loss_mask: NDArray[np.bool_] | None
+    values: NDArray[Any]  # (tokens,)
+    loss_mask: NDArray[np.bool_] | None  # (tokens,), True where one counts in the loss; None: all count
     documents: NDArray[np.int64]
-    largest: int
-    digest: str
-    malformed: tuple[int, str] = (0, "")
+    largest: int  # of values; -1 if there are none
+    digest: str  # of the contents
+    malformed: tuple[int, str] = (0, "")  # lines that were skipped, and the error of the first of them
 
 
 def open_tokens(
@@ -73,14 +67,8 @@ def open_tokens(
 ) -> Tokens:
     """Return the tokens of ``files`` in order, mapped from ``cache``; tokenize them first if needed.
 
-    Memory does not grow with the files.
-
-    Args:
-        skip_malformed: Count malformed lines of JSONL instead of raising.
-        log: Called with a progress line every ten seconds while this process writes tokens.
-
-    Raises:
-        DataError: A file is missing or malformed, or the cache cannot be written.
+    Memory does not grow with the files. If ``skip_malformed``, malformed lines of JSONL are counted, not
+    raised. While this process writes tokens, ``log`` gets a line every ten seconds.
     """
     seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
     for file in files:
@@ -204,9 +192,6 @@ def encode_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Encoded | Dat
 
     The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat
     is what its template renders. A malformed line gives its error.
-
-    Raises:
-        DataError: The file cannot be read, or the tokenizer has no chat template for its chats.
     """
     before, after = ([] if each is None else [each] for each in (tokenizer.opening, tokenizer.separator))
     if path.suffix != ".jsonl":
