@@ -1,4 +1,4 @@
-"""Training steps and evaluations of one model, and the place in a run that they have come to."""
+"""Training steps and evaluations of one model, and the place that a run has reached."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +34,12 @@ from infinity.recipes.recipe import Recipe
 
 
 class Loop:
-    """Training steps and evaluations of one model; goes on after the last committed step.
+    """Training steps and evaluations of one model; continues after the last committed step.
 
-    [Note: the metrics of a committed step]
-    The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
-    is taken when the next forward pass begins, and the step is committed after it: when the step's lines
-    have been written. So a run that goes on after a step has all lines up to it, and cuts later ones.
+    [Note: the metrics of a committed step] With each step the optimizer commits the place in the data and the
+    state of the scheduler. The scheduler's is taken when the next forward pass begins, and the step is
+    committed after that: when the step's lines have been written. So a run that continues after a step has
+    all lines up to it, and cuts later ones.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Loop:
         return Division(self._recipe.train.batch_size, self._recipe.train.accumulate, world_size())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the run: what the optimizer commits with the step."""
+        """Return the place of the run, which the optimizer commits with the step."""
         return {"step": self.step, "data": self._data.train.state_dict(), "division": tuple(self.division)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a place; refuse other data, or steps that would take other sequences."""
+        """Continue at a place; refuse other data, or a division into other sequences per step."""
         self.step, self.before = int(state["step"]), Division(*state["division"])
         self.division.check(self.before)
         self._data.train.load_state_dict(state["data"])
 
     def _load(self, path: Path) -> None:
-        """Start from a portable checkpoint; learning rate, weight decay and the like stay the recipe's."""
+        """Start from a portable checkpoint; the recipe's learning rate, weight decay and the like stay."""
         groups = self._optimizer.param_groups
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         steps = infinity.load_checkpoint(self._model, self._optimizer, path)
@@ -112,11 +112,11 @@ class Loop:
         self.meet()  # then no rank may return successfully
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
+        """Block until every rank calls this."""
         self._mean(0.0)
 
     def _step(self, batches: Sequence[Batch]) -> float:
-        """Run one optimizer step and return this rank's share of the loss; the mean over ranks is the loss.
+        """Run one optimizer step and return this rank's loss, whose mean over ranks is the step's.
 
         The loss is the mean over all targets of the step, in all micro-batches of all ranks. Gradients are
         averaged over ranks, so each rank divides by the number of targets per rank.
@@ -138,7 +138,6 @@ class Loop:
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        """Show the mean loss over the held-out targets of all ranks, after ``step`` steps."""
         if self._data.held_out is None:
             return
         total, count = 0.0, 0
@@ -156,16 +155,13 @@ class Loop:
 
 
 class BatchLoss:
-    """Loss of one micro-batch, which it copies to the model's device.
-
-    The ``recipe`` is named where the model cannot run. If ``packed``, sequences hold several documents.
-    """
+    """Loss of one micro-batch, copied to the model's device; ``packed``: sequences hold several documents."""
 
     def __init__(self, model: Any, recipe: Recipe, *, packed: bool) -> None:
         self._recipe, self._sum = recipe, CausalLoss(model, packed=packed)
         self.device = next(model.parameters()).device
-        self._has_run = recipe.model.path is None  # forward; only a config.json may have what shows then
-        self._copied: list[torch.Tensor] = []  # page-locked, while copies of it to the device are in flight
+        self._has_run = recipe.model.path is None  # the first forward shows whether a config.json works
+        self._copied: list[torch.Tensor] = []  # page-locked sources of copies that may be in flight
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets; does not wait for an accelerator."""
@@ -180,7 +176,7 @@ class BatchLoss:
         return loss
 
     def value(self, loss: torch.Tensor) -> float:
-        """Wait for a loss and return it; what was copied to the device until now is there."""
+        """Wait for a loss and return it; this frees the page-locked sources of earlier copies."""
         value = float(loss)
         self._copied.clear()
         return value
@@ -193,7 +189,7 @@ class BatchLoss:
 
 
 class Division(NamedTuple):
-    """How the sequences of a step are divided."""
+    """Sequences of a step, divided into ranks and micro-batches."""
 
     batch_size: int
     accumulate: int
@@ -204,7 +200,7 @@ class Division(NamedTuple):
         return self.batch_size * self.accumulate * self.ranks
 
     def check(self, before: "Division") -> None:
-        """Refuse other sequences per step than before, with which the run would have other numbers."""
+        """Refuse other sequences per step than before, with which the run's numbers would differ."""
         if self[:2] != before[:2] and (self.ranks == before.ranks or self.sequences != before.sequences):
             raise RecipeError(
                 f"the run was interrupted with train.batch_size={before.batch_size}, train.accumulate="
@@ -215,10 +211,10 @@ class Division(NamedTuple):
 
 
 class RankMean:
-    """Mean of a number over all ranks; construction and calls are collective.
+    """Mean of a number over all ranks; every rank must construct and call it.
 
-    It uses a process group of its own, because another thread may have queued gathers on the model's. The
-    optimizer knows why a rank does not respond.
+    It has a process group of its own, because another thread may have queued gathers on the model's. If a
+    rank does not respond, the optimizer knows why.
     """
 
     def __init__(self, optimizer: Any, timeout_s: float) -> None:
@@ -240,7 +236,7 @@ class RankMean:
 def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
     """Return the learning rate of ``step`` (from 0) as a fraction of ``optim.lr``.
 
-    The last of ``warmup_steps`` has the full rate, and the last of ``steps`` the ``min_lr_ratio``.
+    The last of ``warmup_steps`` has the full rate, and the last of ``steps`` has ``min_lr_ratio`` of it.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
@@ -253,7 +249,7 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
 
 @contextmanager
 def enough_memory(recipe: Recipe) -> Iterator[None]:
-    """Raise a BudgetError that says what to lower where an allocation is refused."""
+    """Turn a refused allocation in the block into a BudgetError that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

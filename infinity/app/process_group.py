@@ -1,4 +1,4 @@
-"""The ranks of one command: joined, numbered, and with a share of the machine's cores each."""
+"""The ranks of one command: joined, numbered, each with its share of the machine's cores."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,14 +31,14 @@ def world_size() -> int:
 
 @contextmanager
 def process_group(recipe: Recipe) -> Iterator[torch.device]:
-    """Context manager that joins the launched ranks, unless they are joined; yields this rank's device."""
+    """Join the launched ranks, unless they are joined; yields this rank's device."""
     owns_group = not dist.is_initialized()
     device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
     try:
         yield device
         if owns_group and dist.is_initialized():
-            # Rank 0 may keep the store, and waits for the others: else torch prints its C++ stack on those
-            # that still tell through it that they end. One that failed says so itself.
+            # Rank 0 may keep the store, so it waits for the others: on those that still use it when it goes,
+            # torch would print its C++ stack. A rank that failed says so itself.
             with suppress(PeerError), peer_errors("leaving"):
                 dist.gather_object(None, [None] * world_size() if rank() == 0 else None)
     finally:
@@ -47,17 +47,14 @@ def process_group(recipe: Recipe) -> Iterator[torch.device]:
 
 
 def on_rank_0(find: Callable[[], _Found]) -> _Found:
-    """Return what ``find`` returns on rank 0, or raise its error, on every rank. Every rank must call."""
+    """Return what ``find`` returns on rank 0, or raise its error, on every rank; all must call."""
     if world_size() == 1:
         return find()
     return decide(find, rank(), partial(agree, world_size=world_size(), what="finding the run"))
 
 
 def set_threads(config: TrainConfig) -> None:
-    """Give each rank of this machine its share of the cores; more threads would only wait for each other.
-
-    So many that the system may not start them, which would end the process, are refused.
-    """
+    """Give each rank ``train.threads``, or its share of the cores; RecipeError: those are too many."""
     most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
     if config.threads is not None and config.threads > most:
         raise RecipeError(

@@ -1,10 +1,9 @@
-"""The folders of runs: begun, gone on with, listed and removed.
+"""Folders of runs: begin, continue, list and remove them.
 
-[Note: the states of a run]
-A folder with ``recipe.yaml`` is a run's. It is running while rank 0 holds the lock in it, finished when it
-has a summary, and interrupted otherwise. What an interrupted run goes on from lies in ``memory.nvme``, in
-directories of the same name. A run that was interrupted before its first commit has nothing to go on from:
-it begins anew in its folder, with any recipe.
+[Note: the states of a run] A folder with ``recipe.yaml`` is a run's. The run is running while rank 0 holds
+the lock in it, finished when it has a summary, and interrupted otherwise. An interrupted run continues from
+directories of its name in ``memory.nvme``. If it was interrupted before its first commit, it begins anew in
+its folder, with any recipe.
 """
 
 import contextlib
@@ -37,11 +36,11 @@ from infinity.observe.metrics import StepReport, last_step, read_metrics
 from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
 from infinity.shards import saved
 
-#: Files in a run's folder; the recipe has every key, and the dtype that was chosen for ``auto``.
+#: Files in a run's folder; the recipe has every key, with the dtype that was chosen for ``auto``.
 RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl", "run.lock"
-#: What the folder has of a run that was killed while it made it.
+#: What the folder may contain if the run was killed while it made the folder.
 _BEGINNINGS = {LOCK, f"{RECIPE}.new"}
-#: Steps in the metrics of a run which are too few to be worth an error if they are lost.
+#: So few steps may be lost without an error.
 _MOST_UNCOMMITTED = 2
 #: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,7 +48,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that begins, or goes on."""
+    """A run that begins or continues."""
 
     recipe: Recipe
     folder: Path
@@ -58,11 +57,11 @@ class Run:
 
 
 def find_run(recipe: Recipe) -> Run:
-    """Return the run that a recipe names: a new one, or one that was interrupted. Nothing is changed.
+    """Return the run that a recipe names, a new or an interrupted one; changes nothing.
 
     Raises:
-        RecipeError: The run is finished or running, ``run.resume`` says otherwise, or the run was
-            interrupted with another recipe; names each key that differs.
+        RecipeError: The run is finished or running, ``run.resume`` says otherwise, or the run was interrupted
+            with another recipe; names each key that differs.
     """
     name = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = Path(recipe.run.dir) / name
@@ -105,7 +104,7 @@ def find_run(recipe: Recipe) -> Run:
 
 
 def _is_begun(folder: Path) -> bool:
-    """Return whether ``folder`` is the folder of a run; refuse what is something else."""
+    """Return whether ``folder`` is a run's folder; RecipeError: it is something else."""
     try:
         if (folder / RECIPE).is_file():
             return True
@@ -119,7 +118,7 @@ def _is_begun(folder: Path) -> bool:
 
 
 def state_of(folder: Path) -> Literal["running", "finished", "interrupted"]:
-    """Return the state of the run whose folder this is; see [Note: the states of a run]."""
+    """Return the state of the run in ``folder``: see [Note: the states of a run]."""
     lock = folder / LOCK
     if lock.exists() and is_locked(lock):
         return "running"
@@ -127,7 +126,7 @@ def state_of(folder: Path) -> Literal["running", "finished", "interrupted"]:
 
 
 def is_interrupted(folder: Path) -> bool:
-    """Return whether ``folder`` is that of an interrupted run; one that is running is a RecipeError."""
+    """Return whether ``folder`` is an interrupted run's; RecipeError: the run is running."""
     if not (folder / RECIPE).is_file():
         return False
     state = state_of(folder)
@@ -158,7 +157,7 @@ def _finished(recipe: Recipe, folder: Path) -> RecipeError:
 
 
 def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
-    """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew."""
+    """Return how many steps of an interrupted run are lost, as none was committed; or refuse that."""
     load = recipe.checkpoint.load
     if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
         raise RecipeError(
@@ -187,7 +186,7 @@ def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
 
 
 def _why_none(recipe: Recipe) -> str:
-    """Return why a run with this recipe keeps no step; empty if it does."""
+    """Return why a run with this recipe keeps no step; empty if it keeps them."""
     if not recipe.memory.nvme:
         return "without memory.nvme no step is kept"
     if recipe.memory.versions < 2:
@@ -214,7 +213,7 @@ def removal_of(folder: Path) -> str:
 
 @contextlib.contextmanager
 def opened(run: Run) -> Iterator[None]:
-    """On rank 0 make the run's folder, hold its lock in this block, and write the recipe of a new run."""
+    """On rank 0 make the run's folder, hold its lock in this block, and write a new run's recipe."""
     folder = run.folder
     with contextlib.ExitStack() as stack:
         try:
@@ -235,7 +234,7 @@ def opened(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run in this block; a RecipeError says which other process holds it."""
+    """Hold a run's lock in this block; RecipeError: another process, which it names, holds it."""
     lock, path = -1, folder / LOCK
     try:
         lock = lock_file(path)
@@ -253,12 +252,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe into the run's folder; its drives, model and data are found from anywhere."""
+    """Write the recipe into the run's folder, with absolute paths of drives, model and data."""
     write_file(folder / RECIPE, recipe.with_absolute_paths().to_yaml())
 
 
 def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe with which the run in ``folder`` goes on."""
+    """Return the recipe with which the run in ``folder`` continues."""
     folder = user_path(folder, "RUN")
     recipe = recipe_of(folder, overrides)
     folder = folder.resolve() if folder.name in ("", "..") else folder
@@ -267,7 +266,7 @@ def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe
 
 
 def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe in the folder of a run."""
+    """Return the recipe in a run's folder."""
     if not (folder / RECIPE).is_file():
         what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
         raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
@@ -278,18 +277,18 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def drive_directories(recipe: Recipe, name: str) -> list[Path]:
-    """Return this user's directories in ``memory.nvme`` of the run ``name``, of live and dead processes."""
+    """Return this user's directories in ``memory.nvme`` of the run ``name``."""
     paths = [Path(root) / name for root in recipe.memory.nvme]
     return [path for path in paths if is_own(path) and any(path.glob("rank*.lock"))]
 
 
 def committed_step(recipe: Recipe, name: str) -> int | None:
-    """Return the step that the drives of this machine keep of the run ``name``; None: they keep none."""
+    """Return the step that this machine's drives keep of the run ``name``; None: they keep none."""
     return saved.committed_step(drive_directories(recipe, name))
 
 
 def how_to_go_on(run: Run, error: BaseException) -> str:
-    """Return a line on what is kept of a run that ``error`` interrupts; empty if that is nothing to keep."""
+    """Return a line on what is kept of a run that ``error`` interrupts; may be empty."""
     name, recipe = run.folder.name, run.recipe
     step = committed_step(recipe, name)
     if step is None:
@@ -312,7 +311,6 @@ def _listed(paths: Iterable[Path | str]) -> str:
 
 
 def _require_unused(locks: Iterable[Path]) -> None:
-    """Refuse to touch a run of which a process is alive on this machine."""
     for lock in locks:
         if lock.exists() and is_locked(lock):
             text = f"{lock.parent} is in use by {lock_owner(lock)}; end that first"
@@ -324,10 +322,7 @@ def _rank_locks(directories: Iterable[Path]) -> list[Path]:
 
 
 def verify_run(names: Sequence[str]) -> Iterator[str]:
-    """Check what an interrupted run keeps on drives; yield lines about it, and raise if it is damaged.
-
-    ``names`` are the run's folder, or its directories on drives.
-    """
+    """Check a run's folder, or its directories on drives; yield lines about them, and raise on damage."""
     from infinity.shards.verified import verify
 
     folders = directories = [user_path(name, "RUN") for name in names]
@@ -375,7 +370,7 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """A row in the table of ``infinity runs``."""
+    """Row of the table of ``infinity runs``."""
 
     folder: Path
     state: str
@@ -390,7 +385,7 @@ class ListedRun:
 
 
 def list_runs(parent: Path) -> list[ListedRun]:
-    """Return the runs in a directory, those that were written last first."""
+    """Return the runs in a directory, latest first."""
     try:
         folders = [path for path in parent.iterdir() if (path / RECIPE).is_file()]
     except OSError as error:
@@ -432,10 +427,10 @@ def runs_table(runs: Sequence[ListedRun]) -> Table:
 
 
 def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], bool]) -> bool:
-    """Remove runs, the folders ``names`` in ``parent``, and their files on the drives of this machine.
+    """Remove the runs ``names`` in ``parent``, with their files on this machine's drives.
 
-    ``confirm`` gets a line that says what is removed. If it returns False, or if one of the runs is running
-    or not this user's, nothing is.
+    ``confirm`` gets a line that says what is removed. Nothing is removed if it returns False, or if one of
+    the runs is running or another user's.
     """
     with contextlib.ExitStack() as stack:
         runs = []

@@ -1,4 +1,4 @@
-"""``infinity export`` and ``infinity save``: the trained model of a run, or all of its states, as files."""
+"""``infinity export`` and ``infinity save``: write a run's trained model, or all of its states."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +20,8 @@ from infinity.recipes.recipe import Recipe
 def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
-    Of a run that was interrupted it is the model after the last committed step, and the run can still go
-    on; every rank must call. If ``stored``, it is quantized again, as the checkpoint of ``model.path`` is.
+    An interrupted run gives the model after its last committed step, and can still continue; every rank must
+    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is.
     """
     folder, result, stored_as = user_path(path, "RUN"), None, None
     if stored:
@@ -45,10 +45,7 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
 
 
 def save_run(path: str | Path, out: str | Path) -> str:
-    """Write the last commit of an interrupted run as a portable checkpoint; return a description of it.
-
-    The run can still go on. Every rank must call.
-    """
+    """Save an interrupted run's last commit as a portable checkpoint, and describe it; all must call."""
     folder = user_path(path, "RUN")
     if not is_interrupted(folder):
         what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
@@ -63,7 +60,7 @@ def save_run(path: str | Path, out: str | Path) -> str:
 
 @contextmanager
 def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
-    """Recipe, model, optimizer and last committed step of an interrupted run, which keeps all that it has."""
+    """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
     recipe = interrupted_run(folder)
     with ExitStack() as stack:
         stack.enter_context(process_group(recipe))

@@ -1,4 +1,4 @@
-"""``infinity train``: from a recipe to a trained model, using only the public API, as any training loop."""
+"""``infinity train``: from a recipe to a trained model, using only the public API."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -41,10 +41,10 @@ _PREDICTED_S = 60.0
 
 
 def train(recipe: Recipe) -> Summary | None:
-    """Train the recipe's model on its data; a run of its name that was interrupted goes on.
+    """Train the recipe's model on its data; an interrupted run of its name continues.
 
-    Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other
-    ranks return None. An exception that leaves a run which can go on has a note that says how.
+    Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other ranks
+    return None. If the run can continue after an exception, the exception has a note that says how.
     """
     with ExitStack() as stack:
         device = stack.enter_context(process_group(recipe))
@@ -100,7 +100,7 @@ def train(recipe: Recipe) -> Summary | None:
 
 
 def _make_room_for_model(recipe: Recipe, model: Any, folder: Path) -> None:
-    """Remove what a run that was interrupted just then has saved; fail now if there is no room."""
+    """Remove what an earlier process of the run has saved; raise now if there is no room to save."""
     for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and recipe.lora.rank is None:
@@ -110,7 +110,7 @@ def _make_room_for_model(recipe: Recipe, model: Any, folder: Path) -> None:
 def _predicted(
     recipe: Recipe, totals: SummaryBuilder, budgets: Mapping[str, int | None], dtype: Dtype
 ) -> PredictedStep | None:
-    """Return what a plan says of the run's steps; None: the run was short, or cannot be planned."""
+    """Return the plan's prediction for the run's steps; None: the run was short, or cannot be planned."""
     if totals.total_s < _PREDICTED_S or local_ranks() < world_size():
         return None
     from infinity.predict.plan_recipe import predict
@@ -122,10 +122,7 @@ def _predicted(
 
 
 def _check_sizes(recipe: Recipe, device: torch.device) -> None:
-    """Refuse what cannot fit this machine whatever the budgets: allocating it might end the process.
-
-    That is a parameter of a new model, or what a micro-batch takes at least on ``device``.
-    """
+    """Refuse tensors that exceed this machine's memory: allocating them might end the process."""
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
         return
@@ -158,7 +155,7 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
 
 
 def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
-    """Check the checkpoint's config and open the data, before any weight is read. Every rank must call."""
+    """Check the checkpoint's config and open the data, before weights are read; every rank must call."""
     seq_len, config, vocab_size = recipe.model.seq_len, recipe.data, recipe.model.vocab_size
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
@@ -189,7 +186,6 @@ def notes_on_commits(every: int) -> Iterator[str]:
 
 
 def _notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
-    """Yield lines about the data that the user should see before the first step, and how the run goes on."""
     recipe, before = run.recipe, run.before
     if run.lost:
         yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
@@ -228,9 +224,8 @@ def _short(value: float) -> str:
 def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
 
-    Args:
-        name: Of the run's directories on NVMe; None: a new one, and an interruption keeps nothing.
-        keep: The run can go on, also without an interruption.
+    ``name`` is that of the run's directories on NVMe; None: a new one, and an interruption keeps nothing.
+    With ``keep`` the run can continue even after a normal exit.
     """
     recipe = replace(recipe, run=replace(recipe.run, name=name))
     if recipe.model.path is None:
@@ -262,7 +257,7 @@ def _saves(recipe: Recipe) -> bool:
 
 
 def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = None) -> Requantized | None:
-    """Write the trained model (as :func:`infinity.export` does), or adapters, as ``out``; all must call."""
+    """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     if recipe.lora.rank is None:
         tokenizer = source if tokenizer_files(source) else None
@@ -272,7 +267,7 @@ def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = N
 
 
 def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
-    """Return a printer for lines before views are open, on any rank: one tokenizes while others wait."""
+    """Return a printer of lines before views are open, on any rank: one tokenizes while others wait."""
     if not recipe.observe.progress:
         return lambda line: None
     return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
@@ -280,7 +275,7 @@ def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
 
 @contextmanager
 def _explained(run: Run) -> Iterator[None]:
-    """Say of errors of files what to do, and on rank 0 of whatever interrupts the run how to go on."""
+    """Add to errors of files what to do, and on rank 0 to any interruption how to continue."""
     try:
         yield
     except BaseException as error:
@@ -298,7 +293,6 @@ def _explained(run: Run) -> Iterator[None]:
 
 
 def _open_display(recipe: Recipe, folder: Path, world_size: int) -> View:
-    """Open the display of progress, if the recipe asks for it."""
     views = View()
     if recipe.observe.progress:
         views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
@@ -309,10 +303,7 @@ def _open_display(recipe: Recipe, folder: Path, world_size: int) -> View:
 
 
 def _add_files(views: View, recipe: Recipe, folder: Path, *, after: int) -> None:
-    """Add the files of figures that the recipe asks for; what they have of steps after ``after`` is cut.
-
-    With -1, for a run that begins, they become empty.
-    """
+    """Add the files of figures that the recipe asks for; cut them after step ``after`` (-1: empty)."""
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(MetricsFile(folder / METRICS, after=after, synced=synced))
@@ -321,7 +312,7 @@ def _add_files(views: View, recipe: Recipe, folder: Path, *, after: int) -> None
 
 
 class ActivationView(View):
-    """View that saves the plan for activations, says it by ``log``, and collects figures of the summary."""
+    """View that saves the plan for activations, logs it, and collects figures for the summary."""
 
     def __init__(
         self, activations: Activations, folder: Path, accumulate: int, log: Callable[[str], object]

@@ -1,40 +1,34 @@
 """All-gather of weights, all-to-all of gradients, and a check that every rank does the same.
 
-[Note: one thread, one order]
-Collectives must be issued in the same order on every rank. The training thread puts them into one queue, in
-the order of the trace; one thread takes them out, waits for what each needs (its shard's fetch), and issues
-it on process groups of its own. So a gather ahead of its use overlaps compute, and no timing can change the
-order.
+[Note: one thread, one order] Every rank must issue its collectives in the same order. The training thread
+queues them in the order of the trace; one thread takes each, waits for what it needs (its shard's fetch), and
+issues it on process groups of its own. So a gather ahead of its use overlaps compute, and timing cannot
+change the order.
 
-[Note: the header]
-Before each collective the ranks exchange a few integers: what, which unit, in which step, how many so far,
-and whether this rank has failed, as where its shard's fetch did. Where they differ, every rank raises an
-error that says who wanted what, in place of a hang or a sum of unrelated numbers. What fails elsewhere
-travels beside the collectives: see :mod:`infinity.comm.peers`.
+[Note: the header] Before each collective the ranks exchange a few integers: kind, unit, step, number of the
+collective, and whether this rank has failed, as when its shard's fetch did. Where they differ, every rank
+raises an error that says who wanted what, instead of a hang or a sum of unrelated numbers. Other failures are
+told beside the collectives: see :mod:`infinity.comm.peers`.
 
-[Note: which parameters were used]
-The header of a reduction has a digest of the parameters that this rank has gradients of. Where the digests
-are equal, as in nearly every step, nothing else is exchanged, and if no rank has any gradient, nothing is
-reduced. Only where they differ do the ranks exchange the lists.
+[Note: which parameters were used] The header of a reduction has a digest of the set of parameters that have
+gradients on this rank. If all digests are equal, as in nearly every step, nothing else is exchanged, and
+without any gradient nothing is reduced. Only where they differ do the ranks exchange the sets.
 
-[Note: reduction]
-Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the order of ranks. A
-ring would move as many bytes, but would add in an order that depends on where an element lies in the unit,
-and would travel in fp32 for the same exactness.
+[Note: reduction] Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the
+order of ranks. A ring would move as many bytes, but the order of its additions depends on where an element
+lies in the unit, and for the same exactness it would send fp32.
 
-[Note: on an accelerator]
-The thread issues a collective on a stream of its own and goes on with the next: only headers are waited for.
-Who waits for a :class:`Pending` lets its stream wait for the collective. If a rank dies inside one, the
-others' accelerators would wait for ever. So the thread looks after what it has issued, and aborts it when a
-rank is known to be gone, or silent for too long: streams go on, with values that are not used, since the next
-wait raises.
+[Note: on an accelerator] The thread issues a collective on a stream of its own and goes on with the next; it
+only waits for headers. Waiting for a :class:`Pending` makes the current stream wait for the collective. If a
+rank dies inside one, the others' accelerators would wait for ever. So the thread watches what it has issued,
+and aborts it when a rank is known to be gone, or silent for too long: streams go on with values that are not
+used, since the next wait raises.
 
-[Note: no thread stays behind]
-A thread that sits in a collective's C++ code when the interpreter ends takes the process down with SIGABRT as
-soon as it wakes, when the peers' connections close. So the thread waits in slices and leaves a collective
-that will not end. Its group would wait for it in its destructor, so it is never destroyed; nor is the work,
-whose tensors gloo's own thread would give back when the peers are gone; nor any group in a forked child,
-where its destructor would wait for threads that the child does not have.
+[Note: no thread stays behind] A thread inside a collective's C++ code when the interpreter ends aborts the
+process (SIGABRT) as soon as it wakes, when the peers' connections close. So the thread waits in slices and
+leaves a collective that will not end. Its group is then never destroyed, since the destructor would wait for
+it; nor is its work, whose tensors gloo's thread would release once the peers are gone; nor is any group in a
+forked child, where the destructor would wait for threads that the child does not have.
 """
 
 import ctypes
@@ -61,7 +55,7 @@ from infinity.device.accelerator import StreamTransfer, use_own_stream
 T = TypeVar("T")
 _KINDS = ("gather", "reduce", "sum", "least", "any", "check", "share")
 _SLICE_S = 0.25
-#: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
+#: An accelerator's collective in flight for this long makes this rank check, this often, on the others (s).
 _LOOK_S = 2.0
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
@@ -75,8 +69,8 @@ class Pending(StreamTransfer):
     """A collective in flight on this rank.
 
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
-    failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here:
-    ``failure`` returns the error that a wait for ``what`` must raise; None: it may go on.
+    failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here.
+    ``failure(what)`` returns the error that a wait must raise; None: it may go on.
     """
 
     __slots__ = ("_failure", "_what", "result")
@@ -87,7 +81,7 @@ class Pending(StreamTransfer):
         self.result: Any = None  # once it has ended well
 
     def value(self) -> Any:
-        """Wait, and return the result."""
+        """Wait for the collective and return its result."""
         self.wait()
         return self.result
 
@@ -98,10 +92,10 @@ class Pending(StreamTransfer):
 
 
 class DataGroup:
-    """The process group of weights and gradients, and what an accelerator has in flight on it.
+    """Process group of weights and gradients, and what an accelerator has in flight on it.
 
-    Used by the collectives' thread only; see [Note: on an accelerator]. On the CPU ``group`` is that of the
-    headers, and nothing is in flight.
+    Used by the collectives' thread only; see [Note: on an accelerator]. On the CPU ``group`` is also that of
+    the headers, and nothing is in flight.
     """
 
     def __init__(self, group: Any, device: torch.device, peers: Peers) -> None:
@@ -110,11 +104,11 @@ class DataGroup:
         self._looked_s = 0.0  # when it looked for the other ranks
 
     def add(self, work: Any) -> None:
-        """Look after ``work``, which an accelerator runs."""
+        """Watch ``work``, which an accelerator runs."""
         self._issued.append((work, time.monotonic() + self._peers.timeout_s))
 
     def in_flight(self) -> bool:
-        """Return whether something that was added has not ended; forget what has."""
+        """Return whether watched work has not ended; forget work that has."""
         while self._issued and self._issued[0][0].is_completed():
             self._issued.popleft()
         return bool(self._issued)
@@ -140,13 +134,10 @@ class DataGroup:
 
 
 class Collectives:
-    """The collectives of one process, on their own thread and groups.
+    """Collectives of one process, on their own thread and groups.
 
     Every rank must construct one at the same point and call its methods in the same order. The device of the
-    flat buffers decides NCCL or gloo; the other arguments are those of :class:`Peers`.
-
-    Attributes:
-        step: Calls of the optimizer's step; equal on all ranks.
+    flat buffers decides between NCCL and gloo; the other arguments are those of :class:`Peers`.
     """
 
     def __init__(
@@ -163,7 +154,7 @@ class Collectives:
             )
         self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
         self._data = DataGroup(group, device, self.peers)
-        self.step = self._count = 0
+        self.step = self._count = 0  # calls of the optimizer's step, equal on all ranks; collectives
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
@@ -174,8 +165,8 @@ class Collectives:
     def gather(self, index: int, where: str, bring: Callable[[], Tensor]) -> Pending:
         """Start the all-gather of unit ``index``; ``where`` is for the error when ranks differ.
 
-        ``bring`` waits for this rank's shard and returns the full buffer, ``(numel,)``, which has it in its
-        own slice. It is called on the collectives' thread, and may raise.
+        ``bring`` is called on the collectives' thread. It waits for this rank's shard and returns the full
+        buffer, ``(numel,)``, with the shard in its own slice; it may raise.
         """
 
         def issue(full: Tensor, _: bool) -> Tensor:
@@ -190,14 +181,14 @@ class Collectives:
         self, index: int, where: str, buffers: Callable[[], tuple[Tensor, Tensor, Tensor]], used: bytes,
         then: Callable[[bytes], None], ready: Callable[[], object] | None = None,
     ) -> Pending:  # fmt: skip
-        """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
+        """Start the reduction of a unit's gradients to the mean over ranks of this rank's slice.
 
         All functions are called on the collectives' thread.
 
         Args:
-            buffers: Called if any rank used a parameter. Returns the local gradients, ``(numel,)``; as much
-                memory of the same dtype, for the slices that arrive; and ``(numel / world_size,)`` for the
-                mean, whose dtype is that of the additions.
+            buffers: Called if any rank used a parameter. Returns the local gradients, ``(numel,)``; a buffer
+                of the same shape and dtype for the slices that arrive; and ``(numel / world_size,)`` for the
+                mean, in the dtype of the additions.
             used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
             then: Called with ``used`` of all ranks together.
             ready: Waits for what every rank must have done before any goes on; may raise.
@@ -220,10 +211,7 @@ class Collectives:
         return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
 
     def exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
-        """Every rank's values (below 2**53), ``(world_size, len(values))``, float64; blocks.
-
-        The ``kind`` is what is made of them: sum, least or any.
-        """
+        """Return all ranks' values (below 2**53), float64, ``(world_size, len(values))``; blocks."""
 
         def issue(*_: Any) -> Tensor:
             return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
@@ -232,7 +220,7 @@ class Collectives:
         return everyone
 
     def share(self, value: T, where: str) -> T:
-        """Rank 0's ``value``, on every rank; blocks."""
+        """Return rank 0's ``value`` on every rank; blocks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
         def issue(*_: Any) -> Any:
@@ -249,7 +237,7 @@ class Collectives:
         self._submit("check", fingerprint, where, lambda *_: None).wait()
 
     def close(self) -> None:
-        """End the thread; collectives that wait in the queue end first."""
+        """End the thread, after the collectives that are queued."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout=self.peers.timeout_s if self.peers.error is None else FAREWELL_S)
@@ -287,7 +275,7 @@ class Collectives:
         self, name: str, header: tuple[int, ...], issue: Callable[[Any, bool], Any],
         ready: Callable[[], object] | None, digest: int,
     ) -> Any:  # fmt: skip
-        """The result of one collective; raises what ``ready`` raised, of which the others have learned."""
+        """Return the result of one collective; raise what ``ready`` raised, after telling the others."""
         local: BaseException | None = None
         prepared: object = None
         try:
@@ -301,13 +289,13 @@ class Collectives:
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
-            # which has torch's first line; the others are its C++ stack
+            # whose message keeps torch's first line; the others are its C++ stack
             raise local or self.peers.error or self.peers.explained(name, error) from None
 
     def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
-        """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks."""
+        """Exchange headers and return whether all ranks have this ``digest``: see [Note: the header]."""
         mine = torch.tensor([*what, int(failure is not None), digest], device="cpu")
-        # Lists: an operator of torch gives the interpreter's lock away, and the thread that computes has it.
+        # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
         headers = self._of_all_ranks(mine).tolist()
         self._count += 1
         failed = [rank for rank, header in enumerate(headers) if header[-2]]
@@ -331,17 +319,13 @@ class Collectives:
         return self._of_all_ranks(mine).amax(0).numpy().tobytes()
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
-        """Every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``."""
+        """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
         everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
         self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
         return everyone.view(self.world_size, -1)
 
     def _end(self, work: Any, group: Any) -> None:
-        """Wait for a collective of ``group``; see [Note: no thread stays behind].
-
-        Raises:
-            RuntimeError: It ended badly, or this rank or another failed and it has not ended.
-        """
+        """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""
         while group is self._control and not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
@@ -358,12 +342,12 @@ class Collectives:
         while (job := self._next()) is not None:
             job()
             del job  # while nothing comes, no model is held
-        while self._data.in_flight():  # what is not given up here would let the accelerator wait for ever
+        while self._data.in_flight():  # else an accelerator could wait for ever
             self._data.look_after()
             time.sleep(0.01)
 
     def _next(self) -> Callable[[], None] | None:
-        """The next job; meanwhile look after what was issued: see [Note: on an accelerator]."""
+        """Return the next job; until it comes, watch what was issued: see [Note: on an accelerator]."""
         while True:
             try:
                 return self._queue.get(timeout=_SLICE_S if self._data.in_flight() else None)

@@ -1,11 +1,10 @@
 """Signs of life, failures and ends of ranks, told beside the collectives.
 
-[Note: why beside]
-A rank that fails between two collectives, or whose peers are somewhere else, cannot tell them through
-a collective, in which the others do not take part. So each rank keeps one entry in the store through which
-torch.distributed made its groups, on a connection of its own. A thread writes it every second, with
-a beat that grows, and looks whether another rank ended. Waiting ranks then raise within about two seconds,
-and can say which rank is silent, and whether its process still exists.
+[Note: why beside] A rank that fails outside a collective cannot tell its peers through one in which they do
+not take part. So each rank keeps one entry in the store through which torch.distributed made its groups, on a
+connection of its own. A thread writes it every second, with a growing beat, and looks whether another rank
+ended. Waiting ranks then raise within about two seconds, and can say which rank is silent, and whether its
+process still exists.
 """
 
 import itertools
@@ -26,13 +25,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from infinity.core.errors import DivergenceError, PeerError, first_line
 
-#: A rank shows that it lives, and looks at the others, this often (s).
+#: How often a rank shows that it lives, and looks at the others (s).
 BEAT_S = 1.0
-#: No longer than this does a rank look for what silenced another (s).
+#: How long a rank looks for what silenced another (s).
 _LOOK_S = 3.5 * BEAT_S
 #: How long the store may take to answer (s).
 _PATIENCE_S = 10.0
-#: Once another rank has left, what it still takes part in ends within this time (s).
+#: A collective that a rank took part in before it left ends within this time after that (s).
 FAREWELL_S = 5.0
 
 _ALL_ALIVE = "every rank is alive, so one of them is busy elsewhere: in its own code, or with its data"
@@ -41,7 +40,7 @@ _made = itertools.count()  # every rank makes its Peers in the same order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The entry of one rank in the store."""
+    """One rank's entry in the store."""
 
     rank: int
     pid: int
@@ -56,10 +55,10 @@ class Entry:
 
 
 class Peers:
-    """The other ranks of a group, and the error after which no collective with them ends well here.
+    """Watches the other ranks of a group, and keeps the error after which no collective can end well.
 
-    This rank tells that error, or the others do; ``on_failure`` is called once with it, on any thread. A
-    silent rank is waited for ``timeout_s``. Any thread may call.
+    The error comes from this rank or from another; ``on_failure`` is called once with it, on any thread. A
+    rank may be silent for ``timeout_s``. Any thread may call.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Peers:
         return self.error
 
     def explained(self, what: str, error: BaseException | None = None) -> PeerError:
-        """Return why ``what`` did not end, or ended with ``error``; looks for seconds who is at fault."""
+        """Return why ``what`` did not end, or ended with ``error``; blocks some seconds to find the cause."""
         until, why = time.monotonic() + _LOOK_S, f" ({first_line(error)})" if error is not None else ""
         first: list[Entry] = []
         while True:
@@ -104,7 +103,7 @@ class Peers:
             first = first or entries
             told = _told(entries) or _gone(entries, self._me.machine)
             if not told and time.monotonic() > until:
-                # ranks whose beat stands still, or that nothing is wrong with but their absence
+                # some rank's beat stands still, or all are alive and one is busy elsewhere
                 beats = {entry.rank: entry.beat for entry in first}
                 still = ", ".join(str(entry) for entry in entries if beats.get(entry.rank) == entry.beat)
                 how = f"gave no sign of life for {_LOOK_S:g} s: dead, stopped, or cut off from the network"
@@ -115,7 +114,7 @@ class Peers:
         return self.peer_error(told, what, why)
 
     def dead(self) -> str:
-        """Ranks of this machine whose processes ended without a word. Call when all have written entries."""
+        """Describe local ranks whose processes ended without a word; all must have written entries."""
         try:
             entries = self._others(self._here)
         except RuntimeError:
@@ -124,7 +123,7 @@ class Peers:
         return _gone([entry for entry in entries if not entry.end], self._me.machine, "ZX")
 
     def peer_error(self, told: str, what: str = "", why: str = "") -> PeerError:
-        """Return the error of this rank, which waited for ``what``, when others ended as ``told``."""
+        """Return this rank's error when others ended as ``told`` while it waited for ``what``."""
         waited = f" while this one waited for it in: {what}" if what else ""
         return PeerError(
             f"rank {self._me.rank} stops: {told}{waited}. The first error of the ranks that it names is "
@@ -133,13 +132,12 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Say that this rank ended, unless it failed, and end the thread; the entry stays."""
+        """Tell the others that this rank ended, unless it failed, and end the thread; the entry stays."""
         self._end("closed its model", failed=False)
         self._closed.set()
         self._thread.join(_PATIENCE_S)
 
     def _fail(self, error: BaseException) -> None:
-        """Keep the first error, and end every wait on this rank with it."""
         with self._error_lock:
             first, self.error = self.error is None, self.error or error
         if first:
@@ -169,14 +167,13 @@ class Peers:
         self._store.set(f"{entry.rank}", json.dumps(asdict(entry)))
 
     def _end(self, end: str, *, failed: bool) -> None:
-        """Say how this rank ended; the first word stays, but a failure replaces a clean end."""
+        """Publish how this rank ended; the first word stays, but a failure replaces a clean end."""
         with self._lock, suppress(RuntimeError):  # the store may be gone: its keeper ended before us
             if not self._me.failed and (failed or not self._me.end):
                 self._publish(replace(self._me, end=end, failed=failed))
                 self._store.add("failed" if failed else "ended", 1)
 
     def _others(self, ranks: Iterable[int] | None = None) -> list[Entry]:
-        """The entries of other ``ranks``, of all by default, as far as they wrote one."""
         ranks = range(self.world_size) if ranks is None else ranks
         keys = (f"{rank}" for rank in ranks if rank != self._me.rank)
         return [Entry(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
@@ -194,13 +191,12 @@ def how_it_ended(error: BaseException) -> str:
 
 
 def _told(entries: list[Entry]) -> str:
-    """Return what the ranks that ended said; of failures only, if there are any."""
     failed = any(entry.failed for entry in entries)
     return "; ".join(f"rank {each.rank} {each.end}" for each in entries if each.end and each.failed is failed)
 
 
 def _gone(entries: list[Entry], machine: str, states: str = "ZXTt") -> str:
-    """Ranks of this machine whose processes are in one of ``states``: ended (Z, X), or stopped (T, t)."""
+    """Describe ranks of this machine whose processes are in one of ``states``: ended or stopped."""
     words = []
     for entry in entries:
         state = _process_state(entry.pid) if entry.machine == machine else "R"
@@ -213,7 +209,7 @@ def _gone(entries: list[Entry], machine: str, states: str = "ZXTt") -> str:
 
 
 def _machine() -> str:
-    """The same for two processes that see the same process numbers."""
+    """Return a name that two processes share if they see the same process numbers."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -221,7 +217,7 @@ def _machine() -> str:
 
 
 def _process_state(pid: int) -> str:
-    """The kernel's letter for a process of this machine: Z or X when it ended, T or t when stopped."""
+    """Return the kernel's letter for a local process: Z or X when it ended, T or t when stopped."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""The processes that train together: how they meet, and what each of them knows of itself."""
+"""The processes that train together: how they meet, and what each knows of itself."""
 
 import contextlib
 import os
@@ -23,13 +23,13 @@ from infinity.core.process import check_meeting_point, launched
 from infinity.device.accelerator import hardware_id
 
 T = TypeVar("T")
-#: Between two looks for ranks that have not come (s).
+#: Time between two looks for ranks that have not come (s).
 _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that share a model."""
+    """This process's place among those that share a model."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def alone_on_cpu(self) -> bool:
-        """One rank without an accelerator: a unit in host memory is its own flat buffer."""
+        """Whether this is the only rank, on the CPU: a unit in host memory is its own flat buffer."""
         return self.world_size == 1 and not self.on_accelerator
 
     def least(self, value: int, where: str) -> int:
@@ -58,17 +58,14 @@ class Ranks:
         return float(self.collectives.exchange("sum", [value], where).sum())
 
     def decide(self, make: Callable[[], T], where: str) -> T:
-        """Return what ``make`` gives on rank 0, or raise as it does, on every rank; all must call."""
+        """Return what ``make`` returns on rank 0, or raise its error, on every rank; all must call."""
         if self.collectives is None:
             return make()
         return decide(make, self.rank, partial(self.collectives.share, where=where))
 
 
 def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
-    """Initialize torch.distributed from the launcher's environment; return this rank's device.
-
-    A silent rank is waited for ``timeout_s``; ``device`` is as for :func:`choose_device`.
-    """
+    """Join the launcher's ranks, waiting ``timeout_s`` for silent ones; return this rank's device."""
     found = launched()
     chosen = choose_device(device, found.local_rank)
     if found.world_size == 1 or dist.is_initialized():
@@ -88,11 +85,11 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
 
 
 def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
-    """Return the device on which this rank computes, and make it the current one.
+    """Return the device on which this rank computes, which becomes the current one.
 
-    That is the one that is ``wanted``, such as ``cuda:1``, else the accelerator with this rank's number on
-    its machine (None: the current one), else the CPU. Launchers such as SLURM may show each rank one device
-    only: then all of them are number 0.
+    That is the ``wanted`` one, such as ``cuda:1``, else the accelerator with the number ``local_rank`` (None:
+    the current one), else the CPU. Launchers such as SLURM may show each rank a single device, which is
+    number 0. LaunchError: this machine does not have it.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -125,7 +122,7 @@ def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the back ends of a process group: for values on the CPU, and for those on ``device``."""
+    """Return the back ends of a process group for values on the CPU and on ``device``."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -146,11 +143,11 @@ def _check_own_devices(device: torch.device) -> None:
 
 
 def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return torchrun's store, with a prefix that the ranks of this start have in common.
+    """Return torchrun's store, with a prefix that the ranks of this start share.
 
-    torchrun keeps one store when it starts all ranks again (``--max-restarts``), and without a prefix they
-    would find the addresses of ranks that are gone. The number of the restart is not the same on all
-    machines. So each rank asks with a word of its own, and rank 0 tells it the prefix under that word.
+    torchrun keeps one store when it starts all ranks again (``--max-restarts``); without a prefix they would
+    find the addresses of ranks that are gone. The number of the restart may differ between machines, so rank
+    0 tells each rank the prefix, under a random word that the rank asks with.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=timeout)
@@ -193,7 +190,7 @@ def agree(value: T, world_size: int, what: str = "agreeing on the run's id") -> 
 
 
 def gather(value: T, ranks: Ranks, what: str) -> list[T]:
-    """Return every rank's ``value`` on rank 0, in order; other ranks get their own. Every rank must call."""
+    """Return every rank's ``value``, in order, on rank 0, and only its own elsewhere; all must call."""
     if ranks.world_size == 1:
         return [value]
     found: list[T] | None = [value] * ranks.world_size if ranks.rank == 0 else None
@@ -203,10 +200,7 @@ def gather(value: T, ranks: Ranks, what: str) -> list[T]:
 
 
 def decide(make: Callable[[], T], rank: int, share: Callable[[Any], Any]) -> T:
-    """Return what ``make`` gives on rank 0, or raise as it does, on every rank; all must call.
-
-    ``share`` gives rank 0's value to all ranks.
-    """
+    """Return what ``make`` returns on rank 0, or raise its error, on all ranks; ``share`` sends it."""
     made: Any = None
     mine: InfinityError | None = None
     if rank == 0:
@@ -223,7 +217,7 @@ def decide(make: Callable[[], T], rank: int, share: Callable[[Any], Any]) -> T:
 
 @contextlib.contextmanager
 def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
-    """A block that ends well on every rank, or raises on every rank (PeerError says how); all must enter."""
+    """Raise on every rank if the block raises on any, as a PeerError on the others; all must enter."""
     failure: Exception | None = None
     try:
         yield
@@ -242,7 +236,7 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Raise errors of torch.distributed as :class:`PeerError`, without their lines of torch's C++ stack."""
+    """Raise errors of torch.distributed as :class:`PeerError`, without lines of its C++ stack."""
     try:
         yield
     except RuntimeError as error:
@@ -253,11 +247,11 @@ def peer_errors(what: str) -> Iterator[None]:
 
 
 def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]:
-    """Let two ranks gather and exchange bytes, by gloo; return what sending to each other costs them.
+    """Measure how fast two ranks gather and exchange bytes by gloo, and what that costs the CPU.
 
-    Both are threads of this process, in groups that no other code sees. A unit's full values have ``nbytes``,
-    of which each rank sends a half. That is the bytes per second that each rank sends, and the time of all
-    cores that each byte costs it, with one that it receives (s).
+    Both are threads of this process, in groups that no other code sees; a unit's full values have ``nbytes``,
+    of which each sends a half. Returns the bytes per second that each rank sends, and the CPU time (s, of all
+    cores) per byte that it sends and receives.
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 

@@ -1,4 +1,4 @@
-"""Figures of each step and its stalls: the report that all views read, ``metrics.jsonl`` and TensorBoard."""
+"""Figures of each step and its stalls: the report that all views show, ``metrics.jsonl`` and TensorBoard."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from infinity.observe.timeline import Timeline
 
 
 class Stalls:
-    """Counts the training thread's waits; the time between two waits is compute, a span of ``timeline``."""
+    """Counts the training thread's waits; the time between two is compute, a span of ``timeline``."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.seconds: dict[str, float] = {}
@@ -89,7 +89,7 @@ def bottleneck(stall_s: dict[str, float], total_s: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Perplexity: exp(loss); infinity if that exceeds a float."""
+    """Return exp(loss); infinity if that exceeds a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -97,7 +97,7 @@ def perplexity(loss: float) -> float:
 
 
 class View:
-    """A display or file of a run's figures, or, as this one, all ``views`` as one; called on rank 0 only."""
+    """Display or file of a run's figures, or, as this class, all ``views`` as one; used on rank 0 only."""
 
     views: Sequence["View"] = ()
 
@@ -140,7 +140,7 @@ class MetricsFile(View):
     "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null.
 
     Args:
-        after: The last step whose lines stay (-1: none does), if they are whole. None: all lines stay.
+        after: Keep whole lines up to this step and cut the others (-1: all). None: keep all.
         synced: Lines survive a power cut, as the commits that follow them do.
     """
 
@@ -176,10 +176,7 @@ class Evaluation:
 
 
 def read_metrics(path: Path, last: int) -> Iterator[tuple[StepReport | Evaluation, int]]:
-    """Yield the lines of a metrics file up to step ``last``, each with its end in the file (bytes).
-
-    They end before a line that is not whole; there are none if there is no file.
-    """
+    """Yield the whole lines up to step ``last`` of a metrics file, if any, with their ends (bytes)."""
     if not path.exists():
         return
     with open(open_regular(path), "rb") as file:
@@ -202,7 +199,6 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(text: bytes) -> StepReport | Evaluation | None:
-    """Return what a line says; None if it is not a whole line of a metrics file."""
     if not text.endswith(b"\n"):
         return None
     line: StepReport | Evaluation
@@ -218,7 +214,7 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
 
 
 class TensorBoard(View):
-    """View that writes scalars for TensorBoard into ``folder``, which drops what it has ``after`` a step."""
+    """View that writes scalars for TensorBoard to ``folder``, and drops those ``after`` a step."""
 
     def __init__(self, folder: Path, *, after: int = -1) -> None:
         try:
@@ -257,7 +253,7 @@ class TensorBoard(View):
 
 
 def finite(value: Any) -> Any:
-    """Replace floats that JSON cannot represent by None, also inside dicts."""
+    """Replace floats that JSON cannot represent with None, also inside dicts."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

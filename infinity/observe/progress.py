@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, View, perplexity
 
-#: Messages that no display shows go here; see them with ``logging.basicConfig(level=logging.INFO)``.
+#: Logger of messages that no display shows; to see them: ``logging.basicConfig(level=logging.INFO)``.
 log = logging.getLogger("infinity")
 
 
@@ -41,7 +41,7 @@ LINES_EVERY_S = 10.0
 
 
 class ProgressDisplay(View):
-    """View that shows every step (terminal), or every ``log_every``-th and the last (plain lines)."""
+    """View that shows every step (in a terminal), or every ``log_every``-th and the last (plain lines)."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ProgressDisplay(View):
 
 
 def describe(report: StepReport) -> str:
-    """Return a step's figures in one line; bytes and stalls are this rank's, the loss is all ranks'."""
+    """Return a step's figures in one line; bytes and stalls are this rank's, the loss all ranks'."""
     parts = ["loss -" if report.loss is None else f"loss {report.loss:.4f}"]
     parts.append(f"{report.tokens_per_s:,.0f} tokens/s")
     stall_s = sum(report.stall_s.values())

@@ -34,7 +34,7 @@ class ActivationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The prediction for a step of a run on one rank; bytes are those of units."""
+    """Predicted figures of a step on one rank; bytes are those of units."""
 
     step_s: float
     nbytes_read: int
@@ -120,7 +120,7 @@ class SummaryBuilder(View):
         self._held_out[1:] = [loss]
 
     def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
-        """Take in the metrics of steps that were made before this process."""
+        """Add the metrics of steps made before this process."""
         for line, _ in lines:
             if isinstance(line, StepReport):
                 self.step(line)
@@ -256,7 +256,7 @@ def activation_rows(figures: ActivationSummary) -> list[tuple[str, str]]:
 
 
 def compared(predicted: Outcome, measured: Outcome) -> str:
-    """Return time and peak of a micro-batch, with their deviation from the prediction."""
+    """Return time and peak of a micro-batch, with their deviations from the prediction."""
     off_s = measured.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
     off_nbytes = measured.peak_nbytes / predicted.peak_nbytes - 1 if predicted.peak_nbytes else 0.0
     return (

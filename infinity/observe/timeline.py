@@ -1,6 +1,6 @@
-"""Timeline of a run: spans on lanes, recorded by wrappers, exported to Perfetto.
+"""Timeline of a run: spans on lanes, recorded by wrappers and exported for Perfetto.
 
-Lanes beside each other show what a step waited for. A disabled timeline costs one comparison per span.
+Lanes side by side show what a step waited for. A disabled timeline costs one comparison per span.
 """
 
 import json
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans, from any thread; ``clock`` returns seconds."""
+    """Collects spans from any thread; ``clock`` returns seconds."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.enabled = enabled
@@ -52,15 +52,11 @@ class Timeline:
 
 
 class WatchedEngine:
-    """Transfer engine that records its transfers as spans, and reports the bytes of every request.
-
-    Attributes:
-        listener: Called with bytes read and bytes written, on any thread; None: nothing is reported.
-    """
+    """Transfer engine that records its transfers as spans, and reports the bytes of each request."""
 
     def __init__(self, engine: TransferEngine, timeline: Timeline) -> None:
         self._engine, self.name, self._timeline = engine, engine.name, timeline
-        self.listener: Callable[[int, int], object] | None = None
+        self.listener: Callable[[int, int], object] | None = None  # of bytes read, written; any thread
 
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
         if self.listener is not None:
@@ -85,7 +81,7 @@ class WatchedEngine:
 
 
 class TimedRule:
-    """Update rule that records each update as a span of lane ``update``."""
+    """Update rule that records each update as a span of the lane ``update``."""
 
     def __init__(self, rule: Any, timeline: Timeline) -> None:
         self._rule, self._timeline = rule, timeline
@@ -100,11 +96,7 @@ class TimedRule:
 
 
 def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
-    """Write ``spans`` as Chrome trace events, for ui.perfetto.dev; time starts at 0.
-
-    A lane becomes a process, and its overlapping spans (concurrent reads) its threads, because one thread
-    of a trace cannot show two spans at the same time.
-    """
+    """Write Chrome trace events for ui.perfetto.dev: lanes are processes, overlapping spans threads."""
     start_s = min((span.start_s for span in spans), default=0.0)
     found = {span.lane for span in spans}
     lanes = [lane for lane in LANES if lane in found] + sorted(found.difference(LANES))

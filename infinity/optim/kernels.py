@@ -1,19 +1,19 @@
-"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares, FP8.
+"""CPU loops compiled by numba: update rules, the split of masters, sums of squares, FP8.
 
-Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.device.machine` has the
-door to it.
+Imported when first needed, because numba takes 0.3 s to import; :mod:`infinity.device.machine` compiles
+ahead.
 
-[Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, in vector
-registers or not: numba does not reorder and does not contract (no ``fastmath``), and ``+ - * /`` and the
-square root are correctly rounded everywhere.
+[Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, vectorized
+or not: without ``fastmath`` numba neither reorders nor contracts, and ``+ - * /`` and the square root are
+correctly rounded everywhere.
 
 [Note: 16-bit floats] numba has no bfloat16 and no float16 on CPUs. They arrive as the integers of their bits,
-by which :func:`widen` tells them apart: bfloat16 as int16, float16 as uint16.
+and their types tell them apart: bfloat16 is int16, float16 is uint16.
 
-[Note: in place] LLVM makes vector instructions of a loop if what it writes overlaps nothing that it reads; it
-checks the addresses first. Weights that are updated in place would fail that check, so a flag chooses a copy
-of the loop, made by numba's inlining, in which both are one array. (Of addresses that were compared, LLVM
-would take one for the other, and check them again.)
+[Note: in place] LLVM vectorizes a loop if its outputs overlap none of its inputs, and checks the addresses
+first. Weights updated in place would fail that check, so a flag chooses a second copy of the loop, made by
+numba's inlining, in which both are one array. (Comparing addresses instead would not help: LLVM would use one
+for the other, and check again.)
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 
 def array(tensor: Tensor) -> Array:
-    """The memory of a tensor on the CPU as loops take it: see [Note: 16-bit floats]."""
+    """Return a CPU tensor's memory as loops take it: see [Note: 16-bit floats]."""
     return tensor.detach().view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
 
 
@@ -61,15 +61,16 @@ def run(
 
 @functools.cache
 def converts_half() -> bool:
-    """Whether the CPU has instructions for float16; else LLVM calls C functions, which may not be there."""
+    """Return whether the CPU converts float16; else LLVM calls C functions, which may be missing."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return "+f16c" in features or triple.startswith(("aarch64", "arm64"))
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, with a file for each signature and CPU, and without errors: then it compiles.
+    """Caches compiled code on disk, with a file for each signature and CPU; on errors numba compiles.
 
-    Two processes that write numba's one index at one time can leave it pointing to the other's code.
+    Two processes that write numba's own single index at the same time can leave it pointing to the other's
+    code.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -93,7 +94,7 @@ class _Cache(FunctionCache):
 
 
 def jit(function: F) -> F:
-    """``function`` compiled for the types that it is called with; cached on disk where possible."""
+    """Compile ``function`` for the types that it is called with; cached on disk where possible."""
     jitted = numba.njit(function, nogil=True, error_model="numpy")
     with contextlib.suppress(Exception):  # no directory to write to: it is compiled in every process
         if not numba.config.CACHE_DIR:
@@ -103,13 +104,13 @@ def jit(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """``function`` compiled as a part of those that call it."""
+    """Compile ``function`` as a part of the functions that call it."""
     return cast(F, numba.njit(function, nogil=True, error_model="numpy", forceinline=True))
 
 
 @intrinsic
 def widen(_: Any, value: Any) -> Any:
-    """The float32 of a bfloat16, a float16 or a float32: see [Note: 16-bit floats]."""
+    """Return the float32 of a bfloat16, float16 or float32: see [Note: 16-bit floats]."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         if value == types.int16:
@@ -124,7 +125,7 @@ def widen(_: Any, value: Any) -> Any:
 
 @intrinsic
 def rounded_as(_: Any, like: Any, value: Any) -> Any:
-    """A float32 in the dtype of ``like``, to nearest, ties to even: see [Note: 16-bit floats]."""
+    """Round a float32 to the dtype of ``like``, ties to even: see [Note: 16-bit floats]."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         if like == types.float32:
@@ -150,7 +151,7 @@ def join(weight: Any, remainder: Any) -> Any:
 
 @inlined
 def split(master: Any) -> Any:
-    """A float32 as a bfloat16, rounded to nearest with ties up, and the remainder (int16)."""
+    """Return a float32 as bfloat16, rounded to nearest with ties up, and the remainder (int16)."""
     bits = np.float32(master).view(np.int32)
     return np.int16((bits + 0x8000) >> 16), np.int16(bits)
 
@@ -169,10 +170,7 @@ def split_all(master: Array, weight: Array, remainder: Array) -> None:
 
 @inlined
 def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale):
-    """One element, by the numbers of :class:`infinity.optim.rules.AdamWRule`; all are float32.
-
-    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
-    """
+    """Update one element with the numbers of :class:`infinity.optim.rules.AdamWRule`; all are float32."""
     g = g * scale
     m = m + toward * (g - m)
     v = v * beta2 + fresh * (g * g)
@@ -228,10 +226,10 @@ adamw_loops: dict[torch.dtype, Callable[..., object]] = {
 
 @jit
 def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
-    """A 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, into ``sums``.
+    """Write a 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, to ``sums``.
 
     Every step is a bijection of the lane and of the word, so a change of one word always changes the sum.
-    With the salt and the number of the block mixed in, blocks that changed places have other sums.
+    Salt and block number are mixed in, so that blocks that changed places have other sums.
     """
     lanes = np.empty(words.shape[2], np.uint32)
     for block in range(words.shape[0]):
@@ -250,7 +248,7 @@ def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
 
 @inlined
 def e4m3(code: Any) -> Any:
-    """The float32 of the bits of a float8 (e4m3fn): exact."""
+    """Return the exact float32 of the bits of a float8 (e4m3fn)."""
     size = np.int32(code & 0x7F)
     normal = np.int32(np.int32(size << 20) + np.int32(120 << 23)).view(np.float32)
     value = np.float32(size) * np.float32(2.0**-9) if size < 8 else normal
@@ -260,7 +258,7 @@ def e4m3(code: Any) -> Any:
 
 @jit
 def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any, first_row: int) -> None:
-    """Rows of float8 times the scale of their block; the first is number ``first_row`` of its block.
+    """Multiply rows of float8 by the scales of their blocks; the first row is ``first_row`` of its block.
 
     ``codes`` (uint8) and ``out`` are ``(n * columns,)``, ``scales`` (float32) ``(rows, columns)`` of blocks.
     """

@@ -1,7 +1,7 @@
-"""The fields on disk of each element of a shard, and how an fp32 master is kept there.
+"""The state fields of each element of a shard, and how an fp32 master is kept in them.
 
-A state is what makes the weight exact, which follows from the compute dtype, and then the moments of the
-update rule (:attr:`infinity.optim.rules.UpdateRule.moments`):
+A state is what makes the weight exact, which depends on the compute dtype, and then the moments of the update
+rule (:attr:`infinity.optim.rules.UpdateRule.moments`):
 
 | compute dtype | weight | exact (bytes per element) |
 |---------------|--------|---------------------------|
@@ -9,12 +9,12 @@ update rule (:attr:`infinity.optim.rules.UpdateRule.moments`):
 | float16       | 2      | master 4                  |
 | float32       | 4      | none                      |
 
-[Note: exact split] A float32 is the bfloat16 of its upper half plus a signed 16-bit remainder of its lower
-half, both taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up,
-``weight = (bits + 0x8000) >> 16``, makes the remainder fit 16 signed bits for all 2**32 patterns: the split
-loses nothing. Where rounding carries the largest finite values to the pattern of infinity, the model computes
-with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come back with
-another payload. Ties go up where ``Tensor.to(bfloat16)`` sends them to even; nothing else differs.
+[Note: exact split] A float32 is split into the bfloat16 of its upper half and a signed 16-bit remainder, both
+taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up, ``weight = (bits +
+0x8000) >> 16``, makes the remainder fit for all 2**32 patterns: nothing is lost. (``Tensor.to(bfloat16)``
+differs only in sending ties to even.) Where rounding carries the largest finite values to infinity, the model
+computes with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come
+back with another payload.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ CHUNK_NUMEL = 2 * 2**20
 
 
 class StateField(NamedTuple):
-    """One value per element, and the type in which it is stored."""
+    """One value per element: its name and stored dtype."""
 
     name: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The state fields that go with weights of ``dtype``, in the order of their bytes."""
+    """State fields that go with weights of ``dtype``, in the order of their bytes."""
 
     dtype: torch.dtype
     exact: tuple[StateField, ...]  # they make the weight exact
@@ -54,7 +54,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, dtype: torch.dtype, moments: tuple[StateField, ...]) -> "StateLayout":
-        """Return the state of weights of ``dtype``; ValueError: not bfloat16, float16 or float32."""
+        """Return the layout for weights of ``dtype``; ValueError: not bfloat16, float16 or float32."""
         if dtype not in _EXACT:
             allowed = ", ".join(str(known) for known in _EXACT)
             raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
@@ -66,7 +66,7 @@ class StateLayout:
 
     @property
     def full_names(self) -> tuple[str, ...]:
-        """The names of the fp32 values that a state stands for: the master weight, then each moment."""
+        """Names of the fp32 values that a state stands for: the master weight, then each moment."""
         return "master", *(field.name for field in self.moments)
 
     def only(self, *, exact: bool = False, moments: bool = False) -> "StateLayout":
@@ -78,12 +78,12 @@ class StateLayout:
         return tuple(state[len(self.exact) :])
 
     def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the fp32 master and each moment as fp32, ``(n,)``; not copies if kept so."""
+        """Return the fp32 master and each moment as fp32, ``(n,)``; views where they are stored so."""
         state = tuple(state)
         return master_of(self, weight, state), *(moment.float() for moment in self.moments_of(state))
 
     def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
-        """Return a state with zeros for the last fields, which one that was never trained lacks."""
+        """Return a state with zeros for the last fields, which a state that was never trained lacks."""
         missing = self.fields[len(state) :]
         return *state, *(torch.zeros(numel, dtype=field.dtype, device="cpu") for field in missing)
 
@@ -104,13 +104,13 @@ class StateLayout:
         return tuple(part.view(field.dtype) for part, field in parts)
 
     def chunk_views(self, buffer: Tensor, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return weights and state of ``numel`` elements that lie at the beginning of ``buffer``, uint8."""
+        """Return views of weights and state of ``numel`` elements at the beginning of ``buffer``, uint8."""
         middle, end = self.weight_nbytes(numel), self.nbytes(numel)
         return buffer[:middle].view(self.dtype), self.views(buffer[middle:end], numel)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a float32 master as bfloat16 weight and int16 remainder, by elementwise torch on any device."""
+    """Split a float32 master into bfloat16 weight and int16 remainder, by torch, on any device."""
     bits = master.view(torch.int32)
     weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
     return weight, bits.to(torch.int16)
@@ -119,12 +119,9 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def master_of(
     layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> Tensor:
-    """Return the float32 master of ``weight``, ``(n,)``, from the views of its state.
+    """Return the float32 master of ``weight``, ``(n,)``; a view with float32 and float16 weights.
 
-    With float32 weights that is ``weight`` itself, with float16 the field ``master``; not copies.
-
-    Args:
-        eager: By torch on the CPU, too, as while numba compiles: a model's construction does not wait for it.
+    If ``eager``, torch does it on the CPU, too, instead of waiting until numba has compiled its loop.
     """
     if layout.dtype != torch.bfloat16:
         return state[0] if layout.dtype == torch.float16 else weight
@@ -140,11 +137,9 @@ def master_of(
 def store_master(
     layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> None:
-    """Write exact values into ``weight`` and into the fields of ``state`` that keep them, all ``(n,)``.
+    """Write exact values into ``weight`` and the fields of ``state`` that keep them, all ``(n,)``.
 
-    Args:
-        master: float32; or bfloat16 where that is the compute dtype.
-        eager: As for :func:`master_of`.
+    ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
     """
     if layout.dtype != torch.bfloat16:
         weight.copy_(master)

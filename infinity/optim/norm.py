@@ -1,9 +1,9 @@
 """The global gradient norm, the clip coefficient and the scale of fp16 losses.
 
-[Note: order of summation] Squares are summed in float64: no finite gradient overflows. The order of additions
-depends on the numel alone, never on threads: each row of ``ROW_NUMEL`` elements is summed by one thread into
-``LANES`` sums side by side, as vector instructions do it; these are added in pairs, and the sums of the rows
-without rounding.
+[Note: order of summation] Squares are summed in float64, so no finite gradient overflows. On the CPU the
+order of additions depends on the numel alone, never on threads: one thread sums each row of ``ROW_NUMEL``
+elements into ``LANES`` sums side by side, as vector instructions do; these are added in pairs, and the sums
+of the rows without rounding. On an accelerator it depends on the numel and the kind of device.
 """
 
 import math
@@ -20,7 +20,7 @@ ROW_NUMEL, LANES = 2**15, 128
 
 
 def sum_of_squares(grad: Tensor) -> float:
-    """Return the sum of squares of ``grad``, of any shape, in float64, on the CPU; inf and nan propagate."""
+    """Return the sum of squares of a CPU tensor of any shape, in float64; inf and nan propagate."""
     flat = grad.detach().reshape(-1)
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
     tail = flat.new_zeros(ROW_NUMEL)
@@ -29,7 +29,6 @@ def sum_of_squares(grad: Tensor) -> float:
 
 
 def _row_sums(flat: Tensor) -> list[float]:
-    """Return the sum of squares of each row of ``ROW_NUMEL`` elements."""
     from infinity.optim import kernels
 
     if flat.dtype == torch.float16 and not kernels.converts_half():
@@ -46,19 +45,13 @@ def _row_sums(flat: Tensor) -> list[float]:
 
 
 def norm_on_device(grad: Tensor) -> Tensor:
-    """Return the norm of ``grad``, in float64, ``()``, by one operator of its accelerator; waits for nothing.
-
-    The order of its additions depends on the numel and the kind of device.
-    """
+    """Return the norm of ``grad``, float64, ``()``, by one operator of its accelerator; does not block."""
     norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
     return norm
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return the factor of gradients of a finite global norm, as in ``torch.nn.utils.clip_grad_norm_``.
-
-    Computed in float64 and rounded to float32, in which the update reads it.
-    """
+    """Return the factor of :func:`torch.nn.utils.clip_grad_norm_` for a finite norm, rounded to float32."""
     if max_norm is None:
         return 1.0
     return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
@@ -66,9 +59,9 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 @dataclass(slots=True)
 class LossScaler:
-    """Dynamic loss scaling: the scale doubles after good steps in a row, and halves after an overflow.
+    """Dynamic loss scaling: doubles the scale after good steps in a row, halves it after an overflow.
 
-    Every rank must feed it the same ``found_inf``; then all scales stay equal.
+    Every rank must pass the same ``found_inf``, so that all scales stay equal.
 
     Source: Mixed Precision Training (arXiv:1710.03740), section 3.2.
     """

@@ -1,15 +1,15 @@
-"""Update rules: the arithmetic of an optimizer over flat shards, and what runs it on each kind of device.
+"""Update rules: the arithmetic of an optimizer over flat shards, and what runs it on each device.
 
-Nothing outside an :class:`UpdateRule` knows how many moments it has, of what dtype, or what they are called.
-A second optimizer is a subclass and a row in :data:`RULES`.
+Only an :class:`UpdateRule` knows the number, dtypes and names of its moments. A second optimizer is a
+subclass and a row in :data:`RULES`.
 
 [Note: forms of a rule] The scalar function in :mod:`infinity.optim.kernels`, :meth:`UpdateRule.step` and the
-CUDA kernel have the same operations in the same order, each one that every implementation rounds correctly
+CUDA kernel have the same operations in the same order, each of which every implementation rounds correctly
 (``+ - * /`` and the square root; the kernel fuses no multiply-add). So all give the same bits, whole or in
-slices, on one thread or many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come
-from a vector library that is off by one in the last place. NumPy's is, so the torch form takes that. On an
-accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits. CUDA has
-a kernel because the host would take longer to launch thirty operators than the accelerator to run them.
+slices, on any number of threads, in place or not. ``Tensor.sqrt`` on a CPU may come from a vector library
+that is off by one in the last place, so the torch form takes NumPy's. On an accelerator whose root is not
+known to be rounded correctly, the root in float64 gives the same bits. CUDA has a kernel because launching
+thirty operators would take the host longer than the accelerator needs to run them.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from infinity.device.memory import HostBuffer
 from infinity.optim.layout import StateField, StateLayout, master_of, store_master
 from infinity.optim.norm import sum_of_squares
 
-#: Elements that the torch form takes at one time, and the temporaries of float32 that it has of them.
+#: Elements that the torch form takes at one time, and its float32 temporaries of that size.
 _PIECE_NUMEL, _TEMPORARIES = 2**18, 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
 _DEVICE_NUMEL = 2**20
@@ -68,14 +68,14 @@ class OptimConfig(Config):
 
 
 class UpdateRule(ABC):
-    """The arithmetic of one optimizer, element by element, on the fp32 master of a weight."""
+    """Arithmetic of one optimizer, element by element, on the fp32 master of a weight."""
 
     name: str  # in commit records, so that a run goes on with the rule that it began with
     moments: tuple[StateField, ...]  # beside the exact weight: one field or more, of 2 bytes or more each
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
-        """Return what :meth:`step` reads of a parameter group, computed in float64; steps count from 1.
+        """Return the numbers :meth:`step` takes from a parameter group, in float64; steps count from 1.
 
         The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale.
         """
@@ -84,10 +84,10 @@ class UpdateRule(ABC):
     def step(
         self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the new master and the new moments, by elementwise torch; what is given stays as it is.
+        """Return the new master and the new moments, by elementwise torch; the arguments do not change.
 
-        Only ``+ - * /`` and :func:`root` are rounded alike everywhere: see [Note: forms of a rule]. Master
-        and gradient, which is not scaled, are float32, ``(n,)``; each of ``numbers`` is without dimensions.
+        Use only ``+ - * /`` and :func:`root`: see [Note: forms of a rule]. Master and gradient, which is not
+        scaled, are float32, ``(n,)``; each of ``numbers`` has no dimensions.
         """
 
     def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
@@ -97,7 +97,7 @@ class UpdateRule(ABC):
     def update_by_kernel(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
     ) -> bool:
-        """Start the same in place on an accelerator by one kernel; False: there is none, nothing was done."""
+        """Start the same in place on an accelerator by one kernel; False: there is none."""
         return False
 
     def layout(self, dtype: torch.dtype) -> StateLayout:
@@ -112,7 +112,7 @@ class UpdateRule(ABC):
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
         *, piece_numel: int = _PIECE_NUMEL,
     ) -> None:  # fmt: skip
-        """Update by elementwise torch on any device, so many elements at a time: :meth:`HostRule.update`."""
+        """Update by elementwise torch on any device, ``piece_numel`` elements at a time."""
         layout, numbers = self.layout(weight.dtype), hyper.unbind()
         for begin in range(0, weight.numel(), piece_numel):
             part = slice(begin, begin + piece_numel)
@@ -129,10 +129,7 @@ class UpdateRule(ABC):
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor,
         *, piece_numel: int = _PIECE_NUMEL,
     ) -> None:  # fmt: skip
-        """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
-
-        ``hyper`` is in host memory.
-        """
+        """Update tensors on an accelerator in place, on the current stream; ``hyper`` is in host memory."""
         if self.update_by_kernel(weight, grad, state, hyper):
             return
         # By kernels that fill it: a copy from host memory would wait for the stream.
@@ -154,10 +151,7 @@ def root_in_float64(x: Tensor) -> Tensor:
 
 
 class AdamWRule(UpdateRule):
-    """AdamW.
-
-    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
-    """
+    """AdamW: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2."""
 
     name = "adamw"
     moments = StateField("exp_avg", torch.float32), StateField("exp_avg_sq", torch.float32)
@@ -280,12 +274,12 @@ def default_rule() -> UpdateRule:
 
 
 class HostRule:
-    """An update rule over flat shards in host memory, on the CPU.
+    """Update rule over flat shards in host memory, on the CPU.
 
     Args:
         threads: CPU threads of one update; None: half of the rank's, beside training.
-        callers: Threads that may update at one time. Several take larger slices and keep all cores busy
-            together: handing many small ones to every core would take longer than their update.
+        callers: Threads that may update at one time. Several take larger slices, since handing small ones to
+            every core would take longer than their update.
     """
 
     def __init__(
@@ -297,7 +291,7 @@ class HostRule:
     def update(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
     ) -> None:
-        """Update ``n`` elements in one pass. Any thread; blocks until it is done (CUDA: enqueues).
+        """Update ``n`` elements in one pass. Any thread; blocks (on CUDA tensors: enqueues).
 
         Args:
             grad: bfloat16, float16 or float32, ``(n,)`` as all others but ``hyper``.
@@ -321,9 +315,9 @@ class HostRule:
 
 
 class DeviceRule:
-    """An update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
+    """Update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
 
-    Two streams take pieces in turn: while one is updated, the next goes there and the last one comes back.
+    Two streams take pieces in turn: while one updates, the other copies results back and inputs there.
     """
 
     def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:
@@ -332,7 +326,7 @@ class DeviceRule:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes of the accelerator's memory."""
+        """Bytes of accelerator memory that it takes."""
         piece = self.layout.nbytes(1) + 4  # with a gradient of float32
         return len(self._streams) * (_DEVICE_NUMEL * piece + _PIECE_NUMEL * _TEMPORARIES * 4)
 
@@ -359,7 +353,7 @@ Rule = HostRule | DeviceRule
 
 
 def scratch_nbytes(numel: int) -> int:
-    """Return what the update of a shard of ``numel`` elements in an accelerator's memory takes beside it."""
+    """Return the temporary bytes of an update of ``numel`` elements in an accelerator's memory."""
     return min(numel, RESIDENT_NUMEL) * _TEMPORARIES * 4
 
 
@@ -367,10 +361,7 @@ def scratch_nbytes(numel: int) -> int:
 def measure_rates(
     rule: UpdateRule, dtype: torch.dtype, device: torch.device, threads: int
 ) -> tuple[float, float]:
-    """Return the elements that an update in host memory does in a second: on the CPU, and on ``device``.
-
-    Takes some tenths of a second, once in a process.
-    """
+    """Return elements per second of updates in host memory, by the CPU and by ``device``, in under 1 s."""
     layout, numel = rule.layout(dtype), 2 * _DEVICE_NUMEL
     sizes = [layout.weight_nbytes(numel), layout.weight_nbytes(numel), layout.state_nbytes(numel)]
     with contextlib.closing(HostBuffer(rounded(sum(sizes)), device)) as buffer:
@@ -388,7 +379,7 @@ def measure_rates(
 
 
 def prepare(rule: UpdateRule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    """Compile all that training in ``dtype`` calls, or load it from numba's cache, in the background."""
+    """Compile in the background all that training in ``dtype`` calls, or load it from the cache."""
 
     def call_all() -> None:
         from infinity.optim import kernels

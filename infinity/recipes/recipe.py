@@ -1,4 +1,4 @@
-"""A recipe: every setting of a run, its table of keys, and how it is read from YAML and the command line."""
+"""A recipe: every setting of a run, its table of keys, and its reading from YAML and command line."""
 
 import difflib
 import typing
@@ -35,7 +35,7 @@ from infinity.shards.journal import DurabilityConfig
 
 #: The longest recipe that is read; one with every key has 5 kB.
 _MOST_NBYTES = 2**20
-#: What YAML may contain: tags, levels, and values with those that aliases repeat.
+#: What YAML may contain: tags, levels, and values (as often as aliases repeat them).
 _KINDS = {"str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value"}
 _MOST_LEVELS, _MOST_VALUES = 16, 100_000
 _TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
@@ -43,7 +43,7 @@ _MOST_PROBLEM_CHARS = 300
 _COMMAND_LINE = "on the command line"
 #: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
 _NAME_NBYTES = 200
-#: What names something else than a path, by setting.
+#: Values that are not paths, by setting.
 _NO_PATHS = {"files": "stdlib", "eval_files": "stdlib", "tokenizer": "bytes"}
 _Sections = TypeVar("_Sections")
 #: Removed keys, and what to do about each.
@@ -165,10 +165,7 @@ class Recipe:
         return replace(self, train=replace(self.train, dtype=dtype))
 
     def with_absolute_paths(self) -> "Recipe":
-        """Return the same recipe with paths that are found from any directory; ``run.dir`` stays.
-
-        So do all where no recipe can have the name of the current directory, or that is gone.
-        """
+        """Return the same recipe with absolute paths, where a recipe can have them; ``run.dir`` stays."""
         recipe = self
         for section, each in keys_of(Recipe):
             if each.path and (section, each.name) != ("run", "dir"):
@@ -184,7 +181,7 @@ class Recipe:
 
 
 def _absolute(value: Any, setting: str) -> Any:
-    """Return the path, or paths, without ``..`` at its beginning; inside, one may follow a link."""
+    """Return absolute paths, without ``..`` at the beginning; inside, one may follow a link."""
     if isinstance(value, tuple):
         return tuple(_absolute(each, setting) for each in value)
     if value is None or value == _NO_PATHS.get(setting):
@@ -199,7 +196,7 @@ def _absolute(value: Any, setting: str) -> Any:
 
 
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
-    """Describe each key that changes a run's numbers and differs; the dtype ``auto`` is what was chosen."""
+    """Describe each differing key that changes a run's numbers; ``auto`` now equals any dtype before."""
     changes = []
     before, now = before.with_absolute_paths(), now.with_absolute_paths()
     for section, each in keys_of(Recipe):
@@ -210,7 +207,7 @@ def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
 
 
 class Row(NamedTuple):
-    """One key in the table of ``infinity recipe``."""
+    """Row of the table of ``infinity recipe``."""
 
     key: str
     type: str  # and range
@@ -219,7 +216,7 @@ class Row(NamedTuple):
 
 
 def recipe_table() -> tuple[Row, ...]:
-    """Return every key with its type and range, default and meaning, section by section."""
+    """Return a row for every key, section by section."""
     default, rows = Recipe(), []
     for section, each in keys_of(Recipe):
         value = _plain(getattr(getattr(default, section), each.name))
@@ -229,7 +226,7 @@ def recipe_table() -> tuple[Row, ...]:
 
 
 def keys_of(cls: type) -> Iterator[tuple[str, Setting]]:
-    """Yield the section and the setting of every key of a dataclass of sections, in order."""
+    """Yield section and setting of every key of a dataclass of sections, in order."""
     for section, part in _sections(cls).items():
         for each in settings_of(part):
             yield section, each
@@ -257,7 +254,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:
-    """Load a dataclass whose fields are sections; arguments and errors as :func:`load_recipe`."""
+    """Load a dataclass whose fields are sections; arguments and errors are those of :func:`load_recipe`."""
     file = "the defaults" if path is None else str(path)
     given = {} if path is None else _read(user_path(path, "the recipe"), cls)
     overridden = [_put(given, override, file) for override in overrides]
@@ -270,7 +267,7 @@ def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequ
 
 
 class _ProblemError(ValueError):
-    """What is wrong with a key, or, if that is empty, with the whole recipe; ``line`` is as in ``:3``."""
+    """Raised for a wrong key or, if ``key`` is empty, a wrong recipe; ``line`` is as in ``:3``."""
 
     def __init__(self, problem: object, *, key: str = "", line: str = "") -> None:
         super().__init__(str(problem))
@@ -278,7 +275,6 @@ class _ProblemError(ValueError):
 
 
 def _read(path: Path, cls: type) -> dict[str, Any]:
-    """Read the sections of a file, in which references are not resolved."""
     try:
         given = _parse(read_file(path, _MOST_NBYTES).decode("utf-8"))
     except OSError as error:
@@ -293,7 +289,7 @@ def _read(path: Path, cls: type) -> dict[str, Any]:
 
 
 def _put(given: dict[str, Any], override: str, file: str) -> str:
-    """Put the value of ``section.key=value`` into its section of ``given``, and return the key."""
+    """Put the value of ``section.key=value`` into ``given``, and return the key."""
     key, equals, text = override.partition("=")
     section, *names = key.strip().split(".")
     problem = "wanted section.key=value, as in train.steps=10"
@@ -319,11 +315,7 @@ def _put(given: dict[str, Any], override: str, file: str) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Parse YAML as OmegaConf does, into plain values; ``${...}`` stays.
-
-    Raises:
-        _ProblemError: It is not YAML, or more than a recipe may be.
-    """
+    """Parse YAML into plain values, or raise a _ProblemError; ``${...}`` stays."""
     line, problem = "", _TOO_DEEP
     cause: Exception
     try:
@@ -342,10 +334,7 @@ def _parse(text: str) -> Any:
 
 
 def _check_nodes(root: Any) -> None:
-    """Check that YAML has only what a recipe may have, and not more, before values are made of it.
-
-    Aliases count as often as they are used: a few lines of them may stand for billions of values.
-    """
+    """Refuse YAML with more than a recipe may have; aliases count as often as they are used."""
     left, count = [] if root is None else [(root, 0)], 0
     while left:
         (node, level), count = left.pop(), count + 1
@@ -407,7 +396,7 @@ def _wanted(got: object, wanted: str) -> str:
 
 
 def _unknown(key: str, cls: type) -> _ProblemError:
-    """Suggest the same name in another section, a similar one in this section, or a similar one anywhere."""
+    """Return an error that suggests a key: this name elsewhere, or a similar one here or anywhere."""
     if key in _REMOVED:
         return _ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
     known = [f"{section}.{each.name}" for section, each in keys_of(cls)]
@@ -466,7 +455,7 @@ _PLACES = {
 
 
 def translate(given: Mapping[str, Any]) -> str | None:
-    """Say where a recipe has what ``given``, a configuration of another tool, says; None if of none known."""
+    """Say which keys replace those of another tool's configuration; None: it is of no known tool."""
     tool = next((tool for tool, marks in _MARKS.items() if marks & given.keys()), None)
     if tool is None:
         return None

@@ -1,24 +1,23 @@
-"""The frozen base of a fine-tune: units whose weights are read where they lie, in a checkpoint's own files.
+"""The frozen base of a fine-tune: units whose weights are read in place, from a checkpoint's own files.
 
 [Note: nothing is copied] A unit whose values all come from safetensors files, and that found no room in host
-memory, has no extents. A fetch of it reads the bytes that its values are made of, widened to whole blocks, as
-O_DIRECT wants, by the run's own engine. So any number of runs read one checkpoint, which none writes.
+memory, has no extents of its own. The run's engine reads its bytes from the checkpoint, widened to whole
+blocks for O_DIRECT. Nothing writes to the checkpoint, so any number of runs can share it.
 
-[Note: quantized units] Of a unit with quantized weights each rank reads an equal slice of the stored bytes:
-of all ranges of files that the unit is made of, laid end to end in whole blocks. They land where they are
-gathered or uploaded from, and what is gathered is decoded on the device (see
-:mod:`infinity.partition.mover`). No slice depends on where a value is in the flat buffer, so every format is
-read so, whatever it can be cut into.
+[Note: quantized units] The stored bytes of a unit with quantized weights are all its ranges of files, laid
+end to end in whole blocks; each rank reads an equal slice of them into the buffer from which they are
+gathered or uploaded. The gathered bytes are decoded on the device (see :mod:`infinity.partition.mover`). So
+every format can be read, however its values lie in the flat buffer.
 
-[Note: other units] The bytes of a unit that is not quantized need an order and often a cast, so they land in
-a staging buffer, and a thread makes this rank's weights of them, piece by piece: the next is read while one
-is copied. Bytes of a block that two pieces need are read twice.
+[Note: other units] The bytes of a unit that is not quantized must be put in order, and often cast. They land
+in a staging buffer, and a thread makes this rank's weights of them, piece by piece, while the next piece is
+read. A block that two pieces need is read twice.
 
-[Note: the end of a file] An engine reads whole blocks, and a file's last bytes are seldom one. Those are read
-once, by a call of their own, and are not counted.
+[Note: the end of a file] An engine reads whole blocks, and a file rarely ends with one. Its last bytes are
+read once, by a call of their own, and are not counted.
 
-[Note: what is trusted] A file's inode, size and time of last change, taken when its header was read, and
-compared at every step: what differs ends the run with an error that names the file.
+[Note: what is trusted] The inode, size and change time of each file, taken when its header was read, are
+compared at every step; a difference ends the run with an error that names the file.
 """
 
 import contextlib
@@ -49,18 +48,17 @@ from infinity.partition.unit import StoredForm, Unit
 from infinity.shards.homes import Chunk, ShardHome
 from infinity.shards.storage import Storage, chunk_places
 
-#: The most that one staging buffer takes, and the least (bytes); part of the host budget that all may take.
+#: Most and least bytes of one staging buffer; all together may take 1 / ``_SHARE`` of the host budget.
 _BUFFER_NBYTES, _LEAST_NBYTES, _SHARE = 4 * 2**20, 8 * BLOCK_NBYTES, 8
-#: Two also on few cores: they wait for the drive most of the time, and while one copies the last piece of a
-#: unit, those of the next are on their way.
+#: Two even on few cores: they mostly wait for the drive, and one can start a unit while one ends another.
 _LEAST_THREADS, _MOST_THREADS = 2, 4
 
-#: Gives bytes of a file, by its number, their offset and number, where they were read to: ``(n,)`` uint8.
+#: ``view(file, offset, nbytes)`` returns bytes of a file from where they were read to: uint8, ``(nbytes,)``.
 ViewRead = Callable[[int, int, int], Tensor]
 
 
 class BaseValues(Protocol):
-    """Says what units are made of, and makes them: :class:`infinity.checkpoint.load.CheckpointValues`."""
+    """Makes values of stored bytes, as :class:`infinity.checkpoint.load.CheckpointValues` does."""
 
     def why_not_mapped(self, unit: Unit) -> str: ...
 
@@ -79,25 +77,25 @@ class BaseValues(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BaseStep:
-    """Elements ``[start, stop)`` of a flat buffer, and the whole blocks that they are made of."""
+    """Elements ``[start, stop)`` of a flat buffer, and the whole blocks of files that hold their bytes."""
 
     start: int
     stop: int
-    extent: Extent  # they lie one after the other where they are read to
-    tails: tuple[Piece, ...]  # those at the end of files, behind the others
+    extent: Extent  # its pieces are read to consecutive memory
+    tails: tuple[Piece, ...]  # last blocks of files, in memory behind the others
 
     def shard_nbytes(self, ranks: int) -> int:
-        """Return what each of ``ranks`` reads, if they share it in whole blocks of equal number."""
+        """Return the bytes that each of ``ranks`` reads: an equal number of whole blocks."""
         nbytes = self.extent.nbytes + len(self.tails) * BLOCK_NBYTES
         return aligned(nbytes, BLOCK_NBYTES * ranks) // ranks
 
     def shard(self, rank: int, ranks: int) -> Extent:
-        """Return what one of ``ranks`` reads of it, but for the ends of files."""
+        """Return the extent that one of ``ranks`` reads, without the ends of files."""
         nbytes = self.shard_nbytes(ranks)
         return self.extent.part(rank * nbytes, nbytes)
 
     def viewer(self, memory: Tensor, first: int) -> ViewRead:
-        """Return what gives bytes that were read to ``memory``, of files from number ``first`` on."""
+        """Return a view of the bytes read to ``memory``; its files are numbered from ``first`` on."""
         places, place = list[tuple[int, int, int]](), 0
         for piece in (*self.extent.pieces, *self.tails):
             places.append((piece.file - first, piece.offset, place))
@@ -117,7 +115,7 @@ class BaseStep:
 
 
 class BaseBuffers(NamedTuple):
-    """Staging buffers, a pair for each thread, through which units that are not quantized are read."""
+    """Staging buffers, a pair for each thread, for units that are not quantized."""
 
     nbytes: int
     threads: int
@@ -144,7 +142,7 @@ class BaseFiles:
     first: int = 0
 
     def stored(self, unit: Unit) -> BaseStep | None:
-        """Return all stored bytes of a quantized unit; None: it is not one."""
+        """Return all stored bytes of a quantized unit; None: it is not quantized."""
         if not self.values.scratch_nbytes(unit):
             return None
         pieces = [piece for _, pieces in self.values.sources(unit, 0, unit.numel) for piece in pieces]
@@ -170,7 +168,7 @@ class BaseFiles:
         yield self._step(at, stop, held)
 
     def read_nbytes(self, unit: Unit, piece_nbytes: int) -> int:
-        """Return what an engine reads for this rank's shard, in such pieces of its weights."""
+        """Return the bytes an engine reads for this rank's shard, ``piece_nbytes`` of weights at a time."""
         starts = range(0, unit.shard_nbytes, piece_nbytes)
         parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
         return sum(step.extent.nbytes for part in parts for step in self.steps(unit, *part))
@@ -196,7 +194,7 @@ class BaseFiles:
 
 
 class BaseHome(ShardHome):
-    """A unit of a frozen base, in its files; if it is quantized, the unit gets its stored form."""
+    """Home of a unit in a checkpoint's files; a quantized unit gets its stored form."""
 
     def __init__(self, base: "FrozenBase", unit: Unit) -> None:
         super().__init__(Tier.NVME, base.store.layout)
@@ -254,7 +252,7 @@ class BaseHome(ShardHome):
         return self.base.start(unit, make)
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Every chunk, read from the files; it cannot be written."""
+        """Yield every chunk, read from the files; they cannot be written."""
         store, first = self.base.store, self._unit.shard_start
         for start, numel in chunk_places(self._unit.shard_numel, store.chunk_numel):
             with store.pool.lease(self.layout.nbytes(numel), who="exact values") as lease:
@@ -266,7 +264,7 @@ class BaseHome(ShardHome):
 
 
 class FrozenBase:
-    """Reads units of one checkpoint for this rank, whose files the run's volume has from ``first`` on."""
+    """Reads units of one checkpoint for this rank; its files are in the run's volume from ``first`` on."""
 
     def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: BaseValues) -> None:
         assert storage.store is not None
@@ -275,7 +273,7 @@ class FrozenBase:
         self.files = BaseFiles(values, sizes, buffers.nbytes, first)
         self.buffers_nbytes = buffers.all_nbytes  # of the host budget
         self.own: dict[str, str] = {}  # units that are not read where they lie, and why
-        # The plans of units stay: they are asked for in every step.
+        # Cached, since every step asks for them.
         self.read_nbytes = functools.cache(self.files.read_nbytes)
         self.steps = functools.cache(lambda *part: tuple(self.files.steps(*part)))
         self._tails: dict[Piece, bytes] = {}
@@ -303,7 +301,7 @@ class FrozenBase:
         return BaseHome(self, unit)
 
     def tail(self, piece: Piece) -> bytes:
-        """Return a block with the end of a file, which is read once; blocking."""
+        """Return the last block of a file, zero-padded, which is read once; blocking."""
         if piece not in self._tails:
             code, moved, volume = errno.EIO, 0, self.store.volume
             with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
@@ -318,13 +316,13 @@ class FrozenBase:
         return self._tails[piece]
 
     def copy_exact(self, unit: Unit, start: int, weight: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Copy exact values from element ``start`` of the flat buffer on. Blocking."""
+        """Copy exact values from element ``start`` of the flat buffer on into weight and state; blocking."""
         with self._master_lock:  # its memory is one for all threads
             values = self.files.values.master(unit, start, start + len(weight))
             store_master(self.store.layout, values, weight, state)
 
     def start(self, unit: Unit, call: Callable[[], object]) -> Transfer:
-        """Start a call on a thread."""
+        """Run ``call`` on a thread, and return a transfer that ends with it."""
         transfer = Transfer()
         try:
             self._threads.submit(transfer.run, call)
@@ -333,11 +331,11 @@ class FrozenBase:
         return transfer
 
     def decode(self, unit: Unit, step: BaseStep, memory: Tensor, out: Tensor) -> None:
-        """Make the values of ``step`` of the bytes in ``memory``, on the same device."""
+        """Make the values of ``step`` from the bytes in ``memory``, into ``out`` on the same device."""
         self.files.values.make(unit, step.start, out, step.viewer(memory, self.files.first))
 
     def close(self) -> None:
-        """End the threads, give back memory and files. May be called twice."""
+        """End the threads, and release memory and files. May be called twice."""
         self._closed.set()  # what is queued ends at once
         self._threads.shutdown()
         for lease in self._leases:
@@ -346,7 +344,7 @@ class FrozenBase:
         self.files.values.close()
 
     def make(self, unit: Unit, steps: Sequence[BaseStep], out: Tensor) -> None:
-        """Read ``steps``, copied or cast, into ``out``, which begins where they do. Blocking."""
+        """Read ``steps``, copied or cast, into ``out``, which begins where the first does; blocking."""
         pair = self._pairs.get()  # there are as many as threads
 
         def read(step: BaseStep, lease: Lease) -> Transfer:

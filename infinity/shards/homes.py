@@ -1,23 +1,21 @@
-"""Homes of shards: host memory, NVMe, the accelerator. Those in a checkpoint: :mod:`infinity.shards.base`.
+"""Homes of shards in host memory, on NVMe and on the accelerator.
 
-A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to all that read
-and write exact values: construction, saved checkpoints, exports, people.
+A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to whatever reads
+or writes exact values: construction, checkpoints, exports, user code. Homes in a checkpoint's own files are
+in :mod:`infinity.shards.base`.
 
 [Note: two places of one shard] A unit whose home is host memory may have its weights and states on the
 accelerator, too, if ``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes
 there with its first update. From then on the accelerator has the newest values: gathers copy the weights from
-there, gradients stay there, and the update runs there. Host memory keeps older values until they are read:
-commits, saved checkpoints, exports and state dictionaries have them **brought home** first, and go on as for
-every unit in host memory. What writes values writes them in host memory, and the unit goes to the accelerator
-again with its next update.
+there, gradients stay there, and updates run there. Host memory has older values, until a commit, checkpoint,
+export or state dictionary has the newest ones **brought home** first. New values from elsewhere are written
+to host memory; the unit goes to the accelerator again with its next update.
 
-[Note: order] One stream updates shards and brings them home, in the order in which that was asked for. So
-what is brought home are the values of the step after which that was asked for, however soon the next update
-follows. An update has ended when the stream was given the last of it: leases carry the order to the streams
-that copy the weights.
-
-Who asks gives the stream its work, if there is nothing to wait for. A thread does so for what waits for host
-memory, and for all that is asked for before it is done with that.
+[Note: order] One stream updates shards and brings them home, in the order of the calls. So bringing home
+gives the values after the last update before the call, however soon the next one follows. An update has ended
+when the stream was given the last of its work: leases carry the order to the streams that copy the weights.
+The caller gives the stream its work, if there is nothing to wait for. A thread does so for work that waits
+for host memory, and for all work queued behind it.
 """
 
 import threading
@@ -46,7 +44,7 @@ Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
 
 
 class ShardHome(Home):
-    """A home that has a shard."""
+    """Home of a shard that can be read and written chunk by chunk."""
 
     def __init__(self, tier: Tier, layout: StateLayout) -> None:
         super().__init__(tier)
@@ -54,7 +52,7 @@ class ShardHome(Home):
 
     @property
     def trains(self) -> bool:
-        """Whether there are moments."""
+        """Whether the shard has moments."""
         return False
 
     def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
@@ -62,7 +60,7 @@ class ShardHome(Home):
         raise NotImplementedError
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Every chunk in memory, until the next one is asked for; stored again with ``write``.
+        """Yield every chunk in memory, valid until the next one; ``write`` stores it again.
 
         Moments of a unit that has none are zeros, and are not stored.
         """
@@ -70,7 +68,7 @@ class ShardHome(Home):
 
 
 class DiskHome(ShardHome):
-    """A shard on NVMe: one version while it was never trained, else two places or more, written in turn."""
+    """Shard on NVMe: one version until it is first trained, then two or more places, written in turn."""
 
     def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
         super().__init__(Tier.NVME, store.layout)
@@ -84,7 +82,7 @@ class DiskHome(ShardHome):
         return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
 
     def at(self, place: int) -> Version:
-        """Return the version in a place; of a unit that was never trained, its only one."""
+        """Return the version in a place; a unit that was never trained has only one."""
         return self.versions[place % len(self.versions)]
 
     @property
@@ -105,7 +103,7 @@ class DiskHome(ShardHome):
         self.store.changes += 1
 
     def train(self, count: int | None = None) -> None:
-        """Make room for all that training needs, zeros, in ``count`` places or as many as the store's."""
+        """Make room for training, zeros, in ``count`` places (default: as many as the store's)."""
         if self.trains:
             return
         [first], store, name = self.versions, self.store, self._unit.name
@@ -117,7 +115,7 @@ class DiskHome(ShardHome):
         )
 
     def add_exact(self, number: int) -> ChunkExtents:
-        """Make room, zeros, for what makes a chunk exact of a shard that was never trained."""
+        """Make room, zeros, for what makes a chunk exact, of a shard that was never trained."""
         [version] = self.versions
         chunk = self.store.with_state(version.chunks[number], self._unit.name, moments=False)
         if chunk is not version.chunks[number]:
@@ -125,7 +123,7 @@ class DiskHome(ShardHome):
         return chunk
 
     def add_version(self) -> None:
-        """Make room for another version of a shard that is trained; after a DiskError nothing has changed."""
+        """Make room for another version of a trained shard; after a DiskError nothing has changed."""
         chunks: list[ChunkExtents] = []
         store, name = self.store, self._unit.name
         try:
@@ -143,7 +141,7 @@ class DiskHome(ShardHome):
         self._change(())
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Every chunk; where memory allows, one lands while the next one is made."""
+        """Yield every chunk; where memory allows, one is written while the caller has the next."""
         store = self.store
         with ExitStack() as landing:
             for number, chunk in enumerate(self.committed.chunks):
@@ -185,7 +183,7 @@ class DeviceShard:
 
 
 class HostHome(ShardHome):
-    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state."""
+    """Shard in host memory: weights, ``(shard_numel,)``, and the fields of its state."""
 
     def __init__(self, storage: Storage, unit: Unit) -> None:
         super().__init__(Tier.HOST, storage.layout)
@@ -195,7 +193,7 @@ class HostHome(ShardHome):
         self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
         self.copy: DiskHome | None = None  # where it is written on NVMe for a commit
         self.recorded = False  # the copy has its values
-        self.storing: Sequence[Transfer] = ()  # what writes them there, until the next update of them here
+        self.storing: Sequence[Transfer] = ()  # writes of the copy, until the next update of the values here
         self.there: DeviceShard | None = None  # its newest values: see [Note: two places of one shard]
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
@@ -206,7 +204,7 @@ class HostHome(ShardHome):
         self.state += fields.views(self.leases[-1].tensor, numel)
 
     def add_moments(self) -> None:
-        """Take memory for moments, which are zeros."""
+        """Take memory for moments, and fill it with zeros."""
         self._add(self.layout.only(moments=True))
         for moment in self.layout.moments_of(self.state):
             moment.zero_()
@@ -217,7 +215,7 @@ class HostHome(ShardHome):
 
     @property
     def lease(self) -> Lease:
-        """What holds the newest weights: accelerator memory, if they are there, too."""
+        """The lease of the newest weights: of accelerator memory, if they are there."""
         return self.leases[0] if self.there is None else self.there.weight
 
     @property
@@ -226,27 +224,26 @@ class HostHome(ShardHome):
 
     @property
     def weight(self) -> Tensor:
-        """The weights, after copies of them that are in flight."""
+        """The weights in host memory; waits for copies of them in flight."""
         weight: Tensor = self.leases[0].tensor.view(self.layout.dtype)
         return weight
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return weights and fields of the state, after copies of the weights that are in flight."""
+        """Return weights and state in host memory; waits for copies of the weights in flight."""
         return self.weight, *self.state
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and state."""
         return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Every chunk, in its place."""
+        """Yield views of every chunk in its place."""
         for start, numel in self.places:
             part = slice(start, start + numel)
             yield start, self.weight[part], self.layout.complete([field[part] for field in self.state], numel)
 
     def fill(self, home: ShardHome) -> None:
-        """Copy the values of another home of the unit."""
+        """Copy the values of another home of the unit here; blocking."""
         itemsize = sum(field.itemsize for field in self.state)
         if isinstance(home, DiskHome) and all(
             chunk.state.nbytes == chunk.numel * itemsize for chunk in home.committed.chunks
@@ -261,11 +258,11 @@ class HostHome(ShardHome):
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
     ) -> None:
-        """Start to write the values into the next version of the copy, which becomes the committed one.
+        """Start to write the values into the copy's next version, which becomes the committed one.
 
         Args:
-            next_place: Which that is, if it has several.
-            updated: Ends when the values are there; None: they are.
+            next_place: Returns the place of that version, if the copy has several.
+            updated: The update that makes the values; None: they are there.
         """
         new = self.copy is None
         copy = self.copy = self.copy or DiskHome(store, self._unit)
@@ -288,7 +285,6 @@ class HostHome(ShardHome):
         self.storing = self._move(copy, write)
 
     def _move(self, home: DiskHome, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
-        """Read or write the values, where the committed version has the same fields."""
         started = []
         for chunk in home.committed.chunks:
             extent, at = chunk.weight + chunk.state, 0
@@ -300,7 +296,7 @@ class HostHome(ShardHome):
 
 
 class DeviceShards:
-    """Shards of this rank in accelerator memory: see [Note: two places of one shard]."""
+    """Shards of this rank in accelerator memory; see [Note: two places of one shard]."""
 
     def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
         self._rule, self._layout, self._device = rule, layout, device
@@ -309,19 +305,19 @@ class DeviceShards:
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
         self._stream = new_stream(device)
         self._lock = threading.Lock()  # guards what follows, and the order on the stream
-        self._queued = 0  # calls that the thread has still to make
+        self._queued = 0  # calls that the thread still has to make
         self._homes: dict[int, HostHome] = {}  # of units that are here, too
 
     def update(
         self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Iterable[Run],
         after: Transfer | None, ended: Callable[[BaseException | None], None],
     ) -> None:  # fmt: skip
-        """Start to update a shard, which comes here if it is not here yet; does not block.
+        """Start to update a shard, which is copied here first if it is not here yet; does not block.
 
         Args:
-            gradient: Returns its gradient on the accelerator, after earlier uses.
+            gradient: Returns the gradient on the accelerator, after earlier uses of its memory.
             after: The update in flight that makes the values of ``host``; None: they are there.
-            ended: Called when the stream was given the update, or with the error.
+            ended: Called when the stream has been given the update, or with the error.
         """
         with self._lock:
             new, layout = host.there is None, self._layout
@@ -365,7 +361,7 @@ class DeviceShards:
             ended(error)
 
     def _queue(self, call: Callable[[], object]) -> None:
-        """Let the thread make ``call``, which gives the stream work; with the lock."""
+        """Let the thread make ``call``, which gives the stream work. The caller holds the lock."""
         self._queued += 1
 
         def play() -> None:
@@ -381,7 +377,7 @@ class DeviceShards:
     def bring_home(self, host: HostHome, before: Callable[[], object]) -> Transfer | None:
         """Start to copy a shard's newest values to host memory; None: they are there.
 
-        ``before`` returns when host memory may be written; on this class's thread.
+        ``before`` is called on this class's thread, and returns when host memory may be written.
         """
         with self._lock:
             shard = host.there
@@ -400,7 +396,7 @@ class DeviceShards:
             return home
 
     def leave(self, index: int) -> None:
-        """Let host memory be the only place of a unit that was brought home; does not block."""
+        """Give up a unit's place on the accelerator, after it was brought home; does not block."""
         with self._lock:
             host = self._homes.pop(index, None)
             if host is not None and host.there is not None:
@@ -408,11 +404,11 @@ class DeviceShards:
                 host.there = None
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
-        """Return the units that are here, and that are not ``chosen``."""
+        """Return the units that are here but not among ``chosen``."""
         return frozenset(self._homes) - chosen
 
     def close(self) -> None:
-        """End the thread and give back the memory; what was not brought home is lost. May be called twice."""
+        """End the thread and free the memory; values not brought home are lost. May be called twice."""
         for index in list(self._homes):
             self.leave(index)
         self._thread.shutdown()

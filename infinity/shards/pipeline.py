@@ -1,17 +1,16 @@
 """The update pipeline: read i+1, compute i and write i-1 at the same time, on a thread of its own.
 
-What is read, computed and written next is decided by :class:`infinity.planner.updates.ChunkQueue`. Here are
-the buffers, the transfers, the rule and the thread, which sleeps until an event is in its inbox: a job that
-comes, or a transfer that has ended.
+:class:`infinity.planner.updates.ChunkQueue` decides what is read, computed and written next. Here are the
+buffers, the transfers, the rule and the thread, which sleeps until its inbox has an event: a new job, or the
+end of a transfer.
 
 [Note: one error ends all] After a disk error only the committed version is known to be whole, since no job
-writes to it. So the first error fails every job, given or still to come. Transfers in flight are awaited
-before their buffers are given back, because the kernel may still write into them.
+writes to it. So the first error fails every job, present or future. Transfers in flight are awaited before
+their buffers are released, because the kernel may still write into them.
 
-[Note: step counts] The bias correction of a parameter depends on how often it was updated itself. So its
-segment has a count of its own, which grows when an update of it is committed, and a shard is updated by runs
-of segments that have both group and count in common: one run, or one for each group, as long as every step
-uses every parameter.
+[Note: step counts] The bias correction of a parameter depends on how often that parameter was updated. So its
+segment has its own count, which grows when an update of it is committed. A shard is updated in runs of
+segments with equal group and count: one run per group, as long as every step uses every parameter.
 """
 
 import threading
@@ -39,7 +38,7 @@ from infinity.shards.storage import ChunkExtents, Version
 
 
 class Run(NamedTuple):
-    """Elements ``[start, stop)`` of the shard; those in no run are frozen or padding, and carried over."""
+    """Elements ``[start, stop)`` of a shard, updated alike; elements in no run are carried over."""
 
     start: int
     stop: int
@@ -47,10 +46,7 @@ class Run(NamedTuple):
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
-    """Cut the shard's elements by the numbers of their update.
-
-    ``hyper_of`` has those that are updated, by index; what has all numbers in common shares the tensor.
-    """
+    """Cut the shard into runs of equal hyperparameters, given by ``hyper_of`` for each segment's index."""
     runs: list[Run] = []
     low, high = unit.shard_start, unit.shard_start + unit.shard_numel
     joined = False  # only padding lies between the last run and this segment; it stays zero
@@ -68,7 +64,7 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
 
 
 class StepHypers:
-    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
+    """Hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -91,9 +87,8 @@ class StepHypers:
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
 
-        Args:
-            used: Parameters that have a gradient; those in no group are left alone, too.
-            grad_scale: What gradients are multiplied by, beside the loss scale.
+        ``used`` parameters have a gradient; those in no group are left alone. The loss scale is beside
+        ``grad_scale``.
         """
         self.begin_step()
         hypers: dict[int, Tensor] = {}
@@ -108,13 +103,13 @@ class StepHypers:
         return runs_of(unit, hypers)
 
     def count(self, used: Iterable[Segment]) -> None:
-        """Take note that the update of these parameters is committed; after :meth:`runs`."""
+        """Count the committed update of these parameters; call after :meth:`runs`."""
         for segment in used:
             segment.steps += id(segment.whole) in self._group_of
 
     @property
     def changed(self) -> bool:
-        """Whether the groups are not what they were when this step read them."""
+        """Whether the groups have changed since this step read them."""
         if self._read is None:
             return False
         now, was = (
@@ -123,20 +118,20 @@ class StepHypers:
         return self._read_from is not self.groups or now != was
 
     def end_step(self) -> None:
-        """Read the groups anew when the next update starts."""
+        """Let the next update read the groups anew."""
         self._read = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """What an update reads of one shard; ``gradient`` is on NVMe, in ``grad_dtype``; None: it is at hand."""
+    """What an update reads of one shard; ``gradient``, in ``grad_dtype``, is None if it is in memory."""
 
     version: Version
     gradient: Extent | None = None
     grad_dtype: torch.dtype = torch.float32
 
     def gradient_of(self, chunk: ChunkExtents) -> Extent:
-        """Return what a chunk reads of the gradient; empty: it is at hand."""
+        """Return the extent of a chunk's gradient; empty: it is in memory."""
         if self.gradient is None:
             return Extent(())
         return self.gradient.part(*(self.grad_dtype.itemsize * each for each in (chunk.start, chunk.numel)))
@@ -146,9 +141,9 @@ class ShardSource:
 class UpdateJob(Job):
     """The update of one shard on NVMe.
 
-    ``on_computed`` is called when the last chunk has been computed: ``weight`` and ``grad`` are used no more.
-    Not when the job fails or is cancelled before. ``on_done`` is called once, after the last write or with
-    the error. Both are called on the pipeline's thread.
+    Both callbacks are called on the pipeline's thread. ``on_computed`` is called after the last chunk was
+    computed, when ``weight`` and ``grad`` are no longer used; not if the job fails or is cancelled before.
+    ``on_done`` is called once, after the last write or with the error.
     """
 
     source: ShardSource
@@ -187,7 +182,7 @@ class _Buffer:
 
 
 class UpdatePipeline:
-    """Plays update jobs beside training, ``depth`` chunks at one time, each in a lease of ``pool``."""
+    """Plays update jobs beside training, ``depth`` chunks at a time, each in a lease of ``pool``."""
 
     def __init__(
         self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *, depth: int = 3
@@ -205,15 +200,15 @@ class UpdatePipeline:
     # --- any thread --------------------------------------------------------------------------
 
     def submit(self, job: UpdateJob) -> None:
-        """Queue ``job``; returns at once. Raises the error that ended the pipeline."""
+        """Queue ``job`` and return at once; raise the error that ended the pipeline, if there is one."""
         self._tell(partial(self._queue.submit, job))
 
     def cancel(self, job: UpdateJob) -> None:
-        """End a job soon; returns at once. ``on_done`` is called as ever."""
+        """End a job soon; return at once. ``on_done`` is called as for any job."""
         self._inbox.put(partial(self._queue.cancel, job))
 
     def expect(self, sources: Iterable[tuple[str, ShardSource]]) -> None:
-        """Let states be read now of jobs that will come, in order; what was expected before is over."""
+        """Read the states of coming jobs ahead, in this order; replaces what was expected before."""
         depth, expected = self._queue.depth, list[Job]()
         for name, source in sources:
             fits = None
@@ -225,7 +220,7 @@ class UpdatePipeline:
         self._inbox.put(partial(self._queue.expect, expected))
 
     def drain(self) -> None:
-        """Block until every submitted job is done, and nothing that was read ahead is kept."""
+        """Block until every submitted job is done, and nothing read ahead is kept."""
         drained = Transfer()
 
         def begin() -> Moves:
@@ -236,7 +231,7 @@ class UpdatePipeline:
         drained.wait()
 
     def abandon(self, error: BaseException) -> None:
-        """End every job with ``error``, without starting another chunk; returns at once."""
+        """End every job with ``error`` and start no other chunk; return at once."""
 
         def fail() -> Moves:
             raise error
@@ -244,7 +239,7 @@ class UpdatePipeline:
         self._inbox.put(fail)
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread; raises nothing. May be called again."""
+        """Finish the submitted jobs, then end the thread; raises nothing. May be called again."""
         with self._lock:
             self._refusal = self._refusal or StateError("the update pipeline is closed")
         self.expect(())
@@ -266,7 +261,7 @@ class UpdatePipeline:
             self._fail(error)
 
     def _turn(self) -> None:
-        """Begin what can begin now, or sleep until something has happened."""
+        """Start what can start now, or sleep until an event comes."""
         while not self._inbox.empty():
             self._carry_out(self._inbox.get()())
         if self._queue.idle:
@@ -296,7 +291,7 @@ class UpdatePipeline:
                     target.on_done(None)
 
     def _read(self, chunk: ChunkInFlight) -> None:
-        """Lease a buffer and read the state into it; of a job that has come the rest, too."""
+        """Lease a buffer and read the state into it, and the rest if the job has come."""
         extents = chunk.source.version.chunks[chunk.index]
         nbytes = self._layout.nbytes(extents.numel) + chunk.source.gradient_of(extents).nbytes
         who = f"update of {chunk.name}"
@@ -310,7 +305,6 @@ class UpdatePipeline:
             self._read_rest(chunk)
 
     def _read_rest(self, chunk: ChunkInFlight) -> None:
-        """Read weights and gradient, where they are not at hand."""
         job, extents = chunk.job, self._buffers[chunk].extents
         if job.weight is None:
             self._start(chunk, self._engine.read, extents.weight, 0)
@@ -321,7 +315,7 @@ class UpdatePipeline:
     def _start(
         self, chunk: ChunkInFlight, move: Callable[[Extent, memoryview], Transfer], extent: Extent, begin: int
     ) -> None:
-        """Start a transfer of a chunk's buffer from byte ``begin`` on; the thread learns when it ends."""
+        """Start a transfer of a chunk's buffer from byte ``begin`` on; its end is an event in the inbox."""
         buffer = self._buffers[chunk]
         transfer = move(extent, buffer.lease.memory[begin : begin + extent.nbytes])
         buffer.transfers.append(transfer)
@@ -335,7 +329,7 @@ class UpdatePipeline:
         transfer.then(partial(self._inbox.put, moved))
 
     def _compute(self, chunk: ChunkInFlight) -> None:
-        """Run the rule over the chunk's runs; elsewhere carry the weights over."""
+        """Run the rule over the chunk's runs, and carry over the other weights."""
         job, held = chunk.job, self._buffers[chunk]
         extents, buffer = held.extents, held.lease.tensor
         new, state = self._layout.chunk_views(buffer, extents.numel)

@@ -1,12 +1,12 @@
 """Storage of a rank's shards: a pool of host memory, and room on NVMe with an engine to reach it.
 
 [Note: the layout of a unit on disk] A version of a unit is its shard's weights, end to end, and its shard's
-state, chunk by chunk, each chunk's fields one after the other. So a forward pass reads the weights in one
-sweep, and the update reads and writes each chunk's state in one request sequence.
+state, chunk by chunk, the fields of a chunk one after the other. So a forward pass reads the weights in one
+sweep, and an update reads and writes each chunk's state in one request sequence.
 
-[Note: room as it is needed] A unit begins with one version of its weights. What makes the weights of a chunk
-exact gets room when it has something to say: a checkpoint in the compute dtype never needs it. Moments and
-the second version get room when the unit is first trained.
+[Note: room as it is needed] A unit begins with one version of its weights. A chunk's exact part gets room
+when it is first not zero, which never happens for a checkpoint in the compute dtype. Moments and the second
+version get room when the unit is first trained.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class ChunkExtents:
 
     @property
     def state(self) -> Extent:
-        """Everything but the weights."""
+        """The extents of everything but the weights."""
         return self.exact + self.moments
 
     @property
@@ -68,12 +68,12 @@ class Version:
 
     @property
     def weight(self) -> Extent:
-        """All weights of the shard, in order."""
+        """The extent of all weights of the shard, in order."""
         return sum((chunk.weight for chunk in self.chunks), _NOWHERE)
 
 
 def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
-    """Versions as lists of numbers, for a file; see :func:`versions_of_plain`."""
+    """Return versions as lists of numbers, for a file."""
 
     def plain(extent: Extent) -> list[list[int]]:
         return [[piece.file, piece.offset, piece.nbytes] for piece in extent.pieces]
@@ -85,7 +85,7 @@ def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
 
 
 def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
-    """Versions that :func:`versions_to_plain` gave, in the files from number ``first`` on."""
+    """Return versions from what :func:`versions_to_plain` gave, in files numbered from ``first`` on."""
 
     def extent(pieces: list[list[int]]) -> Extent:
         return Extent(tuple(Piece(first + file, offset, nbytes) for file, offset, nbytes in pieces))
@@ -97,27 +97,22 @@ def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
 
 
 def chunk_places(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:
-    """Start and elements of every chunk of a shard."""
+    """Return the first element and the number of elements of every chunk of a shard."""
     starts = range(0, shard_numel, chunk_numel)
     return [(start, min(chunk_numel, shard_numel - start)) for start in starts]
 
 
 class ShardStore:
-    """Room on NVMe for the shards of this rank, and how their chunks move, through memory of ``pool``.
-
-    Attributes:
-        versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
-        changes: Grows whenever a unit gets or loses extents.
-    """
+    """Room on NVMe for the shards of this rank; moves their chunks through memory of ``pool``."""
 
     def __init__(
         self, volume: Volume, engine: TransferEngine, pool: Pool, layout: StateLayout, *,
         versions: int, chunk_numel: int,
     ) -> None:  # fmt: skip
         self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
-        self.versions, self.chunk_numel = versions, chunk_numel
+        self.versions, self.chunk_numel = versions, chunk_numel  # versions: places of a newly trained unit
         self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
-        self.changes = 0
+        self.changes = 0  # grows whenever a unit gets or loses extents
 
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
         """Make room for the weights of one version; DiskError: the file system is full."""
@@ -129,28 +124,28 @@ class ShardStore:
         )
 
     def with_state(self, chunk: ChunkExtents, name: str, *, moments: bool) -> ChunkExtents:
-        """Make room, zeros, for what makes a chunk exact, unless it has it, and for ``moments``."""
+        """Make room, zeros, for a chunk's exact part, unless it has it, and for ``moments``."""
         room = partial(self.volume.allocate, what=name, zeroed=True)
         if self._exact.fields and not chunk.exact.pieces:
             chunk = replace(chunk, exact=room(self._exact.state_nbytes(chunk.numel)))
         return replace(chunk, moments=room(self._moments.state_nbytes(chunk.numel))) if moments else chunk
 
     def free_versions(self, versions: Iterable[Version]) -> None:
-        """Give back extents that no unit has any more."""
+        """Give back extents that no unit uses any more."""
         for chunk in (chunk for version in versions for chunk in version.chunks):
             self.volume.free(chunk.weight)
             self.volume.free(chunk.state)
 
     @contextmanager
     def reading(self, chunk: ChunkExtents, room: Lease | None = None) -> Iterator[tuple[Tensor, ...]]:
-        """Weights and state of a chunk, inside the context; in ``room``, or in memory of the pool."""
+        """Yield weights and state of a chunk, valid in the context; in ``room``, or in memory of the pool."""
         nbytes = self.layout.nbytes(chunk.numel)
         with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:
             weight, state = self.read(chunk, lease)
             yield weight, *state
 
     def read(self, chunk: ChunkExtents, lease: Lease) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Read what a chunk has on NVMe, and complete what it does not have there; blocking."""
+        """Read a chunk, and derive or zero the fields that it does not have on NVMe; blocking."""
         weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
         for transfer in [self.engine.read(*part) for part in self._parts(chunk, lease.memory)]:
             transfer.wait()
@@ -162,11 +157,10 @@ class ShardStore:
         return weight, state
 
     def write(self, chunk: ChunkExtents, lease: Lease) -> list[Transfer]:
-        """Start to write what a chunk has room for on NVMe."""
+        """Start to write the fields for which a chunk has room on NVMe."""
         return [self.engine.write(*part) for part in self._parts(chunk, lease.memory)]
 
     def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-        """Yield a chunk's extents on NVMe, each with its place in memory that has room for all of it."""
         begin = 0
         for extent, nbytes in (
             (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
@@ -181,7 +175,7 @@ class ShardStore:
 class Storage:
     """Host memory and files of one rank; opened before the model is built, and closed with the run.
 
-    The host budget is the same on every rank; its memory is pinned for an accelerator.
+    The host budget is the same on every rank; its memory is page-locked for an accelerator.
     """
 
     def __init__(
@@ -199,8 +193,7 @@ class Storage:
         self.files: RunFiles | None = None  # this rank's directories of the run
         self.commits: Journal | None = None  # None if no process could go on with the run
         self.sums: BlockSums | None = None  # by which every read is checked; None: without memory.verify
-        # Elements of a shard that are staged at one time; bytes for shards that stay, and beside an
-        # accelerator for their gradients.
+        # Elements of a staged chunk; bytes for shards that stay, and beside an accelerator their gradients.
         self.chunk_numel, self.resident_nbytes = CHUNK_NUMEL, host_nbytes
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
@@ -213,7 +206,7 @@ class Storage:
         self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
         note: Callable[[str], object],
     ) -> None:  # fmt: skip
-        """Make this rank's files in every directory of ``memory.nvme``, or find them; none: do nothing.
+        """Make or find this rank's files in every directory of ``memory.nvme``; without one do nothing.
 
         Args:
             resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will
@@ -256,19 +249,19 @@ class Storage:
         )  # fmt: skip
 
     def _land_commit(self, drives: int, *, synced: bool) -> list[bytes]:
-        """Let the drives keep what was written; the sums of blocks on each. See :class:`Journal`."""
+        """Make what was written durable, and return each drive's sums of blocks; see :class:`Journal`."""
         if synced and self.volume is not None:
             self.volume.sync()
         return [] if self.sums is None else self.sums.snapshot(drives)
 
     @property
     def saved(self) -> SavedRun | None:
-        """The last commit of an interrupted run, with which this one goes on."""
+        """The last commit of the interrupted run that this one continues."""
         return None if self.files is None else self.files.saved
 
     @property
     def keep(self) -> bool:
-        """Return whether the files stay on disk at the end, if a process can go on with the run."""
+        """Whether the files stay on disk at the end, if a process can go on with the run."""
         return self.files is not None and self.files.keep
 
     @keep.setter
@@ -277,21 +270,21 @@ class Storage:
             self.files.keep = keep
 
     def staged_chunks(self) -> int:
-        """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
+        """Return how many chunks of updates may be in flight: on the CPU, what residents leave room for."""
         room = 0 if self.on_accelerator else self.host_nbytes - self.host_pool.leased_nbytes
         return max(budget.STAGED_CHUNKS, room // self.chunk_nbytes)
 
     @property
     def piece_nbytes(self) -> int:
-        """The most that one buffer takes through which activations go to and from NVMe (bytes)."""
+        """The most bytes of one buffer that moves activations to and from NVMe."""
         nbytes = budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
         return min(nbytes, self.chunk_nbytes) if self.memory.nvme else nbytes
 
     def close(self) -> None:
-        """Close the engine, remove the files, give back the memory. May be called twice."""
+        """Close the engine, remove the files, release the memory. May be called twice."""
         self.stack.close()
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes that one chunk of an update takes."""
+        """The bytes of the buffer of one chunk of an update."""
         return budget.rounded(self.layout.nbytes(self.chunk_numel))

@@ -1,15 +1,15 @@
 """Placement of shards: which home a unit gets within the budgets, and its exact values there.
 
-A unit that fits the host budget stays there and moves nothing; the rest have extents. With one rank and no
-accelerator, a unit whose home is host memory *is* its flat buffer.
+A unit that fits the host budget stays there; the others live on NVMe. With one rank and no accelerator, the
+home of a unit in host memory *is* its flat buffer.
 
-[Note: frozen units] While a model is built it is unknown what will be trained. So a unit then has its weights
-and what makes them exact, and in the host budget the room for its moments is only set aside. When an
-optimizer is made, :meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones
-to units that would live on NVMe. A unit that is thawed later gets its moments then.
+[Note: frozen units] While a model is built, nobody knows yet which units will be trained. So a unit first
+gets its weights and what makes them exact, and the host budget only sets aside the bytes of its moments. When
+an optimizer is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives the bytes
+set aside for frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then.
 
-A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
-Its exact values are those of the checkpoint's files.
+A quantized unit of a frozen base is kept in host memory in its stored form, a quarter to a half of its
+weights. Its exact values are those of the checkpoint's files.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,35 +34,34 @@ from infinity.shards.storage import ShardStore, Storage, Version, chunk_places
 
 
 class Tiers:
-    """Gives units their homes, and reads and writes their values there."""
+    """Gives each unit its home, and reads and writes its exact values there."""
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.layout = storage.layout
         self.resident_nbytes = storage.resident_nbytes
-        self.taken: dict[int, int] = {}  # what units have of it, with what is set aside, by index
+        self.taken: dict[int, int] = {}  # bytes of it by unit's index, with those set aside
         self.base: FrozenBase | None = None  # while a checkpoint with one is loaded
         self.base_files: Mapping[str, str] = {}  # digests of a sample of each of its files, by name
-        # The states of an interrupted run are still to be put into their places. Until then units on NVMe
-        # have none, and what is stored in a unit is forgotten.
+        # An interrupted run is still to be adopted: until then units on NVMe have no room, and drop writes.
         self.pending = False
-        self.on_device: DeviceShards | None = None  # of units in host memory, those on the accelerator, too
+        self.on_device: DeviceShards | None = None  # shards that are on the accelerator, too
         self.before_write: Callable[[], object] = lambda: None  # before values are written in place
         self.snapshot = self._snapshot({})  # what is saved beside training; any thread may end that
 
     @property
     def store(self) -> ShardStore:
-        """Room on NVMe; StateError: there is none."""
+        """Return the room on NVMe; StateError: there is none."""
         if self.storage.store is None:
             raise StateError("memory.nvme names no directory, yet a unit is asked for there")
         return self.storage.store
 
     def streams(self, unit: Unit) -> bool:
-        """Whether full values of the unit come and go; else its home is its flat buffer."""
+        """Return whether a unit's full values come and go; else its home is its flat buffer."""
         return unit.home.tier is Tier.NVME or unit.stored is not None or not self._ranks.alone_on_cpu
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
-        """Return the bytes that the pool takes for a unit in host memory."""
+        """Return the bytes of the host budget that a unit in host memory takes."""
         form = unit.home.stored_form
         if form is not None and not isinstance(unit.home, HostHome):
             return rounded(form.nbytes)
@@ -71,7 +70,7 @@ class Tiers:
         return nbytes + (rounded(layout.only(moments=True).state_nbytes(n)) if moments else 0)
 
     def _trained_nbytes(self, unit: Unit) -> int:
-        """Return what it takes more while it is trained: moments, and beside an accelerator its gradient."""
+        """Return the further bytes of a trained unit: moments, and beside an accelerator its gradient."""
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel))
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
 
@@ -83,7 +82,7 @@ class Tiers:
         return unit.shard_numel * self.gradient_dtype(unit).itemsize
 
     def _take(self, unit: Unit, nbytes: int) -> bool:
-        """Let a unit have so many bytes of the budget for residents; False: they are not there."""
+        """Let a unit have this many bytes of the budget; False: they are not there, nothing changed."""
         before = self.taken.get(unit.index, 0)
         fits = nbytes <= before or sum(self.taken.values()) - before + nbytes <= self.resident_nbytes
         if fits:
@@ -91,7 +90,7 @@ class Tiers:
         return fits
 
     def place(self, unit: Unit) -> None:
-        """Give a new unit its home, with room for weights and what makes them exact."""
+        """Give a new unit its home, with room for its weights and what makes them exact."""
         nbytes = self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
@@ -114,12 +113,9 @@ class Tiers:
             )
 
     def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
-        """Give units the room that is right for what is trained now: see [Note: frozen units].
+        """Make room for what is trained now; all ranks must freeze the same units. See [Note: frozen units].
 
-        Every rank must call with the same units frozen.
-
-        Args:
-            movable: No unit is in use yet, so that homes may change.
+        If ``movable``, no unit is in use yet, and homes may change.
         """
         units = list(units)
         if movable:
@@ -132,7 +128,7 @@ class Tiers:
                 self._make_trainable(unit)
 
     def _hold(self, unit: Unit, home: BaseHome, aside_nbytes: int) -> None:
-        """Read the stored form of a quantized unit into host memory if it fits, with bytes to set aside."""
+        """Read a quantized unit's stored form into host memory, if it fits with the bytes to set aside."""
         assert unit.stored is not None
         if not self._take(unit, rounded(unit.stored.shard_nbytes) + aside_nbytes):
             return
@@ -147,7 +143,7 @@ class Tiers:
         unit.move_to(held)
 
     def _give_back(self, unit: Unit) -> None:
-        """Give back what was set aside for a frozen unit's training, or a trained one's stored form."""
+        """Give back what was set aside for a frozen unit's training, or a trained unit's stored form."""
         home, form = unit.home, unit.home.stored_form
         if form is not None and (unit.trainable or unit.stored is None):
             bare = copy(home)
@@ -159,7 +155,6 @@ class Tiers:
             self._take(unit, self.resident_nbytes_of(unit, moments=False))
 
     def _promote(self, unit: Unit) -> None:
-        """Move a unit from NVMe into host memory if it fits."""
         home, trained = unit.home, bool(unit.trainable)
         if not isinstance(home, DiskHome | BaseHome):
             return
@@ -268,12 +263,12 @@ class Tiers:
         return tuple(out)
 
     def chunk_fields(self, unit: Unit) -> Generator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield this shard's chunks, which stay until the next one is asked for: start, and fp32 fields."""
+        """Yield the first element and the fp32 fields of each chunk, which are valid until the next one."""
         for start, weight, state in self._each_chunk(unit):
             yield start, self.layout.full_values(weight, state)
 
     def set_shard_fields(self, unit: Unit, fields: Sequence[Tensor]) -> None:
-        """Replace this shard's exact values and moments (optimizer state that is loaded)."""
+        """Replace this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
         self._make_trainable(unit)
         for start, weight, state in self._each_chunk(unit, write=True):
             master, *moments = (field[start : start + len(weight)] for field in fields)
@@ -284,7 +279,7 @@ class Tiers:
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
         """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype; the moments stay.
 
-        Where a weight is what it was ``before``, its exact value stays; elsewhere that becomes the weight.
+        A weight that equals the one ``before`` keeps its exact value; any other becomes its own exact value.
         """
         for start, stored, state in self._each_chunk(unit, write=True):
             part = slice(start, start + len(stored))
@@ -293,7 +288,7 @@ class Tiers:
             store_master(self.layout, exact, stored, state)
 
     def _each_chunk(self, unit: Unit, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Every chunk of a unit's newest values in memory; stored again when ``write``."""
+        """Yield the chunks of a unit's newest values in memory; ``write`` stores them again."""
         if write:
             self.snapshot.wait()
             self.before_write()
@@ -305,7 +300,7 @@ class Tiers:
             self.on_device.leave(unit.index)
         home = unit.home
         if not isinstance(home, HostHome) and self._is_restoring(unit):
-            # Read in vain, while a model is built.
+            # While a model is built for an interrupted run: these values are not used.
             for start, numel in chunk_places(unit.shard_numel, self.storage.chunk_numel):
                 weight = torch.zeros(numel, dtype=unit.dtype, device="cpu")
                 yield start, weight, self.layout.complete((), numel)
@@ -316,7 +311,7 @@ class Tiers:
         yield from home.chunks(read=read, write=write)
 
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
-        """Let a unit have versions that were found; one that lives in host memory is read."""
+        """Give a unit versions found on NVMe; a unit that lives in host memory is read from them."""
         disk, host = DiskHome(self.store, unit, versions), unit.home
         disk.version = committed
         if isinstance(host, HostHome):
@@ -326,7 +321,7 @@ class Tiers:
             self._move(unit, disk)
 
     def make_anew(self, unit: Unit) -> Iterator[Chunk]:
-        """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
+        """Give a unit room, and yield its chunks for the caller to fill; they are then stored."""
         if isinstance(unit.home, HostHome):
             unit.home.version = 0
         else:
@@ -337,13 +332,13 @@ class Tiers:
         yield from self._each_chunk(unit, read=False, write=True)
 
     def at_home(self, unit: Unit) -> None:
-        """Return when the home of a unit has its newest values."""
+        """Block until a unit's home has its newest values."""
         home = self.bring_home(unit)
         if home is not None:
             home.wait()
 
     def bring_home(self, unit: Unit) -> Transfer | None:
-        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there."""
+        """Start to copy a unit's newest values from the accelerator to host memory; None: none are there."""
         if self.on_device is None or not isinstance(unit.home, HostHome):
             return None
         preserve, storing = self.snapshot.preserve, unit.home.storing  # not a snapshot that is yet to be made
@@ -356,15 +351,15 @@ class Tiers:
         return self.on_device.bring_home(unit.home, before)
 
     def trained_disk(self, unit: Unit) -> DiskHome:
-        """Return a unit's home on NVMe, or the copy there of one in host memory, with room to train it."""
+        """Return a unit's home on NVMe, or the copy there of one in host memory, with room for training."""
         disk = self._on_disk(unit)
         disk.train()
         return disk
 
     def next_place(self, unit: Unit, recorded: Container[int]) -> int | None:
-        """Return the place that is written next, by an update or for a commit; None: there is none now.
+        """Return the place that an update or a commit writes next; None: none is free now.
 
-        ``recorded`` places are those that commit records name, which a crash must leave whole.
+        ``recorded`` are the places that commit records name; a crash must leave them whole.
         """
         disk = self.trained_disk(unit)
         if self.storage.memory.versions == 1:
@@ -377,10 +372,10 @@ class Tiers:
         return next((place for place in places if place not in taken and place not in recorded), None)
 
     def spare_place(self, unit: Unit) -> int | None:
-        """Return a place beside the one that is being saved, which :meth:`next_place` had to leave out.
+        """Return a place to write where a save keeps :meth:`next_place` from one; None: no save does.
 
-        It is made; if the file system is full, it is the one that was saved, once it has been. None: no place
-        of the unit is being saved any more.
+        A new place is made. If the file system is full, this blocks until the save has read its place, and
+        returns that.
         """
         pinned = self.snapshot.place(unit.index)
         if pinned is None:
@@ -394,7 +389,7 @@ class Tiers:
         return len(disk.versions) - 1
 
     def add_versions(self, units: Iterable[Unit]) -> bool:
-        """Give units on NVMe a third place: one is recorded while two take turns; False: there is no room."""
+        """Give units on NVMe a third place: one is recorded while two alternate; False: there is no room."""
         self.store.versions = 3
         try:
             for home in (unit.home for unit in units):
@@ -406,10 +401,7 @@ class Tiers:
         return True
 
     def pin(self, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]) -> Snapshot:
-        """Keep what every unit holds now until it was read, or :meth:`unpin`; between two steps.
-
-        ``landing`` is what is on its way to NVMe, by index of the unit.
-        """
+        """Keep the present values of all units until they are read, or :meth:`unpin`; between two steps."""
         sources = {}
         for unit in units:
             home = unit.home
@@ -430,7 +422,7 @@ class Tiers:
         return self.snapshot
 
     def unpin(self) -> None:
-        """End what is saved beside training. May be called twice."""
+        """End the save beside training. May be called twice."""
         snapshot, self.snapshot = self.snapshot, self._snapshot({})
         snapshot.close()
 

@@ -1,19 +1,17 @@
 """Updates of shards: from complete gradients to committed versions.
 
-When an update starts, stands, is rolled back or gives memory back is decided by
-:class:`infinity.planner.updates.ShardUpdate`; what its actions are is here: transfers, the pipeline, threads
-and streams.
+:class:`infinity.planner.updates.ShardUpdate` decides when an update starts, stands, is rolled back or frees
+memory; this module carries out its actions with transfers, the pipeline, threads and streams.
 
 [Note: what is forgotten] Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates
-are rolled back, and the next version is overwritten by the next update. A unit in host memory has one place,
-so it is only updated at ``step``.
+are rolled back, and the next update overwrites the next version. A unit in host memory has one place, so it
+is only updated at ``step``.
 
 [Note: shards in host memory] A unit in host memory is updated in its place, at ``step``. For a commit it is
-written to NVMe, too, into its next version, while the next step computes; its next update waits until the
-bytes have left. On an accelerator the shard is not what compute reads, so a thread updates it beside the next
-forward, whose upload of the unit waits for that. One that is on the accelerator, too, is updated there
-(:mod:`infinity.shards.homes`), beside the next forward as well. For a commit it is brought home first, and
-its next update waits for nothing.
+also written to NVMe, into its next version, while the next step computes; its next update waits until these
+writes have ended. With an accelerator, a thread updates it beside the next forward, whose upload of the unit
+waits for that. A unit that is on the accelerator, too, is updated there, also beside the next forward
+(:mod:`infinity.shards.homes`). For a commit it is brought home first, and its next update waits for nothing.
 """
 
 import math
@@ -42,10 +40,7 @@ from infinity.shards.tiers import Tiers
 
 
 class Weights(NamedTuple):
-    """A shard's committed weights for its update, as far as they are at hand.
-
-    The update writes the new ones to ``stay``, too: the place of ``values``, if they are at hand.
-    """
+    """Committed weights of a shard in memory, if any; its update also writes the new ones to ``stay``."""
 
     values: Tensor | None = None  # (shard_numel,) in the compute dtype; None: the update reads them from NVMe
     lease: Lease | None = None  # given back when the update has read them; None: it is not its own
@@ -53,7 +48,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def staying(cls, values: Tensor) -> "Weights":
-        """Return weights in memory in which the new ones will be, too."""
+        """Return weights in memory that the update replaces in place."""
         return cls(values, stay=values)
 
     def release(self) -> None:
@@ -63,7 +58,7 @@ class Weights(NamedTuple):
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """A unit whose gradient of this step is complete on this rank."""
+    """A unit whose gradient of this step is complete on this rank, and its update."""
 
     unit: Unit
     update: ShardUpdate
@@ -80,7 +75,7 @@ class PendingUpdate:
 
 
 class StoredGradients:
-    """Gradients of ``chosen`` units that wait on NVMe: see :mod:`infinity.planner.updates`."""
+    """Gradients of the ``chosen`` units, which wait on NVMe: see :mod:`infinity.planner.updates`."""
 
     def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
         self._tiers, self._units = tiers, units
@@ -90,18 +85,18 @@ class StoredGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients that wait on NVMe in each step."""
+        """Bytes of the gradients that wait on NVMe in each step."""
         return sum(self._tiers.gradient_nbytes(self._units[index]) for index in self.chosen)
 
     def place_of(self, unit: Unit) -> Extent:
-        """Return the place of a unit's gradient, which is made if there is none."""
+        """Return the place of a unit's gradient; the first call makes it."""
         if unit.index not in self._places:
             nbytes, what = self._tiers.gradient_nbytes(unit), f"the gradient of {unit.name}"
             self._places[unit.index] = self._tiers.store.volume.allocate(nbytes, what=what)
         return self._places[unit.index]
 
     def write(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start to write a unit's gradient to its place, when nothing reads or writes that any more."""
+        """Start to write a unit's gradient, once nothing reads or writes its place any more."""
         self._wait_for_place(unit.index)
         stored = self._writes[unit.index] = self._tiers.store.engine.write(self.place_of(unit), memory)
         return stored
@@ -112,9 +107,9 @@ class StoredGradients:
                 last.wait()
 
     def place(self, indices: frozenset[int], in_use: Iterable[int]) -> None:
-        """Let the gradients of these units wait on NVMe, and of no others; between two steps.
+        """Store gradients of exactly these units on NVMe, from the next step on.
 
-        Those of units ``in_use`` may still be read there.
+        The places of units ``in_use`` stay, since they may still be read.
         """
         self.chosen = indices
         for index in self._places.keys() - indices - set(in_use):
@@ -124,18 +119,18 @@ class StoredGradients:
             self.place_of(self._units[index])
 
     def land(self) -> None:
-        """Return when no gradient is on its way to NVMe; DiskError: one could not be written."""
+        """Block until no gradient is on its way to NVMe; DiskError: one could not be written."""
         for stored in self._writes.values():
             stored.wait()
 
 
 class Updates:
-    """Gradients in, committed versions out.
+    """Takes in complete gradients, and updates and commits shards.
 
     Args:
-        rule: Updates shards in host memory, beside training on threads of ``beside``, if it is not None.
-        pipeline: Updates the others; None when everything is resident.
-        commits: None if no process could go on with the run.
+        rule: Updates shards in host memory, on the threads of ``beside`` or, if that is None, the caller's.
+        pipeline: Updates shards on NVMe; None: all are resident.
+        commits: None: no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
     """
@@ -158,7 +153,7 @@ class Updates:
         self._lock = threading.Lock()  # guards the states of updates
 
     def announce(self, incoming: Transfer) -> None:
-        """Expect a gradient that will have been given to :meth:`add` when ``incoming`` ends; any thread."""
+        """Expect a gradient that is passed to :meth:`add` before ``incoming`` ends; any thread."""
         self._incoming.append(incoming)
 
     def wait_for_gradients(self) -> None:
@@ -174,7 +169,7 @@ class Updates:
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
-            grad: In host memory, but for units that are updated on the accelerator; in ``lease``.
+            grad: In ``lease``: host memory, or the accelerator's for units that are updated there.
             squares: The sum of its squares.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
@@ -188,7 +183,7 @@ class Updates:
         self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
 
     def _on(self, pending: PendingUpdate, event: Callable[[], tuple[Do, ...]]) -> None:
-        """Tell an update what has happened, and carry out what follows; any thread."""
+        """Tell an update what has happened, and carry out the actions that follow; any thread."""
         with self._lock:
             actions = event()
         for action in actions:
@@ -212,7 +207,7 @@ class Updates:
                     pending.weights = Weights(stay=pending.weights.stay)
 
     def land_held(self) -> None:
-        """Return when the gradients that :meth:`commit` reads from NVMe are there; DiskError: one is not."""
+        """Block until the gradients that :meth:`commit` reads are on NVMe; DiskError: one is not."""
         for pending in self.ready.values():
             if pending.stored is not None and pending.update.state is not UpdateState.VALIDATED:
                 pending.stored.wait()
@@ -223,7 +218,7 @@ class Updates:
         return self.speculation.early and bool(self.hypers.groups)
 
     def expect(self) -> None:
-        """Let the states of a step's updates be read before their gradients exist."""
+        """Let the states for this step's updates be read before their gradients exist."""
         if self.pipeline is None or self._expecting:
             return
         self._expecting = True
@@ -237,10 +232,10 @@ class Updates:
         )
 
     def validate(self, grad_scale: float) -> bool:
-        """Let speculated updates stand if they had the right numbers; False: :meth:`roll_back` is next.
+        """Let speculated updates stand if their numbers were right; False: call :meth:`roll_back` next.
 
         Raises:
-            StateError: They had not, and their gradients were not kept.
+            StateError: They were wrong, and the gradients were not kept.
         """
         changed = self.hypers.changed
         right = grad_scale == 1.0 and not changed
@@ -258,7 +253,7 @@ class Updates:
         return [pending for pending in self.ready.values() if pending.update.speculated]
 
     def roll_back(self) -> None:
-        """Void the speculated updates; return when nothing writes to the next versions any more."""
+        """Void the speculated updates; block until nothing writes to the next versions any more."""
         speculated = self._speculated()
         for pending in speculated:
             self._on(pending, pending.update.roll_back)
@@ -296,7 +291,6 @@ class Updates:
         self._close_step()
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
-        """Return units in the order in which the next forward needs them."""
         return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
@@ -305,7 +299,7 @@ class Updates:
         self._expecting = False
 
     def wait_until_unused(self, unit: Unit) -> None:
-        """Return when no update reads or writes the weights that ``unit`` stayed with."""
+        """Block until no update reads or writes the weights that ``unit`` stayed with."""
         self.wait_for_gradients()  # its own may still be on the way to the update
         pending, future = self.ready.get(unit.index), unit.home.updating
         if future is not None:
@@ -325,7 +319,7 @@ class Updates:
             self.records.commits.wait()
 
     def abandon(self, error: BaseException) -> None:
-        """End every update with ``error``, soon; what is committed on NVMe stays."""
+        """End every update soon with ``error``; what is committed on NVMe stays."""
         if self.pipeline is not None:
             self.pipeline.abandon(error)
 
@@ -335,7 +329,6 @@ class Updates:
         return frozenset() if self.tiers.on_device is None else self.tiers.on_device.chosen
 
     def _start(self, pending: PendingUpdate) -> None:
-        """Start an update where its unit lives."""
         unit = pending.unit
         future = UpdateFuture(pending.update)
         if unit.home.tier is Tier.NVME:
@@ -350,7 +343,6 @@ class Updates:
             raise
 
     def _on_device(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
-        """Return what updates a unit on the accelerator."""
         home, dtype, on_device = pending.unit.home, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
         assert isinstance(home, HostHome)
@@ -361,17 +353,16 @@ class Updates:
         )  # fmt: skip
 
     def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
-        """Return what updates a unit in host memory."""
         runs, home = self._runs(pending), pending.unit.home
         assert isinstance(home, HostHome)
         home.recorded = False
-        preserve = self.tiers.snapshot.preserve  # not of a snapshot of what this update makes
+        preserve = self.tiers.snapshot.preserve  # of the snapshot now: a later one has the new values
         storing, home.storing = home.storing, ()
 
         def play() -> None:
             error: BaseException | None = None
             try:
-                for transfer in storing:  # what is written of it leaves first, and what is saved is read
+                for transfer in storing:  # writes and saves of the old values read them first
                     transfer.wait()
                 preserve(pending.unit.index)
                 for run in runs:
@@ -387,13 +378,13 @@ class Updates:
         return play if self.beside is None else partial(self.beside.submit, play)
 
     def _in_pipeline(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
-        """Return what updates a unit on NVMe, chunk by chunk, from its committed version to the next."""
+        """Return a call that updates a unit on NVMe by chunks, from its committed version to the next."""
         assert self.pipeline is not None
         unit, spilled = pending.unit, pending.update.reads_stored_gradient
         pending.place = place = self.records.next_place(unit)
         for earlier in (unit.home.updating, pending.stored if spilled else None):
             if earlier is not None:
-                earlier.wait()  # of a stored gradient at once after land_held
+                earlier.wait()  # a stored gradient has landed if land_held was called
         weights, layout, n = pending.weights, self.tiers.layout, unit.shard_numel
         self.records.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
         self.records.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
@@ -408,7 +399,6 @@ class Updates:
         return partial(self.pipeline.submit, pending.job)
 
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
-        """Return what an update of the unit reads; ``spilled``: its gradient from NVMe, too."""
         gradient = self.stored_gradients.place_of(unit) if spilled else None
         return ShardSource(self.tiers.trained_disk(unit).committed, gradient, self.tiers.gradient_dtype(unit))
 
@@ -420,7 +410,7 @@ class Updates:
         future.computed.set()
 
     def _landed(self, pending: PendingUpdate, future: UpdateFuture, error: BaseException | None) -> None:
-        """The end of an update; on the thread that ran it."""
+        """End an update; called on the thread that ran it."""
         try:
             self._on(pending, pending.update.landed)
         except BaseException as raised:  # of a device that does nothing any more

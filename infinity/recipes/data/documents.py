@@ -1,7 +1,7 @@
-"""Training data on disk: finding files, reading text, and parsing the lines of JSONL as records.
+"""Training data on disk: find files, read text, and parse lines of JSONL as records.
 
-The kind of a record follows from its fields: ``messages`` (with ``tools``, if present) is a chat, else
-``prompt`` and ``completion``, else ``text``. Other fields are ignored.
+The fields of a record decide its kind: ``messages`` (with ``tools``, if present) is a chat, else ``prompt``
+and ``completion``, else ``text``. Other fields are ignored.
 """
 
 import json
@@ -22,7 +22,7 @@ _MOST_LINE_NBYTES = 1 << 26
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
 
-#: Not of ``stdlib``, which is nearly the same on every machine.
+#: Directories left out of ``stdlib``, so that it is nearly the same on every machine.
 _STDLIB_EXCEPT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 _ENDS = ("\n", "\r")  # of a line
 
@@ -30,21 +30,21 @@ Message = dict[str, Any]
 
 
 class DataError(InfinityError, ValueError):
-    """Training data is missing, malformed or too short."""
+    """Raised when training data is missing, malformed or too short."""
 
 
 class MalformedError(ValueError):
-    """A line cannot be used. The message gives the reason; the caller adds file and line."""
+    """Raised when a line cannot be used; the message is the reason, and the caller adds file and line."""
 
 
 class Text(NamedTuple):
-    """A document in which every token counts in the loss."""
+    """Document in which every token counts in the loss."""
 
     text: str
 
 
 class Completion(NamedTuple):
-    """A prompt and its completion; only the completion counts in the loss."""
+    """Prompt and completion; only the completion counts in the loss."""
 
     prompt: str
     completion: str
@@ -60,8 +60,8 @@ class Chat(NamedTuple):
 def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
     """Find the files that ``names`` stand for, each once: in the order of names, sorted within one.
 
-    Names are paths, globs (including ``**``), directories (their .txt and .jsonl files) or ``stdlib``; the
-    recipe has them in ``key``.
+    Names are paths, globs (including ``**``), directories (their .txt and .jsonl files) or ``stdlib``. Errors
+    name the recipe's ``key``.
     """
     found: dict[Path, None] = {}
     for name in names:
@@ -80,9 +80,9 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the text of ``path``, one document, in pieces of whole lines, and whether each is the last.
+    """Yield pieces of whole lines of the document ``path``, and whether each is the last.
 
-    A line that is longer than a piece ends a piece before a space, or anywhere where it has none.
+    A line longer than a piece is cut before a space, or anywhere if it has none.
     """
     lines: list[str] = []
     size = number = 0
@@ -104,7 +104,7 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Read the lines of ``path`` that are not blank, with their numbers from 1."""
+    """Yield the lines of ``path`` that are not blank, each after its number (from 1)."""
     with _readable(path), open(open_regular(path), "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
             if len(line) > _MOST_LINE_NBYTES:
@@ -117,7 +117,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_record(line: bytes) -> Text | Completion | Chat:
-    """Parse a line of JSONL, or raise a MalformedError."""
+    """Parse a line of JSONL; MalformedError: it is no record."""
     try:
         value = json.loads(line.decode())
         if b"\\u" in line:  # an escape may encode half a surrogate pair, which no tokenizer accepts

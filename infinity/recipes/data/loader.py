@@ -1,9 +1,9 @@
-"""Batches of a run: training data in a shuffled order that is shared by all ranks, and held-out data.
+"""Batches of a run: training data in a shuffled order that all ranks share, and held-out data.
 
-Each epoch has one global order of sequences, the same on every rank, which makes the ranks' shares
-disjoint by construction: micro-batch ``n`` is the n-th run of ``global_batch_size`` sequences, and each
-rank takes its slice of it. So a position is one number that is valid for any number of ranks, and every
-rank knows the number of targets on all ranks without communication.
+Each epoch has one global order of sequences, the same on every rank. Micro-batch ``n`` is the n-th run of
+``global_batch_size`` sequences, of which each rank takes its slice. So shares are disjoint, a position is one
+number that is valid for any number of ranks, and every rank knows the number of targets on all ranks without
+communication.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,10 +78,7 @@ class BatchShape:
 
 
 class TokenLoader:
-    """Endless iterator over one rank's training batches.
-
-    ``identity`` is that of the tokens: a position that was saved with other tokens is rejected.
-    """
+    """Endless iterator over one rank's training batches; positions of another ``identity`` are refused."""
 
     def __init__(
         self,
@@ -140,7 +137,7 @@ class TokenLoader:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Sequences that are excluded from training; the same ones in every evaluation."""
+    """Sequences excluded from training; the same in every evaluation."""
 
     sequences: Sequences
     shape: BatchShape
@@ -148,7 +145,7 @@ class HeldOut:
     def batches(self, limit: int) -> Iterator[Batch]:
         """Yield at most ``limit`` batches of this rank, spread over all held-out sequences.
 
-        Every rank gets the same number. Sequences repeat if there are fewer than one micro-batch needs.
+        Every rank gets the same number. Sequences repeat if they do not fill one micro-batch.
         """
         count, size = len(self.sequences), self.shape.global_batch_size
         number = max(1, min(limit, count // size))
@@ -159,7 +156,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The data of a run."""
+    """Training and held-out data of a run."""
 
     train: TokenLoader
     held_out: HeldOut | None
@@ -178,7 +175,7 @@ def open_data(
     """Open the data of a run. All ranks may call at the same time.
 
     Args:
-        vocab_size: The model's; the data may contain no token beyond it.
+        vocab_size: The model's; DataError: the data has a token beyond it.
         model_path: The model's directory, whose tokenizer is used if the recipe names none.
         log: Called with a progress line now and then, while this process tokenizes.
     """
@@ -225,7 +222,6 @@ def open_data(
 def _open_tokens(
     config: DataConfig, vocab_size: int, model_path: str | None, log: Callable[[str], object]
 ) -> tuple[Tokens, Tokens | None]:
-    """Return the tokens of ``files`` and of ``eval_files``."""
     tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
     if model_path is None and tokenizer.vocab_size > vocab_size:
         raise DataError(
@@ -254,7 +250,7 @@ def _open_tokens(
 def _hold_out(
     config: DataConfig, seq_len: int, packing: bool | None, tokens: Tokens
 ) -> tuple[Tokens, Tokens, str]:
-    """Divide tokens, or whole documents, into those to train on and the last ones; and say so in a line."""
+    """Hold out the last tokens, or whole documents; return the others, these, and a line about it."""
     kind, field, least = ("tokens", "values", seq_len + 1)
     if packing is not None:
         kind, field, least = ("documents", "documents", 1)

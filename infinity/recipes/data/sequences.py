@@ -1,4 +1,4 @@
-"""Tokens as sequences of equal length: one stream that is cut anywhere, or rows of whole documents.
+"""Tokens as sequences of equal length: one stream cut anywhere, or rows of whole documents.
 
 Rows are laid out once, from the lengths of documents alone, so every rank computes the same layout.
 """
@@ -25,8 +25,8 @@ IGNORED = -100
 class Batch(NamedTuple):
     """Sequences of one rank, each tensor ``(batch_size, seq_len)``, int64, on the CPU.
 
-    Where a sequence holds several documents, which must not attend to each other, ``positions`` are those of
-    tokens in their documents. Counts are those of this micro-batch on all ranks together.
+    If sequences hold several documents, which must not attend to each other, ``positions`` are those of
+    tokens in their documents. Counts are of this micro-batch on all ranks together.
     """
 
     tokens: Tensor
@@ -41,8 +41,8 @@ class Batch(NamedTuple):
 class Sequences:
     """Rows of pieces: row ``i`` holds the pieces ``firsts[i]`` to ``firsts[i + 1]`` (exclusive).
 
-    A piece is predicted from its own beginning: a document, a part of one, or a sequence of a stream. A
-    target is the token after its input, so one more token than its inputs belongs to a piece.
+    A piece is a document, a part of one, or a sequence of a stream, and is predicted from its own beginning.
+    A target is the token after its input, so a piece has one more token than inputs.
     """
 
     values: NDArray[Any]
@@ -54,7 +54,7 @@ class Sequences:
     token_counts: Ints  # inputs of each row, (rows,)
     target_counts: Ints  # its targets that count in the loss
     packing: bool  # rows hold several pieces; else their padding is masked
-    identity: str  # of the way in which they were made from their tokens
+    identity: str  # of the layout, given the tokens
     documents: int = 1
     truncated: int = 0  # documents that were longer than a row
     empty: int = 0  # pieces without a target that counts in the loss
@@ -92,7 +92,6 @@ class Sequences:
         )
 
     def __str__(self) -> str:
-        """Describe the rows in one line, for the start of a run."""
         slots, pieces = max(1, len(self) * self.seq_len), len(self.starts)
         used, targets = int(self.token_counts.sum()), int(self.target_counts.sum())
         cut = f"{self.documents:,} documents, {pieces:,} pieces,"
@@ -108,7 +107,7 @@ class Sequences:
 
 
 def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
-    """Return documents one after the other as sequences, each of which begins where the last one ends."""
+    """Cut documents, end to end, into sequences, each of which begins where the last one ends."""
     count = max(0, (len(values) - 1) // seq_len)
     sizes, numbers = np.full(count, seq_len), np.arange(count + 1)
     return Sequences(
@@ -118,12 +117,12 @@ def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
 
 
 def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
-    """Assign documents to rows of ``seq_len`` inputs, which are padded at the end.
+    """Assign documents to rows of ``seq_len`` inputs, padded at the end.
 
-    With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that
-    each of its tokens is predicted once. Without it a row holds one document. Documents with tokens that
-    do not count in the loss (prompts, chats) are truncated instead of cut, because an answer separated
-    from its question would train the model to guess.
+    With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that each of
+    its tokens is predicted once; without, a row holds one document. Documents with tokens that do not count
+    in the loss (prompts, chats) are truncated, not cut: an answer without its question would train the model
+    to guess.
     """
     documents, mask = tokens.documents, tokens.loss_mask
     begins, ends, counted = documents[documents[:, 1] - documents[:, 0] > 1].T
@@ -164,7 +163,7 @@ def best_fit(sizes: Ints, capacity: int) -> Ints:
     """Assign each size to a row, so that no row exceeds ``capacity`` and few rows are needed.
 
     Best-fit decreasing; equal sizes are placed together, so the time grows with the number of different
-    sizes rather than of documents.
+    sizes.
     """
     rows = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")

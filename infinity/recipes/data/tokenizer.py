@@ -1,14 +1,13 @@
 """Tokenizers, and the loss mask of prompts and chats.
 
-[Note: the assistant's tokens of a chat]
-A template that marks them (``{% generation %}``) is followed. With any other template a turn is the
-difference between two renderings: the chat up to and including the turn, and the chat before it with the
-template's generation prompt. The tokens that end a turn belong to it, so that a model learns to stop.
+[Note: the assistant's tokens of a chat] If a template marks them (``{% generation %}``), its marks are used.
+Otherwise a turn is the difference between two renderings: the chat up to and including the turn, and the chat
+before it with the template's generation prompt. The tokens that end a turn belong to it, so that a model
+learns to stop.
 
-[Note: untrusted files]
-Nothing of a tokenizer's directory is run as code, and nothing is fetched. Its files are opened when they were
-found to be files, of a size and with words that the library can take. A chat template is a program in a
-sandbox that keeps it from other files but not from loops and memory, so rendering has a limit of both.
+[Note: untrusted files] No code of a tokenizer's directory is run, and nothing is downloaded. A file is opened
+only if it is a regular file, of a size and with words that the library can take. A chat template is a program
+in a sandbox, which keeps it from other files but not from loops and memory, so rendering has a limit of both.
 """
 
 import hashlib
@@ -63,18 +62,12 @@ class Rendered(NamedTuple):
 
 
 class Tokenizer:
-    """Encodes text as token ids below ``vocab_size``.
-
-    Attributes:
-        opening: Token at the beginning of every document; None: there is none.
-        separator: Token at the end of every document; None: there is none.
-        fingerprint: Equal ones give equal tokens.
-    """
+    """Encodes text as token ids below ``vocab_size``."""
 
     vocab_size: int
-    opening: int | None = None
-    separator: int | None
-    fingerprint: str
+    opening: int | None = None  # token at the beginning of every document, if any
+    separator: int | None  # token at the end of every document, if any
+    fingerprint: str  # equal ones give equal tokens
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
@@ -83,7 +76,7 @@ class Tokenizer:
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         """Encode a chat with the tokenizer's template, as one document or one per answer.
 
-        What the template does not accept is a MalformedError; if there is none, it is a DataError.
+        MalformedError: the template refuses the chat. DataError: there is no template.
         """
         raise NotImplementedError
 
@@ -91,8 +84,8 @@ class Tokenizer:
 class BytesTokenizer(Tokenizer):
     r"""Tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
 
-    Its chat template writes a line ``role: content`` per message; a message of the assistant ends with
-    byte 0 instead of a newline.
+    Its chat template writes a line ``role: content`` per message; byte 0 instead of a newline ends a message
+    of the assistant.
     """
 
     vocab_size, separator, fingerprint = 256, 0, "bytes"
@@ -116,7 +109,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """Tokenizer of a ``tokenizer.json``, without a chat template; nothing is downloaded."""
+    """Tokenizer of a ``tokenizer.json``, without a chat template."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -143,7 +136,7 @@ class FileTokenizer(Tokenizer):
         return ids
 
     def _array(self, ids: list[int]) -> NDArray[Any]:
-        """Return ``ids`` in the smallest type that holds all of them; raise if one exceeds it."""
+        """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
         return np.array(ids, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
@@ -154,7 +147,7 @@ class FileTokenizer(Tokenizer):
 
 
 class DirectoryTokenizer(FileTokenizer):
-    """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run."""
+    """Hugging Face tokenizer of a directory, none of whose code is run: see [Note: untrusted files]."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -262,11 +255,11 @@ def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Enc
 
 
 def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
-    """Render a chat as one text with all of the assistant's turns.
+    """Render a chat as one text with all of the assistant's turns, or as one text per turn.
 
-    Some templates render a turn differently once others follow it (they drop earlier reasoning, or move
-    the system message to the last question). Then every turn becomes a text of its own that ends with it,
-    which is the context that the model will see when it answers.
+    Some templates render a turn differently once others follow it (they drop earlier reasoning, or move the
+    system message to the last question). Then every turn becomes a text of its own that ends with it, the
+    context that the model will see when it answers.
     """
     turns = []
     for number, message in enumerate(messages):
@@ -291,10 +284,7 @@ def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
 
 
 def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return a mask of the tokens that have a character inside ``spans``.
-
-    ``offsets``, ``(tokens, 2)``, are the character range ``(begin, end)`` of each token.
-    """
+    """Return which tokens have a character in ``spans``; ``offsets``, ``(tokens, 2)``, are their ranges."""
     mask = np.zeros(len(offsets), dtype=np.bool_)
     starts, stops = offsets[:, 0], offsets[:, 1]
     for begin, end in spans:
@@ -303,7 +293,7 @@ def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) 
 
 
 def _check_words(text: str) -> None:
-    """Refuse a word, text without white space, of which tokenizing would take gigabytes."""
+    """Refuse text with a word so long that tokenizing it would take gigabytes."""
     longest = max(map(len, text.split()), default=0) if len(text) > _MOST_WORD_CHARS else 0
     if longest > _MOST_WORD_CHARS:
         raise MalformedError(f"a word has {longest} characters; wanted a space in {_MOST_WORD_CHARS}")
@@ -330,7 +320,7 @@ def _read_checked(path: Path) -> bytes:
 
 @contextmanager
 def _limited(template_of: Path, most_s: float) -> Iterator[None]:
-    """Let the body, which renders a template, take a limited time of the processor and limited memory.
+    """Limit the processor time and memory of the block, which renders a template.
 
     The limit of time needs the main thread, where Python handles signals.
     """

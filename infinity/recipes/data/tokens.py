@@ -1,8 +1,8 @@
-"""Tokenized training data: documents encoded once, cached on disk and mapped into memory.
+"""Tokenized training data: documents encoded once, cached on disk and memory-mapped.
 
-The name of a cache entry is a digest of the files (path, size, modification time), the tokenizer and the
-user, so a changed file gets a new entry. Only that user can read it: tokens are as private as the text. Ranks
-that start together meet at a lock: one writes, the others wait.
+A cache entry is named by a digest of the files (path, size, modification time), the tokenizer and the user,
+so a changed file gets a new entry. Only that user can read it: tokens are as private as the text. Of ranks
+that start together one takes a lock and writes, while the others wait.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ _TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "abou
 class Tokens:
     """Tokens of all documents end to end, read-only and memory-mapped.
 
-    ``documents``, ``(documents, 3)``, have first token, end (exclusive), and number of tokens that count in
-    the loss.
+    ``documents``, ``(documents, 3)``, has each one's first token, end (exclusive), and number of tokens that
+    count in the loss.
     """
 
     values: NDArray[Any]  # (tokens,)
@@ -91,7 +91,6 @@ def open_tokens(
 
 
 def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """Map the cache entry ``path``, whose tokens are ``dtype``."""
 
     def mapped(name: str, dtype: np.dtype[Any], *shape: int) -> NDArray[Any]:
         nbytes, wanted = (path / name).stat().st_size, math.prod(shape) * dtype.itemsize
@@ -145,7 +144,6 @@ def _write(
     skip_malformed: bool,
     log: Callable[[str], object],
 ) -> None:
-    """Write a cache entry, file by file and chunk by chunk."""
     digest, logged_s = hashlib.sha256(), time.monotonic()
     about: dict[str, Any] = {"tokens": 0, "documents": 0, "largest": -1, "counted": False}
     about |= {"malformed": 0, "first_malformed": ""}
@@ -190,8 +188,8 @@ def _write(
 def encode_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Encoded | DataError]:
     """Encode the documents of ``path``: one per line of a ``.jsonl`` file, else the whole text.
 
-    The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat
-    is what its template renders. A malformed line gives its error.
+    The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat is
+    what its template renders. A malformed line yields its error.
     """
     before, after = ([] if each is None else [each] for each in (tokenizer.opening, tokenizer.separator))
     if path.suffix != ".jsonl":
@@ -228,7 +226,7 @@ def _enclosed(
     *,
     last: bool = True,
 ) -> Encoded:
-    """Put tokens around those of a document; with a ``mask`` those before do not count in the loss."""
+    """Put tokens around a document's; with a ``mask`` those before do not count in the loss."""
     values = np.concatenate([np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)])
     if mask is None:
         return Encoded(values, np.ones(len(values), np.bool_), last)

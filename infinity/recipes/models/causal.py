@@ -1,7 +1,7 @@
 """Next-token loss of the built-in GPT or any causal model of transformers.
 
-The loss is a sum over targets, not a mean: micro-batches and ranks have different numbers of targets, and a
-mean of means would weigh tokens differently. The training loop divides once, by the number in the step.
+The loss is a sum over targets, not a mean: micro-batches and ranks have different numbers of targets, so a
+mean of means would weigh tokens differently. The training loop divides by the number in the step.
 """
 
 import inspect
@@ -56,8 +56,8 @@ _PACKING_ATTENTION = ("sdpa", "eager", "flex_attention")
 class CausalLoss:
     """Summed cross-entropy of a model's next-token predictions.
 
-    The model is a GPT, or a causal model of transformers, with or without adapters. If ``packed``, sequences
-    hold several documents, which must not attend to each other; a RecipeError says if it cannot do that.
+    The model is a GPT, or a causal model of transformers, with or without adapters. ``packed`` sequences hold
+    several documents, which must not attend to each other; RecipeError: the model cannot separate them.
     """
 
     def __init__(self, model: nn.Module, *, packed: bool = False) -> None:

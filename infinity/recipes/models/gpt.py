@@ -1,7 +1,7 @@
 """A small decoder-only transformer: pre-norm, rotary attention, SwiGLU.
 
-Every module initializes its own weights in its ``__init__``, so that weights can be sharded as soon as
-they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
+Modules initialize their weights in ``__init__``, so that these can be sharded as soon as they exist. Shapes:
+``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
 """
 
 import math
@@ -58,14 +58,14 @@ class GPTConfig(Config):
 
 
 class Output(NamedTuple):
-    """``logits``, ``(b, s, vocab_size)``, and the mean cross-entropy in fp32 if targets were given."""
+    """Logits, ``(b, s, vocab_size)``, and the mean cross-entropy in fp32 if targets were given."""
 
     logits: Tensor
     loss: Tensor | None
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias; weights are initialized from a normal distribution."""
+    """Linear layer without bias, initialized from a normal distribution."""
 
     def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
         self._std = std
@@ -99,10 +99,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotate ``x``, ``(b, h, s, d)``, in fp32; the result has the dtype of ``x``.
-
-        ``positions``, ``(b, s)``, default to 0, 1, ...
-        """
+        """Rotate ``x``, ``(b, h, s, d)``, in fp32, by ``positions``, ``(b, s)``; default: counted from 0."""
         if positions is None:
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         else:
@@ -172,12 +169,12 @@ class GPT(nn.Module):
         return self.head
 
     def initialize_weights(self) -> None:
-        """Do nothing: every module has initialized its weights, or a checkpoint has all of them."""
+        """Do nothing: modules initialize their own weights, or a checkpoint has all of them."""
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Output:
-        """Predict each next token; all arguments are ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
+        """Predict each next token; arguments are ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
 
         Args:
             targets: The next tokens; -100 is ignored.
