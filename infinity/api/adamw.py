@@ -1,4 +1,4 @@
-"""``AdamW``: a ``torch.optim.Optimizer`` whose updates run beside training."""
+"""Provides ``AdamW``, a ``torch.optim.Optimizer`` whose updates run beside training."""
 
 import math
 import numbers
@@ -20,15 +20,15 @@ from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.norm import LossScaler
 
-#: Of buffers up to this size a first copy is kept (bytes).
+#: The largest buffers of which a first copy is kept (bytes).
 _SMALL_NBYTES = 2**20
 
 
 class StepState:
-    """What belongs to a step beside weights and moments: generators, written buffers, what is followed.
+    """Holds the state of a step beside weights and moments: generators, written buffers, followed objects.
 
-    Learning-rate schedulers are stepped after the optimizer, so their state is taken late: when the next
-    forward pass begins.
+    Learning-rate schedulers step after the optimizer, so their state is taken when the next forward pass
+    begins.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:
@@ -58,7 +58,7 @@ class StepState:
         return any(map(_is_scheduler, self._followed.values()))
 
     def now(self) -> dict[str, Any]:
-        """Return what belongs to the step, without the schedulers."""
+        """Return the state of the step, without the schedulers."""
         written = {}
         for name, each in self._model.named_buffers():
             address, version, copy = self._unwritten.get(name, (0, 0, None))
@@ -96,7 +96,7 @@ class StepState:
 
 
 def _is_scheduler(each: Stateful) -> bool:
-    """Return whether it is a scheduler of learning rates, or Accelerate's wrapper of one."""
+    """Return whether an object is a scheduler of learning rates, or Accelerate's wrapper of one."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler)
 
@@ -232,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
         self._state.add(more)
 
     def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
-        """The small state, and what gives its rest when schedulers have set the next learning rates."""
+        """Return the small state, and a function that returns its rest once schedulers have stepped."""
         state = {**self._state.now(), "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()

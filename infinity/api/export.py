@@ -1,4 +1,4 @@
-"""``infinity.export``, and the model that a run of ``infinity train`` kept."""
+"""Provides ``infinity.export``, and the export of a model that a run of ``infinity train`` kept."""
 
 import contextlib
 import itertools
@@ -27,9 +27,9 @@ from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.storage import chunk_places
 
-#: Chunks of weights that are read at one time.
+#: Chunks of weights that are read at a time.
 _READ_AHEAD = 8
-#: Where a run keeps its trained model, or only its adapters.
+#: Folders in which a run keeps its trained model, or only its adapters.
 MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
 
 
@@ -45,25 +45,25 @@ def export(
 
     Streamed: beside a few staging buffers, memory holds at most one unit, and that only for weights that
     transformers converts on saving. Weights are in the compute dtype, bitwise those of
-    ``model.state_dict()``. The directory appears when it is whole; an export that fails or is killed
-    leaves nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
+    ``model.state_dict()``. The directory appears when it is whole; an export that fails or is killed leaves
+    nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
 
     Args:
         model: If it is none of transformers, its config is written when it is a dataclass, and keys are those
             of ``state_dict``.
         out: Must not exist, or be empty; rank 0's value is used.
-        max_shard_nbytes: Values in one file, at most (bytes); a larger tensor has a file to itself.
-        tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object
-            with ``save_pretrained``; rank 0's value is used.
-        stored_as: The quantized checkpoint that the model was loaded from: weights are quantized again, into
-            the same files, keys, dtypes and ``quantization_config``, and those that training left as they
-            were keep their bytes. Until ``out`` is complete this needs room for the compute dtype, too.
+        max_shard_nbytes: The most bytes of values in one file; a larger tensor has a file to itself.
+        tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object with
+            ``save_pretrained``; rank 0's value is used.
+        stored_as: The quantized checkpoint that the model was loaded from. Weights are quantized again, into
+            the same files, keys, dtypes and ``quantization_config``; unchanged ones keep their bytes. This
+            needs room for the compute dtype, too, until ``out`` is complete.
 
     Returns:
-        With ``stored_as``, what quantization changed; ``str`` of it is a line.
+        With ``stored_as``, what quantization changed; its ``str`` is one line.
 
     Raises:
-        CheckpointError: ``out`` is not free, there is no tokenizer, the model cannot be saved, or does not
+        CheckpointError: ``out`` is not free, there is no tokenizer, or the model cannot be saved or does not
             fit the stored form.
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
@@ -89,18 +89,13 @@ def export(
 
 
 def check_room_for(model: nn.Module, folder: Path) -> None:
-    """Raise a DiskError now if :func:`export` would find the file system of ``folder`` too small."""
+    """Raise a DiskError if :func:`export` would find the file system of ``folder`` too small."""
     nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
     check_room(folder, nbytes, f"finding room for the trained model in {folder}")
 
 
 def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:
-    """Publish the model, or the adapters, that a run of ``infinity train`` kept; see :func:`export`.
-
-    Raises:
-        CheckpointError: The run has none, ``out`` is not free, or the model does not fit the stored form.
-        DiskError: A drive failed or is full.
-    """
+    """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`."""
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
     source = run / MODEL_FOLDER
     if (run / ADAPTERS_FOLDER).is_dir():
@@ -128,7 +123,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
 def _read_weights(
     runtime: Runtime, wanted: Callable[[Unit, int, int], bool]
 ) -> Iterator[tuple[Unit, int, Tensor]]:
-    """Yield this rank's newest weights, from the drive chunk by chunk, as export's ``ReadWeights`` says."""
+    """Yield this rank's newest weights, from the drive chunk by chunk, as export's ``ReadWeights``."""
     tiers = runtime.tiers
     runtime.synchronize()  # when all ranks can agree on its error
 

@@ -1,10 +1,10 @@
-"""LoRA through ``peft``: the base stays frozen where it lives, small adapters are trained.
+"""Adds LoRA adapters through ``peft``: the base stays frozen where it lives, small adapters are trained.
 
 [Note: a frozen base]
 A frozen unit has no gradient, no optimizer state and no second version: it is read once for the forward pass
-and once for the backward pass, and never written. Adapters are in units of their own, because a unit that
-mixed both would carry the state of both. They are added to a finished model, so peft asks the base for shapes
-and dtypes only, and no weight of it is fetched.
+and once for the backward pass, and never written. Adapters are in units of their own, as a unit of both would
+carry the state of both. They are added to a finished model, where peft asks the base only for shapes and
+dtypes, so no weight of it is fetched.
 
 Source: LoRA (arXiv:2106.09685).
 """
@@ -30,7 +30,7 @@ from infinity.partition.unit import UnitIndex
 
 __all__ = ["add_lora", "save_lora"]
 
-#: Adapters of two blocks share a unit while it is smaller than this part of a full one.
+#: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
 
 
@@ -40,9 +40,9 @@ def add_lora(
 ) -> Any:  # fmt: skip
     """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
 
-    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied)
-    and before ``infinity.AdamW``. What it returns is what ``peft.get_peft_model`` returns, and is trained in
-    place of ``model``.
+    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
+    before ``infinity.AdamW``. Returns what ``peft.get_peft_model`` returns, to be trained in place of
+    ``model``.
 
     Args:
         model: Built under ``infinity.Init``.
@@ -96,7 +96,7 @@ def make_adapters(
 
 
 def _refuse_packed(adapted: nn.Module, kind: str) -> None:
-    """Raise where peft would write sums into a frozen parameter: experts in one parameter, a router."""
+    """Raise where peft would write into a frozen parameter: packed experts, or a router."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -119,7 +119,7 @@ def _refuse_packed(adapted: nn.Module, kind: str) -> None:
 
 @contextlib.contextmanager
 def _shapes_only(model: nn.Module) -> Iterator[None]:
-    """Inside, asking a module for a released parameter gathers nothing: it has a shape, and no values."""
+    """Serve released parameters inside with their shapes only, so that asking for one gathers nothing."""
     served = [m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters)]
     touches = [parameters.touch for parameters in served]
     for parameters in served:
@@ -157,9 +157,9 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
 def save_lora(model: Any, directory: str | Path) -> None:
     """Save the adapters alone as ``peft.PeftModel.from_pretrained`` loads them; every rank must call.
 
-    ``adapter_config.json`` names the base. ``README.md`` says how to load both; where the base is a
-    directory, it keeps the SHA-256 of each of its weight files, as ``sha256sum`` prints them. One unit of
-    adapters is gathered at a time.
+    ``adapter_config.json`` names the base. ``README.md`` says how to load both, and has the SHA-256 of each
+    weight file of a base that is a directory, as ``sha256sum`` prints it. One unit of adapters is gathered at
+    a time.
 
     Args:
         model: The model that :func:`add_lora` returned.

@@ -1,4 +1,4 @@
-"""``offload_activations``: move the activations of a plain PyTorch model out of memory until backward."""
+"""Provides ``offload_activations``, which moves activations of a plain PyTorch model out of memory."""
 
 import contextlib
 import tempfile

@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: directories of ``torch.distributed.checkpoint``."""
+"""Saves and loads directories of ``torch.distributed.checkpoint``, when called or regularly during a run."""
 
 import contextlib
 import re
@@ -30,17 +30,17 @@ def save_checkpoint(
     """Write weights, moments and hyperparameters to a new directory of ``torch.distributed.checkpoint``.
 
     ``torch.distributed.checkpoint.load`` reads it on any number of ranks, into FSDP2, torchtitan or a plain
-    model: exact fp32 weights under the model's own names, and beside them the state of ``torch.optim.AdamW``
-    as ``{"optimizer": get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``.
+    model: exact fp32 weights under the model's own names, and the state of ``torch.optim.AdamW`` as
+    ``{"optimizer": get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``.
 
     Streamed: beside a few buffers, memory holds a part of one unit. The directory appears when it is whole; a
     save that fails or is killed leaves nothing under its name, and training can go on. Every rank must call,
     between two steps, and ``path`` lies on a file system that all see.
 
-    With ``background`` it returns when all is planned. A thread of each rank then writes what the states are
-    now, while training goes on, and the directory appears in ``wait()`` of what is returned. Every rank must
-    call that between two later steps, before the next save and before the model is closed. It raises the
-    errors below; ``done`` says whether this rank has written its part.
+    With ``background`` it returns when all is planned. A thread of each rank then writes the present states
+    while training goes on, and the directory appears in ``wait()`` of the returned object, which raises the
+    errors below. Every rank must call that between two later steps, before the next save and before the model
+    is closed; ``done`` says whether this rank has written its part.
 
     Args:
         optimizer: None: only weights are saved.
@@ -63,7 +63,7 @@ def begin_save(
     model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool,
     then: Callable[[], object] = lambda: None,
 ) -> PortableSave:  # fmt: skip
-    """Begin what :func:`save_checkpoint` does; ``then`` is called on rank 0 when it is published."""
+    """Begin :func:`save_checkpoint`; ``then`` is called on rank 0 when it is published."""
     runtime = _between_steps(model, settled=not background)
     tiers, ranks = runtime.tiers, runtime.ranks
     if not all(save.ended for save in runtime.saves):
@@ -94,8 +94,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
     Written by :func:`save_checkpoint`, or by ``torch.distributed.checkpoint.save`` from FSDP2, torchtitan or
     a plain model with the same names of parameters, on any number of ranks. Streamed: each rank reads its own
-    ranges of elements, chunk by chunk. No code of the directory's runs. Every rank must call, before
-    training.
+    ranges of elements, chunk by chunk. No code of the directory runs. Every rank must call, before training.
 
     Args:
         optimizer: Moments and step counts that the checkpoint lacks become zero. None: only weights are
@@ -132,10 +131,9 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
 
 def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
-    """Return the model's runtime, whose states are in their places; ``settled``: also those of the last step.
+    """Return the model's runtime, or raise a StateError inside a step or before a resume.
 
-    Raises:
-        StateError: There are gradients of a step that is not over, or an interrupted run was not resumed.
+    ``settled``: wait until the states of the last step are in their places, too.
     """
     runtime = runtime_of(model)
     runtime.check_resumed()
@@ -146,26 +144,26 @@ def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
     return runtime
 
 
-#: Where they are in the run's folder.
+#: The folder of checkpoints in the run's folder.
 CHECKPOINTS_FOLDER = "checkpoints"
-#: What saving may take of a run's time with ``every: auto``.
+#: The part of a run's time that saving may take with ``every: auto``.
 AUTO_SHARE = 0.035
-#: How fast the first save of ``every: auto`` is expected to be.
+#: The speed that is expected of the first save of ``every: auto``.
 _ASSUMED_BYTES_PER_S = 500e6
-#: Exact weights and two moments, fp32.
+#: Bytes of an exact weight and two moments, fp32.
 _NBYTES_PER_PARAMETER = 12
-#: Part of its time that a save beside training costs at least.
+#: The least cost of a save beside training, as a part of its time.
 _LEAST_COST = 0.1
-#: Steps without a save beside them from which their usual time is taken.
+#: How many of the last steps without a save give the usual time of a step.
 _SEEN_STEPS = 32
-#: What a save raises that training can go on after.
+#: Errors of a save after which training can go on.
 _NO_HARM = DiskError, PeerError, CheckpointError, BudgetError
 _EVERY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(steps?|s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Interval(NamedTuple):
-    """The distance between two checkpoints: steps, or seconds, or (neither) whatever costs little."""
+    """Holds the distance between two checkpoints: steps, or seconds, or (neither) whatever costs little."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -173,7 +171,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config):
-    """Portable checkpoints: the one that a run starts from, and those that it saves beside training."""
+    """Settings of portable checkpoints: which one a run starts from, and when it saves."""
 
     load: str | None = setting(
         None,
@@ -193,11 +191,7 @@ class CheckpointConfig(Config):
         self.interval()
 
     def interval(self) -> Interval | None:
-        """Return what ``every`` says; None: there are no checkpoints.
-
-        Raises:
-            SettingError: It says nothing that can be meant.
-        """
+        """Return the interval that ``every`` names, or None; raises a SettingError if it is invalid."""
         if self.every is None or self.every == "auto":
             return None if self.every is None else Interval()
         found = _EVERY.fullmatch(self.every.strip())
@@ -210,9 +204,9 @@ class CheckpointConfig(Config):
 
 
 class Checkpoints:
-    """Saves a model beside training when that is due; one checkpoint at a time.
+    """Saves a model beside training when that is due, one checkpoint at a time.
 
-    A save that fails leaves those before it as they are, and training goes on.
+    A save that fails leaves earlier ones as they are, and training goes on.
 
     Args:
         folder: The run's, which begins after ``step``.
@@ -239,10 +233,9 @@ class Checkpoints:
         self._failed = 0
 
     def after(self, step: int, step_s: float) -> bool:
-        """Begin a checkpoint if one is due, and end one that is written. Every rank must call.
+        """Begin a checkpoint if one is due, and end one that is written; return whether that took time.
 
-        Returns:
-            Whether that took time.
+        Every rank must call.
         """
         saving, ends = self._saving, step == self._steps
         self._pace.step(step_s, saving=saving is not None)
@@ -259,7 +252,7 @@ class Checkpoints:
         return acted
 
     def _go_on(self, saving: PortableSave, *, wait: bool) -> bool:
-        """End or publish a checkpoint if all ranks are so far, or are to ``wait``; say if that took time."""
+        """Advance a checkpoint if all ranks are ready, or told to ``wait``; return whether that took time."""
         if wait and self._interval == Interval():
             saving.close()  # waiting would take more than its share
             return True
@@ -278,7 +271,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, training waits for a checkpoint; an error after which it can go on ends the checkpoint."""
+        """Count the time inside as waiting; a harmless error ends the checkpoint, not the training."""
         began_s = time.monotonic()
         try:
             yield
@@ -308,26 +301,22 @@ class Checkpoints:
 
 
 class Pace:
-    """The cost of saving until now. All times are of one clock that never jumps (s).
+    """Measures what saving has cost so far. All times are of one clock that never jumps (s).
 
-    A save costs what the steps beside it take longer than others do, and what training waits for it. It
-    counts for at least a tenth of the time that it takes: drives wear out, and times vary.
-
-    Attributes:
-        last_s: The time at which the last save began, or the run.
+    A save costs what the steps beside it take longer than others do, and what training waits for it, but at
+    least a tenth of the time that it takes: drives wear out, and times vary.
 
     Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
     """
 
     def __init__(self, expected_s: float, now_s: float) -> None:
-        self._begun_s = self.last_s = now_s
+        self._begun_s = self.last_s = now_s  # when the run, and the last save, began
         self._expected_s, self._spent_s = expected_s, 0.0
         self._without_s = deque[float](maxlen=_SEEN_STEPS)  # the last steps that no save was beside
         self._beside_s: list[float] = []
         self._waited_s = 0.0
 
     def step(self, step_s: float, *, saving: bool) -> None:
-        """Take note of a step, and whether there was a save beside it."""
         (self._beside_s if saving else self._without_s).append(step_s)
 
     def begin(self, now_s: float) -> None:
@@ -338,7 +327,7 @@ class Pace:
         self._waited_s += seconds
 
     def end(self, now_s: float) -> float:
-        """A save has ended; the next one is expected to cost as much. Returns how long it took."""
+        """Record the end of a save, whose cost is expected of the next one; return how long it took."""
         took_s = now_s - self.last_s
         usual_s = median(self._without_s) if self._without_s else 0.0
         slower_s = sum(self._beside_s) - usual_s * len(self._beside_s)

@@ -1,4 +1,4 @@
-"""``from_pretrained``: a Hugging Face checkpoint directory as a model under ``Init``, streamed."""
+"""Provides ``from_pretrained``, which streams a Hugging Face checkpoint into a model under ``Init``."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from infinity.nvme.volume import open_sealed
 from infinity.shards.base import BaseHome, FrozenBase
 
 _LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
-#: Arguments of transformers' from_pretrained, and what to write in place of each.
+#: Advice for each argument of transformers' from_pretrained that infinity does not have.
 _ELSEWHERE = {
     name: advice
     for names, advice in {
@@ -59,22 +59,22 @@ def from_pretrained(
     """Load the model of a Hugging Face directory, its weights streamed from the files into this rank's tiers.
 
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
-    machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
-    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files; weights in FP8,
-    MXFP4 or INT4 are decoded as they are read. Parameters that the model freezes when it is built stay
-    frozen. No code of the directory's runs.
+    machine; beside its budgets it needs host memory for one chunk. The weights become exact fp32 masters of
+    the recipe's compute dtype, whatever the dtype of the files; weights in FP8, MXFP4 or INT4 are decoded as
+    they are read. Parameters that the model freezes when it is built stay frozen. No code of the directory
+    runs.
 
     With ``frozen``, the checkpoint is the base for adapters (``add_lora``). Weights that do not fit host
-    memory are then read from its own files whenever they are used, in their stored form: nothing is copied,
-    and any number of runs share the files. This needs a directory in ``memory.nvme``. Weights that cannot be
-    read in place are copied into the run's own files; a line says how much, and why.
+    memory are then read from its own files at each use, in their stored form: nothing is copied, and any
+    number of runs share the files. This needs a directory in ``memory.nvme``. Weights that cannot be read in
+    place are copied into the run's own files; a line says how much, and why.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
         auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
             ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
-        new: Patterns (``classifier.*``) of parameters that the model initializes itself where the
-            checkpoint lacks them or has them in another shape.
+        new: Patterns (``classifier.*``) of parameters that the model initializes itself where the checkpoint
+            lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
         frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.
         on_progress: Called with the bytes that this rank has read, and all that it will.
@@ -84,8 +84,8 @@ def from_pretrained(
         The model in evaluation mode, as transformers gives it: call ``train()`` before training.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing,
-            unknown and wrongly shaped key); or an argument belongs elsewhere, such as in the recipe.
+        CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing, unknown
+            and wrongly shaped key); or an argument belongs elsewhere, such as in the recipe.
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
@@ -132,7 +132,7 @@ def _load(
 
 
 def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> FrozenBase | None:
-    """Let units that find no room in host memory be read from the checkpoint's files; None: it has none."""
+    """Let units that find no room in host memory read the checkpoint's files; None: it has none to read."""
     storage, tiers = runtime.storage, runtime.tiers
     if storage.volume is None or not checkpoint.files:
         return None
@@ -152,7 +152,7 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
 
 
 def _describe_base(base: FrozenBase, path: Path, runtime: Runtime) -> list[str]:
-    """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
+    """Return lines for people about what is read in place; close a base that has no unit."""
     homes, lines = [u.home for u in runtime.units if isinstance(u.home, BaseHome)], []
     if homes:
         nbytes = sum(home.fetched_nbytes(None) for home in homes)

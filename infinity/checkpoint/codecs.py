@@ -1,20 +1,21 @@
-"""Stored forms of weights, decoded to what a model computes with, and encoded: elementwise torch.
+"""Decodes and encodes quantized weights by elementwise torch functions.
 
 [Note: the same bits]
-Each function does the arithmetic of the library that reads the format for inference, in the same dtypes and
+Each decoder does the arithmetic of the library that reads the format for inference, in the same dtypes and
 order, so its values are that library's to the bit: FP8 times the scale of its block in fp32, MXFP4 (e2m1)
 times a power of two for 32 values, and INT4 or INT8 times the scale of its group in the scales' dtype.
 
 [Note: which scale]
-Each decoder but GPTQ's has an encoder, which is given the numbers and scales before training. A block, or
-group, of values keeps its scale (and zero point), unless the one that the format's own rule gives has a
-smaller error (the sum of squares). A value that is still the decoded one keeps its number, any other becomes
-the nearest. So blocks that did not change come back bit by bit, also where two numbers decode to one value
-(INT8 with scales in bf16). A scale with which nothing can be encoded (0, NaN) is not kept.
+Each decoder but GPTQ's has an encoder, which is given the codes and scales from before training. A block or
+group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum of squared
+errors. A value that equals the decoded one keeps its code, any other gets the nearest. So unchanged blocks
+come back bit by bit, also where two codes decode to one value (INT8 with bf16 scales). A scale that cannot
+encode anything (0, NaN) is not kept.
 
-The formats' rules: FP8 brings the largest value to 448 (up to the next power of two, where scales are such);
-MXFP4 takes the exponent of the largest, less 2 (OCP Microscaling 1.0, 6.3), and saturates; whole numbers
-divide the range of values with 0, symmetric where no zero points are stored, into ``2**bits - 1`` steps.
+The formats' rules: FP8 maps the largest value to 448 (the scale is rounded up to a power of two, where scales
+are such); MXFP4 takes the exponent of the largest value, less 2 (OCP Microscaling 1.0, 6.3), and saturates;
+integers divide the range of values and 0, symmetric where no zero points are stored, into ``2**bits - 1``
+steps.
 
 Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize``,
 ``Fp8Quantize`` and ``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor`` and
@@ -27,24 +28,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: Values of the sixteen e2m1 numbers; the upper eight are negative.
+#: Values of the sixteen e2m1 codes; the upper eight are negative.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: The largest numbers.
+#: The largest finite values of each format.
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
-#: Numbers of the largest scale may ask for one so many times as large: -8 of -8 to 7 makes a range of 16.
+#: A stored block may ask for a scale this many times the largest one: -8 of -8 to 7 makes a range of 16.
 _ROUNDED_UP = 1.1
-#: Elements that are encoded at one time, where a whole matrix is given.
+#: Elements that are encoded at a time where a whole matrix is given.
 _PIECE_NUMEL = 2**18
 
 
 def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
-    """Decode rows of an FP8 matrix with a scale for each block; fp32.
+    """Decode rows of an FP8 matrix with one scale per block, to fp32.
 
     Args:
         values: Rows from ``first_row`` on, ``(n, columns)``, float8.
-        scales: Scales of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents
-            (e8m0).
-        block: Rows and columns of a block; the last ones may be smaller, as in DeepSeek's own kernel.
+        scales: Of the whole matrix, ``(row blocks, column blocks)``; one-byte scales are exponents (e8m0).
+        block: Rows and columns of a block; the last blocks may be smaller, as in DeepSeek's own kernel.
     """
     (count, width), scales = values.shape, as_float(scales)
     out = _e4m3_as_float(values)
@@ -73,11 +73,11 @@ def as_float(scales: Tensor) -> Tensor:
 def encode_fp8(
     values: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Encode rows of a matrix as :func:`decode_fp8` decodes them: numbers and scales.
+    """Encode rows of an fp32 matrix so that :func:`decode_fp8` decodes them; return codes and scales.
 
     Args:
-        values: Rows from the first one of a block on, to the last one of a block or of the matrix, fp32.
-        codes: The numbers before, as ``scales`` are those of their blocks; see [Note: which scale].
+        values: Whole blocks of rows; the last block may end with the matrix.
+        codes: The codes before training, as ``scales`` are theirs; see [Note: which scale].
         power_of_two: All scales are powers of two, also those of more than one byte.
     """
     (rows, columns), (down, across) = values.shape, scales.shape
@@ -108,10 +108,10 @@ def encode_fp8(
 
 
 def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """The numbers with so many bits, and one for the sign, nearest to fp32 values, as uint8; ties to even.
+    """Round fp32 values to a float of these bits and a sign bit, ties to even; return uint8 codes.
 
-    By whole numbers, which takes a quarter of the time of torch's conversion. No value may be beyond the
-    largest number.
+    Integer arithmetic takes a quarter of the time of torch's conversion. No value may be beyond the largest
+    number.
     """
     bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
     bits = values.abs().view(torch.int32)
@@ -128,7 +128,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in their dtype, neither zero nor infinite; a ValueError if one, and its values, is beyond it."""
+    """Return scales in ``dtype``, neither zero nor infinite; raise a ValueError for one far beyond it."""
     limits = torch.finfo(dtype)
     largest = scales.max().item() if scales.numel() else 0.0
     if largest > _ROUNDED_UP * limits.max:
@@ -147,20 +147,19 @@ def _nearest(
     had: Sequence[Tensor],
     own: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Encode in two ways, and take for each group what is nearer; see [Note: which scale].
+    """Encode with old and new scales, and return for each group the nearer codes, then its scales.
+
+    See [Note: which scale].
 
     Args:
-        values: ``(..., groups, n)``; ``before`` are their numbers until now, uint8.
-        encode: Returns the numbers of values, given a scale and the like of each group, ``(..., groups)``;
-            ``decode`` the values of numbers.
-        had: The scales and the like until now; ``own`` are those of the format's rule.
-
-    Returns:
-        The numbers, and for each of ``had`` what was taken.
+        values: ``(..., groups, n)``; ``before`` are their codes until now, uint8.
+        encode: Returns the codes of values, given each group's scale (and zero point), ``(..., groups)``;
+            ``decode`` is its inverse.
+        had: The scales (and zero points) until now; ``own`` are those of the format's rule.
     """
     kept = torch.where(decode(before, *had) == values, before, encode(values, *had))
     codes = encode(values, *own)
-    # In fp64: squares of small weights are 0 in fp32. What NaN stands for is not kept.
+    # In fp64: squares of small weights are 0 in fp32. Scales whose error is NaN are not kept.
     errors = [(decode(*each) - values).double().square().sum(-1) for each in ((kept, *had), (codes, *own))]
     keep = errors[0] <= errors[1]
 
@@ -173,14 +172,12 @@ def _nearest(
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode matrices of gpt-oss's experts, and transpose them as its model has them.
+    """Decode matrices of gpt-oss's experts, transposed as its model has them: ``(experts, in, out)``.
 
     Args:
-        blocks: Two values a byte, the first in the low half: ``(experts, out, groups, 16)``, uint8.
+        blocks: Two values a byte, the first in the low half: ``(experts, out, groups, 16)``, uint8; ``in`` is
+            ``32 * groups``.
         scales: Exponents, plus 127: ``(experts, out, groups)``, uint8.
-
-    Returns:
-        ``(experts, in, out)``, where ``in`` is ``32 * groups``.
     """
     values = _pairs(blocks, torch.tensor(_E2M1, dtype=dtype, device=blocks.device))
     values = torch.ldexp(values, scales.int().sub_(127).unsqueeze(-1)).to(dtype)
@@ -188,14 +185,11 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
 
 
 def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode fp32 matrices as :func:`decode_mxfp4` decodes them; see [Note: which scale].
+    """Encode fp32 matrices so that :func:`decode_mxfp4` decodes them; return blocks and scales.
 
     Args:
         values: ``(experts, in, out)``.
-        blocks: The numbers before, as ``scales`` are those of their groups.
-
-    Returns:
-        Blocks and scales.
+        blocks: The codes before training, as ``scales`` are theirs; see [Note: which scale].
     """
     rows = values.transpose(1, 2).reshape(-1, scales.shape[2], 32)
     at_once = max(1, _PIECE_NUMEL // max(1, rows[:1].numel()))
@@ -206,7 +200,7 @@ def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor
 
 
 def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    """Blocks and scales of values, ``(n, groups, 32)``."""
+    """Return blocks and scales of values, ``(n, groups, 32)``."""
     values, before = values.contiguous(), torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = torch.frexp(values.abs().amax(-1)).exponent - 3  # of 1 it is 1, and of the largest number 2
     numbers = torch.tensor(_E2M1, device=values.device)
@@ -225,12 +219,12 @@ def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor
 
 
 def _join_nibbles(codes: Tensor) -> Tensor:
-    """Two values of four bits in each byte, the first in the low half: the last dimension is half as long."""
+    """Pack two four-bit values into each byte, the first in the low half; halves the last dimension."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
-    """The values of both halves of each byte, the lower first: the last dimension is twice as long."""
+    """Look up the values of both halves of each byte, the lower first; doubles the last dimension."""
     low, high = of_nibbles.expand(16, 16), of_nibbles.unsqueeze(1).expand(16, 16)
     table = torch.stack((low, high), dim=-1)
     both = table.view(torch.int32 if table.itemsize == 2 else torch.int64).flatten()
@@ -239,12 +233,12 @@ def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
 
 
 def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, columns: int) -> Tensor:
-    """Decode rows of whole numbers in groups, as compressed-tensors packs them, in the scales' dtype.
+    """Decode rows of grouped integers, as compressed-tensors packs them, in the scales' dtype.
 
     Args:
         packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
         scales: Scales of each row's groups, of equal size: ``(n, groups)``.
-        zeros: The number that stands for zero in each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
+        zeros: The zero point of each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
     """
     if bits == 4:
         numbers = torch.arange(-8, 8, device=packed.device).to(scales.dtype)
@@ -260,12 +254,12 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
 def encode_packed(
     values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> tuple[Tensor, ...]:
-    """Encode fp32 rows as :func:`decode_packed` decodes them: words, scales and, where there are some, zeros.
+    """Encode fp32 rows so that :func:`decode_packed` decodes them; return words, scales and any zeros.
 
     Args:
         values: ``(n, columns)``.
-        packed: The numbers before, as are ``scales`` and ``zeros``; see [Note: which scale]. Without zeros
-            ranges are symmetric.
+        packed: The codes before training, as are ``scales`` and ``zeros``; see [Note: which scale]. Without
+            zeros, ranges are symmetric.
     """
     middle, most, dtype = 1 << bits - 1, (1 << bits) - 1, scales.dtype
     before = _unpack(packed, bits, torch.int16).to(torch.uint8)[:, : values.shape[1]]
@@ -299,18 +293,14 @@ def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """The words of which :func:`_unpack` makes these, ``(rows, n)`` uint8; filled up with zeros."""
+    """Pack ``(rows, n)`` uint8 into int32 words, filled up with zeros; the inverse of :func:`_unpack`."""
     numbers = pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
     octets = _join_nibbles(numbers) if bits == 4 else numbers
     return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)  # as in _unpack
 
 
 def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
-    """Unpack zero points of compressed-tensors, down a column, ``(words, groups)`` int32.
-
-    Returns:
-        ``(rows, groups)``, with rows up to the end of the last word; int16.
-    """
+    """Unpack columns of zero points: ``(words, groups)`` int32 to ``(32 / bits * words, groups)`` int16."""
     return _unpack(packed.T, bits, torch.int16).T - (1 << bits - 1)
 
 
@@ -323,7 +313,7 @@ def decode_gptq(
         packed: ``32 / bits`` values a word, the first in the lowest bits: ``(in * bits / 32, out)``, int32.
         zeros: Packed along a row: ``(groups, out * bits / 32)``, int32.
         scales: ``(groups, out)``.
-        groups: The group of each row of inputs, ``(in,)``.
+        groups: The group of each input, ``(in,)``.
         zeros_less_one: Zeros are stored less one, as in ``gptq``; ``gptq_v2`` has them as they are.
     """
     if zeros_less_one:  # all of a word at one time
@@ -336,7 +326,7 @@ def decode_gptq(
 
 
 def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The unsigned values in ``words``, ``(rows, n)`` int32: ``(rows, n * 32 / bits)``."""
+    """Unpack unsigned values of int32 words, ``(rows, n)`` to ``(rows, n * 32 / bits)``."""
     # not contiguous(): that leaves strides of transposed words as they are where a row has one
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:

@@ -1,11 +1,11 @@
-"""Conversions of transformers without values: which stored elements make which tensor, in both directions.
+"""Traces which stored elements make which tensor in conversions of transformers, in both directions.
 
 [Note: conversions as byte ranges]
 transformers renames and reshapes tensors when it loads them (the experts of a layer are stacked into one
 parameter, a fused matrix is cut into query, key and value), and back when it saves them. Its operations run
-once on tensors of the meta device inside a :class:`Trace`, which notes what every tensor is copied from. So
-any range of a tensor can be read, or written, without the rest. What arithmetic makes has no parts, nor what
-takes elements apart (a transposed last dimension): it is converted as a whole, with its values.
+once on meta tensors inside a :class:`Trace`, which notes what every tensor is copied from. So any range of a
+tensor can be read or written without the rest. Tensors that are computed, or copied element by element (a
+transposed last dimension), have no parts: they are converted whole, with their values.
 """
 
 import math
@@ -28,7 +28,7 @@ from infinity.core.errors import CheckpointError
 
 Source = TypeVar("Source")
 
-#: With more parts than this the memory is not worth it: the parameter is converted as a whole.
+#: A parameter with more parts is converted as a whole: a list of them would take too much memory.
 MOST_PARTS = 2**18
 
 
@@ -38,7 +38,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 class Part(NamedTuple, Generic[Source]):
-    """``numel`` elements from ``start`` on are those of ``source`` from ``offset`` on."""
+    """Says that ``numel`` elements from ``start`` on are those of ``source`` from ``offset`` on."""
 
     start: int
     source: Source
@@ -47,7 +47,7 @@ class Part(NamedTuple, Generic[Source]):
 
 
 class Traced:
-    """A tensor of a shape, as parts of stored tensors: in order, without gaps, from element 0 to the last."""
+    """Describes a tensor as parts of stored tensors, in order and without gaps."""
 
     def __init__(self, shape: Sequence[int], parts: list[Part[Stored]]) -> None:
         self.shape, self.parts = torch.Size(shape), parts
@@ -77,7 +77,7 @@ def cut(parts: Sequence[Part[Source]], start: int, numel: int) -> Iterator[Part[
 
 
 class _Made(NamedTuple):
-    """What a storage holds: elements of ``dtype`` made of ``sources``, by copying ``parts`` or otherwise."""
+    """Records what a storage holds: ``parts`` are copied from ``sources``; None: they were computed."""
 
     storage: torch.UntypedStorage  # kept, so that no other one gets its address
     dtype: torch.dtype
@@ -86,10 +86,10 @@ class _Made(NamedTuple):
 
 
 class Trace(TorchDispatchMode):
-    """Notes what tensors that are made inside, on the meta device, are copied from.
+    """Records what tensors made inside, on the meta device, are copied from.
 
     Views share a storage, so where their elements lie in it follows from strides. Operators that copy
-    (``cat``, ``stack``, ``clone``) make a storage of parts of others; any other one computes.
+    (``cat``, ``stack``, ``clone``) make a storage of parts of others; all others compute.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
 
 
 def _copies(func: Any, args: Sequence[Any], out: Tensor) -> list[tuple[Tensor, Tensor]] | None:
-    """Return the tensors that ``func`` copies as they are, each with the view of ``out`` that it fills."""
+    """Return the tensors that ``func`` copies unchanged, each with the view of ``out`` that it fills."""
     aten = torch.ops.aten
     if func is aten.clone.default:
         return [(args[0], out)]
@@ -163,10 +163,9 @@ def _copies(func: Any, args: Sequence[Any], out: Tensor) -> list[tuple[Tensor, T
 
 
 def _runs(*views: Tensor) -> tuple[list[list[int]], int] | None:
-    """Return where runs of elements begin in the storage of each view, and their length.
+    """Return where runs, contiguous in all views, begin in each storage (row-major), and their length.
 
-    The views have one shape, and a run is contiguous in all of them. Runs are in row-major order. None: there
-    are too many, or each is a single element.
+    None: there are too many, or each is a single element.
     """
     shape, dim, numel = views[0].shape, views[0].ndim, 1
     while dim and all(shape[dim - 1] == 1 or view.stride(dim - 1) == numel for view in views):
@@ -185,24 +184,18 @@ def _runs(*views: Tensor) -> tuple[list[list[int]], int] | None:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of the directory.
-
-    Attributes:
-        sources: The model's own names of the tensors that are converted together with those of this one.
-        parts: The places of its values, by the model's own names; None: only the conversion can say.
-    """
+    """Describes one tensor of a saved directory."""
 
     spec: TensorSpec
-    sources: frozenset[str]
-    parts: list[Part[str]] | None
+    sources: frozenset[str]  # names of the model's tensors that are converted together with this one's
+    parts: list[Part[str]] | None  # its values in the model's tensors; None: only conversion makes them
 
 
 def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTensor]:
-    """The tensors that a directory of ``model`` holds, without values.
+    """Return the tensors that a directory of ``model`` holds, without values.
 
-    Args:
-        named: Parameters and persistent buffers under all their names; a CheckpointError if some are shared
-            in a way that the model does not declare.
+    ``named`` are parameters and persistent buffers under all their names. Raises a CheckpointError if some
+    are shared in a way that the model does not declare, or the model has adapters.
     """
     if hasattr(model, "peft_config"):
         raise CheckpointError(
@@ -230,7 +223,7 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
         placed[item.sources] += sum(part.numel for part in item.parts or ())
 
     def is_streamed(names: frozenset[str]) -> bool:
-        """Return whether every element has one place; spans of a unit's buffer must not overlap."""
+        """Return whether every element has one place: spans of a unit's buffer must not overlap."""
         return names not in untraced and placed[names] == sum(named[name].numel() for name in names)
 
     return [item if is_streamed(item.sources) else replace(item, parts=None) for item in saved]
@@ -239,7 +232,7 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
 def converted(
     model: nn.Module, values: Mapping[str, Tensor], wanted: Iterable[TensorSpec]
 ) -> dict[str, Tensor]:
-    """Convert tensors, by the model's own names, that are saved together as ``wanted``."""
+    """Convert tensors, given by the model's names, to those that are saved as ``wanted``."""
     result = _reverted(model, dict(values))
     got = {key: _spec(key, value) for key, value in result.items()}
     if got != {spec.key: spec for spec in wanted}:
@@ -256,7 +249,7 @@ def _spec(key: str, tensor: Tensor) -> TensorSpec:
 
 
 def _without_aliases(model: Any, named: Mapping[str, Tensor]) -> list[str]:
-    """The names under which tensors are saved: of tied weights one."""
+    """Return the names under which tensors are saved: one for each set of tied weights."""
     if not is_transformers(model):
         first: dict[int, str] = {}
         for name, tensor in named.items():

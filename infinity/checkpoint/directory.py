@@ -1,16 +1,16 @@
-"""The tensors of a checkpoint directory: which key is in which file, and ranges of their elements.
+"""Reads checkpoint directories: which key is in which file, and ranges of each tensor's elements.
 
 [Note: untrusted files]
-Nothing in a directory is believed before it was checked. An index may name only files beside it, and a key is
+Nothing in a directory is believed before it was checked. An index may name only files beside it; a key is
 refused that the named file does not hold, or that two files hold. Only regular files are opened; symbolic
-links are followed, as Hugging Face's cache is made of them. safetensors itself checks the headers of its
-files: tensors lie without gap or overlap to the end of the file, and each has the bytes of its shape. It does
-not check that no key stands in a header twice. torch's restricted unpickler reads ``pytorch_model.bin``: it
-makes tensors, which are mapped, and runs no code of the file's.
+links are followed, as Hugging Face's cache is made of them. safetensors checks its headers: tensors lie
+without gap or overlap to the end of the file, each with the bytes of its shape; duplicate keys in a header it
+does not refuse, so that is done here. ``pytorch_model.bin`` is read by torch's restricted unpickler, which
+makes tensors, mapped, and runs no code of the file's.
 
 [Note: byte ranges]
-The library gives whole tensors, and maps them. A load reads ranges of them, once, into memory of its own.
-So the bytes are read here, from the place that follows from the library's order of the tensors.
+The safetensors library maps files and gives whole tensors; a load reads ranges of them, once, into memory of
+its own. So bytes are read here, from the places that follow from the library's order of the tensors.
 """
 
 import contextlib
@@ -43,33 +43,29 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 
-#: The longest JSON that is read, as long as a header of the format may be (bytes).
+#: The longest JSON that is read, which is the format's limit for a header (bytes).
 _MOST_JSON_NBYTES = 100_000_000
 #: How far the kernel is asked to read ahead (bytes).
 _AHEAD_NBYTES = 16 * 2**20
-#: Elements that are converted at one time.
+#: Elements that are converted at a time.
 _PIECE_NUMEL = 2**18
 #: Blocks of a file that :meth:`ReadableFile.sample` reads, and their size (bytes).
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
-#: Gives bytes of a file that are in memory, by its number, offset and number: ``(n,)`` uint8, on any device.
+#: Returns bytes of a file that are in memory, by file number, offset and count: ``(n,)`` uint8, any device.
 View: TypeAlias = Callable[[int, int, int], Tensor]
 
 
 class Stored:
-    """A tensor of a checkpoint."""
+    """Represents a tensor of a checkpoint; a CheckpointError says that a file ends early or a disk fails."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        """Put flat elements from ``start`` on into ``out``, ``(n,)``, contiguous, cast to its dtype; blocks.
+        """Fill ``out``, ``(n,)``, contiguous, with elements from ``start`` on, cast to its dtype; blocks.
 
-        Args:
-            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
-
-        Raises:
-            CheckpointError: The file ends early, or the disk fails.
+        ``view`` returns the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
         """
         raise NotImplementedError
 
@@ -79,16 +75,12 @@ class Stored:
 
     @property
     def scratch_nbytes(self) -> int:
-        """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
+        """The most memory of an accelerator that :meth:`fill` takes beside what it is given (bytes)."""
         return 0
 
 
 class StoredTensors(dict[str, Stored]):
-    """Every tensor of a directory by key; close it when they are read.
-
-    Raises:
-        CheckpointError: The directory holds none, or something is damaged; says which and how.
-    """
+    """Maps keys to a directory's tensors and owns its files; a CheckpointError says what is damaged."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -103,7 +95,7 @@ class StoredTensors(dict[str, Stored]):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give the files back; may be called twice."""
+        """Close the files; may be called twice."""
         self.clear()
         self._opened.close()
 
@@ -115,14 +107,10 @@ class StoredTensors(dict[str, Stored]):
 
 
 class Checkpoint(StoredTensors):
-    """A directory with ``model.safetensors``, ``pytorch_model.bin``, or the index of several such files.
-
-    Attributes:
-        files: The safetensors files, open, by number.
-    """
+    """Opens a directory with ``model.safetensors``, ``pytorch_model.bin``, or an index of such files."""
 
     def _open(self) -> None:
-        self.files: list[TensorFile] = []
+        self.files: list[TensorFile] = []  # open safetensors files, by number
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path} is not a directory; give the one with config.json and {SAFETENSORS}, as "
@@ -172,13 +160,10 @@ def _files_of_index(index: Path, suffix: str) -> dict[str, list[str]]:
 
 
 class ReadableFile:
-    """A regular file, open for reading ranges of it; ``number`` is its place in a checkpoint.
-
-    Everything here raises a CheckpointError if the file ends early, or the disk fails.
-    """
+    """Owns a regular file, open for reading; a CheckpointError says that it ends early or the disk fails."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        self.path, self.number, self.nbytes_read = path, number, 0  # bytes of tensors
+        self.path, self.number, self.nbytes_read = path, number, 0  # place in a checkpoint, bytes of tensors
         with readable(path):
             self.fd = open_regular(path)
 
@@ -201,7 +186,6 @@ class ReadableFile:
         return raw
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``, in as many calls as the system needs."""
         done = 0
         while done < memory.nbytes:
             try:
@@ -219,7 +203,7 @@ class ReadableFile:
             done += count
 
     def sample(self) -> str:
-        """A digest of the file's size and of blocks from its beginning to its end: of all, if it is small."""
+        """Return a digest of the file's size and of evenly spaced blocks: of all bytes, if it is small."""
         nbytes = self.nbytes
         digest, last = hashlib.blake2b(str(nbytes).encode(), digest_size=16), max(0, nbytes - _SAMPLE_NBYTES)
         for offset in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
@@ -228,16 +212,11 @@ class ReadableFile:
 
 
 class TensorFile(ReadableFile):
-    """A safetensors file, open for reading.
-
-    Attributes:
-        header: Everything before the first tensor.
-        tensors: Tensors by key, in the order of their bytes.
-    """
+    """Owns an open safetensors file."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
         super().__init__(path, number)
-        self.tensors: dict[str, FileTensor] = {}
+        self.tensors: dict[str, FileTensor] = {}  # in the order of their bytes
         try:
             self._read_header()
         except BaseException:
@@ -259,7 +238,7 @@ class TensorFile(ReadableFile):
                 "Download or copy it again"
             ) from error
         length = int.from_bytes(self.read_bytes(0, 8), "little")
-        self.header = bytes(self.read_bytes(0, 8 + length))
+        self.header = bytes(self.read_bytes(0, 8 + length))  # everything before the first tensor
         parse_json_object(self.header[8:], f"the header of {self.path}")
         offset = len(self.header)
         for key, name, shape, numel in found:
@@ -270,7 +249,7 @@ class TensorFile(ReadableFile):
 
 
 class FileTensor(Stored):
-    """A tensor whose values lie in a file as they are, from byte ``offset`` on."""
+    """Represents a tensor whose values lie in a file unchanged, from byte ``offset`` on."""
 
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
@@ -294,7 +273,7 @@ class FileTensor(Stored):
             os.posix_fadvise(self._file.fd, stop, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
 
     def view(self, start: int, numel: int, view: View) -> Tensor:
-        """Elements from ``start`` on, ``(numel,)``, where ``view`` has their bytes."""
+        """Return elements from ``start`` on, ``(numel,)``, from the bytes that ``view`` has."""
         [piece] = self.ranges(start, numel)
         raw = view(piece.file, piece.offset, piece.nbytes)
         if raw.storage_offset() % self.dtype.itemsize:  # files of other writers may have any offset
@@ -307,7 +286,7 @@ class FileTensor(Stored):
 
 
 class MemoryTensor(Stored):
-    """A tensor that is mapped or held."""
+    """Represents a stored tensor that is in memory, or mapped."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -342,7 +321,7 @@ def _unpickle(path: Path) -> dict[str, Stored]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise what the system says of ``path`` as a CheckpointError."""
+    """Raise errors of the system about ``path`` as a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -350,14 +329,14 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or a CheckpointError if it is too long, or something else."""
+    """Return the JSON object in a file, or raise a CheckpointError if it is too long or something else."""
     with readable(path):
         raw = read_file(path, _MOST_JSON_NBYTES)
     return parse_json_object(raw, str(path))
 
 
 def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
-    """``raw`` as a JSON object whose keys are all different, or a CheckpointError."""
+    """Parse ``raw`` as a JSON object without duplicate keys, or raise a CheckpointError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -1,15 +1,14 @@
-"""Directories of ``torch.distributed.checkpoint``, read by byte ranges and without believing them.
+"""Reads directories of ``torch.distributed.checkpoint`` by byte ranges, without trusting them.
 
 [Note: what is executed]
-The metadata is a pickle, and torch's own reader unpickles it, which runs whatever it names. Here a pickle may
-name the classes of the format, for which there are stand-ins, and nothing else. Every number that comes out
-is checked before it is used: types, boxes inside their tensor, ranges inside their file, files beside the
-metadata.
+The metadata is a pickle, and torch's own reader would run whatever it names. Here a pickle may name only the
+format's classes, for which there are stand-ins. Every number that comes out is checked before it is used:
+types, boxes inside their tensor, ranges inside their file, files beside the metadata.
 
 [Note: records]
-A value is a record of ``torch.save``: a zip archive without a compressed member. torch reads the record of a
-tensor without its values and says where they lie, so a range of them is read from its place in the file,
-whatever the size of the record.
+A value is a record of ``torch.save``: a zip archive without compressed members. torch reads a tensor's record
+without its values and says where they lie, so a range is read from its place in the file, whatever the size
+of the record.
 """
 
 import io
@@ -39,12 +38,12 @@ from infinity.core.files import read_file
 from infinity.core.intervals import Box, boxes, flat_offset, overlap
 
 METADATA = ".metadata"
-#: The longest metadata and the longest value that is no tensor, and the longest description of one (bytes).
+#: Limits of the metadata, of a value that is no tensor, and of a tensor's description (bytes).
 _MOST_METADATA_NBYTES, _MOST_OBJECT_NBYTES, _MOST_PICKLE_NBYTES = 2**31, 2**26, 2**16
 
 
 class DistributedCheckpoint(StoredTensors):
-    """A directory with ``.metadata``, which is written last."""
+    """Opens a directory with ``.metadata``, whose presence shows that it is complete: it is written last."""
 
     def _open(self) -> None:
         self._files: dict[str, ReadableFile] = {}
@@ -52,11 +51,7 @@ class DistributedCheckpoint(StoredTensors):
         self._parse(self._metadata())
 
     def value(self, key: str) -> Any:
-        """Return a value that is no tensor: numbers, texts, lists and dictionaries.
-
-        Raises:
-            CheckpointError: It is something else, which would run code; or cannot be read.
-        """
+        """Return a value that is no tensor, or raise a CheckpointError: it is damaged, or would run code."""
         record = self.objects[key]
         if record.nbytes > _MOST_OBJECT_NBYTES:
             raise CheckpointError(f"{self.path}: {key} has {record.nbytes} bytes; wanted a number or a text")
@@ -80,7 +75,6 @@ class DistributedCheckpoint(StoredTensors):
             return _MetadataUnpickler(raw).load()
 
     def _parse(self, metadata: Any) -> None:
-        """Take tensors and other values from the metadata, or raise a CheckpointError."""
         try:
             records = {
                 (_text(key.fqn), _numbers(getattr(key, "offset", None))): info
@@ -142,7 +136,7 @@ class DistributedCheckpoint(StoredTensors):
 
 
 class ChunkedTensor(Stored):
-    """A tensor that lies in parts in several records."""
+    """Represents a tensor whose parts lie in several records."""
 
     def __init__(
         self, key: str, dtype: torch.dtype, shape: torch.Size, chunks: list[tuple[Box, "_Record"]]
@@ -160,7 +154,7 @@ class ChunkedTensor(Stored):
                 if common := overlap(box, stored):
                     if number not in self._sources:
                         self._sources[number] = _tensor_of(record, self.dtype, stored.sizes, self.key)
-                    # In its part it is contiguous, as what a range has of any box; here it may not be.
+                    # The overlap is contiguous in the stored part, but perhaps not in the wanted box.
                     inside = [a - b for a, b in zip(common.offsets, stored.offsets, strict=True)]
                     piece = torch.empty(common.numel, dtype=out.dtype, device="cpu")
                     self._sources[number].fill(flat_offset(inside, stored.sizes), piece)
@@ -177,7 +171,7 @@ class ChunkedTensor(Stored):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Bytes of a file: what torch.save has written of one value."""
+    """Locates what torch.save has written of one value: a range of a file."""
 
     file: ReadableFile
     offset: int
@@ -188,7 +182,7 @@ class _Record:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """Presents a range of a file as a file of its own."""
 
     def __init__(self, record: _Record) -> None:
         self._record, self._at = record, 0
@@ -215,7 +209,7 @@ class _Window(io.RawIOBase):
 
 
 def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key: str) -> Stored:
-    """Return the tensor of a record, or a CheckpointError if it is not of this type and shape."""
+    """Return the tensor of a record, or raise a CheckpointError if its type or shape is another."""
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
         with record.open() as opened:
@@ -242,7 +236,7 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
 
 
 def _members(opened: io.BufferedReader) -> dict[str, int]:
-    """Return the sizes of an archive's members, which are not compressed, by name without the folder."""
+    """Return the sizes of an archive's members, by name without the folder; raise if one is compressed."""
     sizes = {}
     with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():
@@ -259,7 +253,7 @@ def _members(opened: io.BufferedReader) -> dict[str, int]:
 # --- pickles -----------------------------------------------------------------------------------------
 
 _FORMAT = "torch.distributed.checkpoint."
-#: What a metadata may name, and stand-ins are made of.
+#: The names that a metadata may use; stand-ins replace them.
 _NAMED = {
     *(
         (_FORMAT + "metadata", name)
@@ -276,8 +270,6 @@ _NAMED = {
 
 
 class _StandIn:
-    """Keeps what an object of a class of the format has."""
-
     def __init__(self, *arguments: object) -> None:
         pass
 
@@ -288,7 +280,7 @@ class _StandIn:
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))
-        # A pickle can set attributes of what it names: of a class of its own.
+        # A pickle can set attributes of what it names, so this one has a class of its own.
         self._stand_in = type("StandIn", (_StandIn,), {})
 
     def find_class(self, module: str, name: str) -> Any:
@@ -309,7 +301,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[int, ...] | None:
-    """Return sizes or offsets that are whole and not negative; None as it is."""
+    """Return sizes or offsets, checked to be whole and not negative; None as it is."""
     if value is None:
         return None
     if not isinstance(value, tuple) or any(type(item) is not int or item < 0 for item in value):

@@ -1,16 +1,15 @@
-"""A trained model as a Hugging Face directory, streamed: plan, write, publish.
+"""Writes a trained model to a Hugging Face directory, streamed: plan, write, publish.
 
 [Note: which rank writes what]
-Where a saved tensor is made of parameters' own values, each rank writes the part that its shards hold:
-nothing is gathered. Tensors that transformers computes are gathered unit by unit and converted on every rank,
-and each writes an equal part. Rank 0 writes the rest: headers, buffers, configs, the tokenizer. So the
-directory lies on a file system that every rank sees. What may be refused comes first: room, configs and
-tokenizer.
+A saved tensor that is made of parameters' own values is written by each rank in the part that its shards
+hold: nothing is gathered. Tensors that transformers computes are gathered unit by unit and converted on every
+rank, and each writes an equal part. Rank 0 writes the rest: headers, buffers, configs, the tokenizer. So
+every rank must see the directory's file system. What may be refused (room, configs, tokenizer) comes first.
 
 [Note: where it is made]
-Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, brought to the drive, and renamed.
-The process that makes it holds a lock on the sibling itself: see :mod:`infinity.core.files`. So what a killed
-export left behind is recognized, and removed by the next one to the same place.
+Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, synced to the drive, and renamed. The
+process that makes it holds a lock on the sibling itself (:mod:`infinity.core.files`), so the next export to
+the same place recognizes and removes what a killed one left.
 """
 
 import contextlib
@@ -51,8 +50,7 @@ from infinity.partition.unit import Unit
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
-#: What makes up a tokenizer or processor in a directory of a Hugging Face model, as patterns of names.
-#: Code (``*.py``) is not among them.
+#: Patterns of the files of a tokenizer or processor in a Hugging Face directory; code (``*.py``) is left out.
 TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json",
     "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes",
@@ -62,9 +60,9 @@ TOKENIZER_FILES = (
 
 
 class Publication(contextlib.AbstractContextManager["Publication"]):
-    """The directory ``out``, which must be free, while it is made; leaves nothing half done.
+    """Makes the directory ``out``, which must be free, and removes what was written unless it is published.
 
-    ``token`` makes the sibling's name unlike any other's. Raises CheckpointError, or WriteError of the drive.
+    ``token`` makes the sibling's name unique. Raises CheckpointError if ``out`` is taken, else WriteError.
     """
 
     def __init__(self, out: Path, token: str) -> None:
@@ -84,7 +82,7 @@ class Publication(contextlib.AbstractContextManager["Publication"]):
             raise
 
     def publish(self) -> None:
-        """Bring everything to the drive, then let ``out`` appear, unless something has meanwhile."""
+        """Sync everything to the drive, then let ``out`` appear, unless something has taken its name."""
         with writing(f"publishing {self.out}", self.path):
             for path in [*self.path.rglob("*"), self.path]:
                 sync(path)
@@ -108,9 +106,9 @@ class Publication(contextlib.AbstractContextManager["Publication"]):
 
 
 class Series:
-    """Directories called ``name``, with a number, that are published one after the other.
+    """Publishes directories called ``NAME-NUMBER`` one after the other, and keeps the newest ``keep``.
 
-    The newest ``keep`` stay. ``latest`` is a symbolic link to the newest one, replaced in one step.
+    ``latest`` is a symbolic link to the newest one, replaced atomically.
     """
 
     def __init__(self, folder: Path, name: str, keep: int) -> None:
@@ -120,7 +118,7 @@ class Series:
         return self.folder / f"{self._name}-{number}"
 
     def publish(self, number: int) -> None:
-        """Let ``latest`` be this directory, which is complete, and remove those that are too many."""
+        """Let ``latest`` point to this directory, which is complete, and remove those beyond ``keep``."""
         latest = self.folder / "latest"
         with writing(f"writing {latest}", latest):
             self.remove_leftovers()
@@ -137,7 +135,7 @@ class Series:
                 shutil.rmtree(removed, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes left of others that they made or removed."""
+        """Remove what killed processes left of directories that they made or removed."""
         _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
 
 
@@ -156,10 +154,10 @@ def check_free(out: Path) -> None:
 
 
 def publish_directory(source: Path, out: Path, token: str) -> None:
-    """Publish a saved model at ``source`` as ``out``, too.
+    """Publish a copy of the saved model at ``source`` as ``out``.
 
-    Weights become hard links where the file system allows it, and copies elsewhere; small files are
-    copied, so that they may be edited. A CheckpointError says that ``source`` holds no whole model.
+    Weights become hard links where the file system allows it, else copies; small files are copied, so that
+    they may be edited. Raises a CheckpointError if ``source`` holds no whole model.
     """
     adapter = (source / "adapter_config.json").is_file()
     needed = "adapter_model.safetensors" if adapter else "config.json"
@@ -181,14 +179,13 @@ def publish_directory(source: Path, out: Path, token: str) -> None:
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """The files in ``source`` that belong to a tokenizer or processor; ``source`` itself if it is a file."""
+    """Return the files of a tokenizer or processor in ``source``; ``source`` itself if it is a file."""
     if source.is_file():
         return [source]
     return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy a tokenizer's files from a directory, or a ``tokenizer.json``, without running anything of it."""
     files = tokenizer_files(source)
     if not files:
         raise CheckpointError(
@@ -202,7 +199,7 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:
-    """Remove what killed exports to names of this pattern left; those that still run hold their locks."""
+    """Remove what killed exports to names of this pattern left; running ones hold their locks."""
     for path in folder.glob(f".{pattern}.*.part"):
         with suppress(OSError):
             lock = open_locked(path, _DIRECTORY, patience_s=0)
@@ -212,25 +209,25 @@ def _remove_leftovers(folder: Path, pattern: str) -> None:
                 os.close(lock)
 
 
-#: Values in one file of a directory, at most (bytes).
+#: The most bytes of values in one file of a directory.
 MAX_SHARD_NBYTES = 5 * 10**9
 
-#: Called with a function that says whether elements ``[start, stop)`` of a unit's flat buffer are needed at
-#: all. Yields this rank's newest weights, unit by unit, ascending: the unit, where the piece begins in its
-#: flat buffer (elements), and the values, on the CPU, which stay until the next piece is asked for.
+#: Given a function that says whether elements ``[start, stop)`` of a unit's flat buffer are needed, yields
+#: this rank's newest weights, ascending: the unit, the first element in its flat buffer, and the values, on
+#: the CPU, valid until the next piece is asked for.
 ReadWeights: TypeAlias = Callable[[Callable[[Unit, int, int], bool]], Iterator[tuple[Unit, int, Tensor]]]
-#: Gives a context inside which parameters hold their full values. Every rank must enter.
+#: Returns a context in which parameters hold their full values. Every rank must enter.
 Gathered: TypeAlias = Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]
 
 
 # --- the plan: which tensor goes where, decided before the first byte moves ---------------------------
 
-#: In place of a unit's index: tensors that every rank has whole.
+#: Stands for a unit's index where every rank has the whole tensor.
 _WHOLE = -1
 
 
 class SavedRange(NamedTuple):
-    """Elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, and where they belong."""
+    """Maps elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, to bytes of a file."""
 
     offset: int
     stop: int
@@ -240,14 +237,15 @@ class SavedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The place of each tensor in the files; the same on every rank.
+    """Holds the place of each tensor in the files; the same on every rank.
 
     Attributes:
         places: The file by number, and the first byte in it, of each key.
-        spans: Ranges that are written as they are, ascending, of each unit, by its index, and of each tensor
-            that every rank has whole, by its name.
+        spans: Ranges that are written unchanged, ascending, by a unit's index, or by name where every rank
+            has the whole tensor.
         members: Names of tensors that are converted, by the index of their last unit.
-        groups: Names of tensors that are converted together, and what is made of them, by the last unit.
+        groups: Names of tensors that are converted together, and the results, by the index of their last
+            unit.
     """
 
     files: tuple[FilePlan, ...]
@@ -261,14 +259,14 @@ class ExportPlan:
         return sum(file.nbytes - len(file.header) for file in self.files)
 
     def within(self, unit: Unit, start: int, stop: int) -> Sequence[SavedRange]:
-        """The spans that elements ``[start, stop)`` of the flat buffer meet; spans meet no other span."""
+        """Return the spans that elements ``[start, stop)`` of the flat buffer meet; spans do not overlap."""
         spans = self.spans.get(unit.index, [])
         first = bisect_right(spans, start, key=lambda span: span.stop)
         return spans[first : bisect_left(spans, stop, key=lambda span: span.offset)]
 
 
 class _Location(NamedTuple):
-    """The location of elements ``[first, stop)`` of a tensor: from ``offset`` on in a unit's flat buffer."""
+    """Locates elements ``[first, stop)`` of a tensor: from ``offset`` on in a unit's flat buffer."""
 
     unit: int = _WHOLE
     offset: int = 0
@@ -281,9 +279,7 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the files of ``model``, in the order in which its values come from the drive.
 
-    Args:
-        named: The model's tensors by its own names.
-        units: Units with its sharded parameters; its other tensors are whole on every rank.
+    ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
     """
     tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
     for unit in units:
@@ -333,7 +329,7 @@ def export_model(
     max_shard_nbytes: int,
     tokenizer: Any,
 ) -> None:
-    """Write ``model``, whose sharded parameters are in ``units``, to ``out``; see :func:`infinity.export`."""
+    """Write ``model``, whose sharded parameters are in ``units``, to ``out``; every rank must call."""
     out, token = agree_on_place(out, ranks)
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
@@ -362,13 +358,13 @@ def export_model(
 
 
 def agree_on_place(out: Path, ranks: Ranks, what: str = "an export") -> tuple[Path, str]:
-    """Rank 0's ``out``, absolute, and a token for the directory in which it is made. Every rank must call."""
+    """Return rank 0's ``out``, absolute, and a token for :class:`Publication`. Every rank must call."""
     place = out.absolute(), secrets.token_hex(4)
     return agree(place, ranks.world_size, f"agreeing on the directory of {what}")
 
 
 def require_visible(folder: Path, rank: int, verb: str) -> None:
-    """Raise a CheckpointError if the directory that rank 0 has made lies on a file system of its own."""
+    """Raise a CheckpointError if this rank does not see the directory that rank 0 has made."""
     if not folder.is_dir():
         raise CheckpointError(
             f"rank {rank} does not see {folder}, which rank 0 has just made; {verb} to a directory on a file "
@@ -378,8 +374,6 @@ def require_visible(folder: Path, rank: int, verb: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ValueWriter:
-    """Brings this rank's values to their places."""
-
     plan: ExportPlan
     named: Mapping[str, Tensor]
     ranks: Ranks
@@ -387,7 +381,7 @@ class _ValueWriter:
     files: Sequence[OutputFile]
 
     def write_as_they_are(self, read_weights: ReadWeights) -> None:
-        """Write what needs no conversion: this rank's shards; on rank 0 tensors that are whole, too."""
+        """Write what needs no conversion: this rank's shards, and on rank 0 whole tensors."""
         for name, spans in self.plan.spans.items() if self.ranks.rank == 0 else ():
             if isinstance(name, str):
                 values = self.named[name].detach().cpu().contiguous().reshape(-1)
@@ -400,7 +394,7 @@ class _ValueWriter:
             self.writer.check()
 
     def write_converted(self, model: nn.Module, units: Sequence[Unit], gathered: Gathered) -> None:
-        """Write what transformers converts, unit by unit; members of groups that end later are kept aside."""
+        """Write what transformers converts, unit by unit, keeping members of groups that end later."""
         rank, world_size = self.ranks.rank, self.ranks.world_size
         aside: dict[str, Tensor] = {}
         for unit, names in sorted(self.plan.members.items()):

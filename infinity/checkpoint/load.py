@@ -1,22 +1,22 @@
 """Streams a checkpoint into the tiers of a model that was built under ``Init`` without values.
 
 [Note: whose names]
-transformers renames and converts keys on load (``conversion_mapping``) and finds a base model's weights
-under a model with a head, and the other way round. Its own functions are asked for each key, so whatever
-``from_pretrained`` accepts is accepted, but for keys that are missing, left over or of another shape: they
-are an error, unless the caller named them.
+transformers renames and converts keys on load (``conversion_mapping``) and matches a base model's weights
+with a model with a head, and the other way round. Its own functions are asked for each key, so whatever
+``from_pretrained`` accepts is accepted. But keys that are missing, left over or of another shape are an
+error, unless the caller named them.
 
 [Note: one pass, one chunk]
-Each unit's home asks for this rank's slice, chunk by chunk, and a chunk is read when it is asked for. So an
-element is read once, by the rank that keeps it, and host memory holds one chunk.
+Each unit's home asks for this rank's slice, chunk by chunk. So an element is read once, by the rank that
+keeps it, and host memory holds one chunk.
 
 [Note: values that stay where they are]
-Weights that are not trained may be read from safetensors files whenever they are used
-(:mod:`infinity.shards.base`), if these have each value of a unit once, as runs of elements. What transformers
-computes (a transposed matrix) is not like that.
+Frozen weights may be read from safetensors files at each use (:mod:`infinity.shards.base`), if these have
+each value of a unit once, as runs of elements. Values that transformers computes (a transposed matrix)
+cannot.
 
 [Note: what the checkpoint lacks]
-The model's own ``initialize_weights`` initializes them. It runs over all modules as transformers does it, so
+The model's own ``initialize_weights`` sets such parameters, over all modules as transformers does, so that
 the same random numbers are drawn. What it touches of other units is scratch memory.
 """
 
@@ -39,11 +39,11 @@ from infinity.optim.layout import StateLayout, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
-#: Called with the bytes of this rank that are done, and all of them.
+#: Called with the bytes that this rank has read, and with all that it will read.
 OnProgress = Callable[[int, int], object]
-#: Of keys that do not fit, so many of a kind are named.
+#: The most keys of a kind that an error names.
 _MOST_NAMED = 50
-#: Elements that are rounded at one time.
+#: Elements that are rounded at a time.
 _PIECE_NUMEL = 2**20
 
 
@@ -51,7 +51,7 @@ _PIECE_NUMEL = 2**20
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, under every name that they have."""
+    """Yield parameters and persistent buffers under every name that they have."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -62,10 +62,9 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _find(
     model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
 ) -> tuple[dict[str, "Values"], set[str], dict[str, str]]:
-    """The values that transformers would make of every key; other models have the keys as names.
+    """Return values by name as transformers makes them, unknown keys, and errors of names.
 
-    Returns:
-        Values by name, keys that the model does not have, and what is wrong with a name.
+    Keys are the names in models that are none of transformers.
     """
     found, unexpected, wrong = dict[str, Values](), set[str](), dict[str, str]()
     if not is_transformers(model):
@@ -106,22 +105,16 @@ def _find(
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A use of transformers' own conversion of several stored tensors.
-
-    Attributes:
-        transform: The converter; None: the one source is the parameter.
-        kept: The parameter that was converted last, of all of a model, for the next chunk of it.
-        sources: The converter's pattern that each key has matched, and the stored tensor.
-    """
+    """Describes one use of transformers' own conversion of several stored tensors."""
 
     model: Any
     name: str
-    transform: Any
-    kept: dict[str, Tensor]
-    sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)
+    transform: Any  # the converter; None: the only source is the parameter
+    kept: dict[str, Tensor]  # shared by a model's conversions: the last result, for its next chunk
+    sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
     def trace(self) -> dict[str, "Values"]:
-        """Return where the values of each parameter that the conversion makes come from."""
+        """Return the source of the values of each parameter that the conversion makes."""
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: Traced.whole(source)}
@@ -135,7 +128,7 @@ class _Conversion:
         }
 
     def run(self, stand_in: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
-        """Convert ``stand_in(tensor)`` of each stored tensor; by full name."""
+        """Convert ``stand_in(tensor)`` of each stored tensor; return the results by full name."""
         transform = copy.deepcopy(self.transform)
         for key, (pattern, source) in self.sources.items():
             transform.add_tensor(self.name, key, pattern, stand_in(source))
@@ -144,7 +137,7 @@ class _Conversion:
 
 
 class Converted:
-    """A parameter that is converted as a whole, when it is asked for."""
+    """Represents a parameter that is converted as a whole when it is first read."""
 
     def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
         self._conversion, self._name, self.shape = conversion, name, shape
@@ -162,12 +155,12 @@ class Converted:
         out.copy_(kept[self._name][start : start + len(out)])
 
 
-#: Where the values of one parameter come from.
+#: The source of one parameter's values.
 Values: TypeAlias = Traced | Converted
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
-    """Return fp32 for floating point, so that a conversion rounds as in a model of fp32."""
+    """Return fp32 for floating point, so that a conversion rounds as in an fp32 model."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
@@ -192,7 +185,6 @@ def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
 
 
 def _misfit(target: Tensor, values: Values) -> str | None:
-    """Why ``values`` cannot be those of ``target``, or None."""
     if values.shape != target.shape:
         return f"the checkpoint has shape {tuple(values.shape)}, the model {tuple(target.shape)}"
     if target.is_floating_point() and not all(dtype.is_floating_point for dtype in values.dtypes):
@@ -202,7 +194,7 @@ def _misfit(target: Tensor, values: Values) -> str | None:
 
 
 def _serious(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Without those that the model's own rules say to ignore."""
+    """Remove the keys that the model's own rules ignore."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     info = LoadStateDictInfo(
@@ -241,12 +233,12 @@ def _complaint(
 
 
 class CheckpointValues:
-    """Values of one model from one checkpoint (``LateValues`` of :mod:`infinity.partition.init_context`).
+    """Reads one model's values from one checkpoint, as :mod:`infinity.partition.init_context` asks for them.
 
     Args:
         checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
-        new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
-            another shape: patterns as of a shell, compared with whole names.
+        new: Shell patterns of full parameter names that the model initializes itself where the checkpoint
+            lacks them, or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model need not have.
         on_progress: Called after each unit that was read.
     """
@@ -267,12 +259,10 @@ class CheckpointValues:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prepare(self, model: Any) -> None:
-        """Plan, when ``model`` is built, whose values are read; nothing is read yet.
+        """Plan which values the built ``model`` gets; nothing is read yet.
 
-        Afterwards it knows the conversions that were used, as ``save_pretrained`` needs to undo them.
-
-        Raises:
-            CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
+        The model also learns which conversions were used, as ``save_pretrained`` needs to undo them. Raises a
+        CheckpointError that lists keys which are missing, left over, or of another shape or kind.
         """
         self._model, checkpoint = model, self._checkpoint
         with library_errors(CheckpointError, f"{checkpoint.path} does not fit {type(model).__name__}"):
@@ -297,7 +287,7 @@ class CheckpointValues:
                 self._values.setdefault(id(tensor), []).append((name, found[name]))
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
-        """Give each parameter's values, by its id, to the one that took its place."""
+        """Move each parameter's values, by its id, to the one that replaced it."""
         self._values = {
             id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
         }
@@ -317,11 +307,7 @@ class CheckpointValues:
         return any(id(s.whole) in self._initializing for s in unit.segments)
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
-        """Give every unit, buffer and parameter its values; see [Note: one pass, one chunk].
-
-        Raises:
-            CheckpointError: A file cannot be read, or tied weights differ.
-        """
+        """Fill the model in one pass; raises a CheckpointError if a file fails or tied weights differ."""
         sizes = [self._nbytes(unit) for unit in units]
         for unit, done_nbytes in zip(units, itertools.accumulate(sizes), strict=True):
             masters.put(unit, functools.partial(self.master, unit))
@@ -340,11 +326,11 @@ class CheckpointValues:
                 segment.whole.requires_grad_(False)
 
     def master(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros; until the next call.
+        """Return elements ``[start, stop)`` of the unit's full flat buffer, with zeros in gaps.
 
-        In fp32, or in bf16 where the files and the model have nothing else.
+        They are valid until the next call; fp32, or bf16 where files and model have nothing else.
         """
-        if len(self._scratch) < stop - start:  # one for all: new memory for each would be touched anew
+        if len(self._scratch) < stop - start:  # reused: fresh memory would fault in its pages at each call
             self._scratch = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         every = (v for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
         stored = {dtype for values in every for dtype in values.dtypes}
@@ -360,7 +346,7 @@ class CheckpointValues:
     # --- values that stay where they are (infinity.shards.base.BaseValues) ------------------
 
     def why_not_mapped(self, unit: Unit) -> str:
-        """Why values of ``unit`` cannot be read where they lie; empty: they can."""
+        """Return why values of ``unit`` cannot be read where they lie; empty: they can."""
         for s in unit.segments:
             given = self._values.get(id(s.whole), [])
             if not given:
@@ -372,13 +358,13 @@ class CheckpointValues:
         return ""
 
     def scratch_nbytes(self, unit: Unit) -> int:
-        """The most that :meth:`make` takes of an accelerator's memory; 0: nothing is quantized."""
+        """Return the most accelerator memory that :meth:`make` takes (bytes); 0: nothing is quantized."""
         return max((part.source.scratch_nbytes for _, part in self.parts(unit, 0, unit.numel)), default=0)
 
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-        """Yield where each part of the flat buffer ends that can be made by itself, and the bytes for it."""
+        """Yield the end of each separately makeable part of the flat buffer, and the bytes it needs."""
         for low, part in self.parts(unit, start, stop):
             source, at, end = part.source, part.offset, part.offset + part.numel
             step = part.numel
@@ -390,7 +376,7 @@ class CheckpointValues:
                 at = until
 
     def make(self, unit: Unit, start: int, out: Tensor, view: View) -> None:
-        """Put elements from ``start`` on of the flat buffer into ``out``, from a view of :meth:`sources`."""
+        """Fill ``out`` with elements from ``start`` on of the flat buffer, from a view of :meth:`sources`."""
         done = 0
         for low, part in self.parts(unit, start, start + len(out)):
             out[done : low - start].zero_()  # padding
@@ -399,7 +385,7 @@ class CheckpointValues:
         out[done:].zero_()
 
     def parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
-        """Yield every run of stored elements in ``[start, stop)`` of the flat buffer, and where it begins."""
+        """Yield the start and source of each stored run in ``[start, stop)`` of the flat buffer."""
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:
@@ -414,7 +400,7 @@ class CheckpointValues:
     # --- the pass ------------------------------------------------------------------------------
 
     def _read(self, segment: Segment, start: int, out: Tensor) -> None:
-        """Read elements of a parameter; a tied weight that the files have twice must be twice the same."""
+        """Read elements of a parameter; a tied weight that the files have twice must be equal in both."""
         (_, values), *others = self._values[id(segment.whole)]
         values.fill(start, out)
         for name, twin in others:
@@ -428,7 +414,6 @@ class CheckpointValues:
                 )
 
     def _nbytes(self, unit: Unit) -> int:
-        """Bytes of files that this rank reads for ``unit``, of all names of a parameter."""
         first, last = unit.shard_start, unit.shard_start + unit.shard_numel
         return sum(
             max(0, min(last, s.stop) - max(first, s.offset)) * max(dtype.itemsize for dtype in values.dtypes)
@@ -437,7 +422,7 @@ class CheckpointValues:
         )
 
     def _initialize(self) -> None:
-        """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""
+        """Initialize what the checkpoint lacks (see the note), and buffers that no checkpoint holds."""
         targets = dict(named_targets(self._model))
         self._initializing = {id(targets[name]) for name in self._initialized}
         marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]

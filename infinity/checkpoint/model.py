@@ -1,4 +1,4 @@
-"""The model of a directory's ``config.json``, of transformers or of ours, built without values."""
+"""Builds the model of a directory's ``config.json``, of transformers or of ours, without values."""
 
 import contextlib
 import inspect
@@ -20,13 +20,10 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
-    """The ``config.json`` in ``path`` as transformers' config, with ``overrides``; runs no code of others.
+    """Return the ``config.json`` in ``path`` as transformers' config, or ours, with ``overrides``.
 
-    Where it names a model of ours, as :func:`infinity.export` writes it, that model's own config.
-
-    Raises:
-        CheckpointError: There is none that can be read, an override is unknown, or the weights are quantized
-            in a way that cannot be decoded.
+    No code of the directory runs. A model of ours is one that :func:`infinity.export` wrote. Raises a
+    CheckpointError if the config cannot be read, an override is unknown, or the weights cannot be decoded.
     """
     ours, file = _architecture(path), path / "config.json"
     if ours is not None:
@@ -74,7 +71,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
 
 
 def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> None:
-    """Check probabilities, which modules only check when they first drop something."""
+    """Check that dropouts are probabilities: modules check it only when they first drop something."""
     for key, value in entries.items():
         if isinstance(value, dict):
             _check_dropouts(value, where, f"{prefix}{key}.")
@@ -83,7 +80,7 @@ def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> N
 
 
 def vocabulary_size(path: Path) -> int:
-    """Tokens that the model in ``path`` knows; raises as :func:`read_config`, or where it is none of text."""
+    """Return the vocabulary size of the model in ``path``; a CheckpointError if it has none."""
     size = getattr(_text_config(path), "vocab_size", None)
     if not isinstance(size, int):
         raise CheckpointError(f"{path / 'config.json'} names no vocab_size; wanted a model of text")
@@ -91,7 +88,7 @@ def vocabulary_size(path: Path) -> int:
 
 
 def longest_sequence(path: Path) -> int | None:
-    """The positions that the model in ``path`` was made for; None where its config does not say."""
+    """Return how many positions the model in ``path`` was made for; None where its config does not say."""
     ours = _architecture(path)
     name = "max_position_embeddings" if ours is None else ours.longest
     longest = getattr(_text_config(path), name, None)
@@ -114,7 +111,7 @@ def _text_config(path: Path) -> Any:
 
 
 def _text_part(config: Any, where: Path) -> Any:
-    """The part of a config of transformers that is on text; the whole of it where nothing else is in it."""
+    """Return the part of a transformers config that describes text, which may be all of it."""
     with library_errors(CheckpointError, str(where)):
         part = config.get_text_config()
     if not hasattr(part, "get_text_config"):
@@ -126,7 +123,7 @@ def _text_part(config: Any, where: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers that :func:`build_model` makes by itself; None where there is none."""
+    """Return the transformers class that :func:`build_model` chooses by itself; None where there is none."""
     import transformers
 
     named = getattr(config, "architectures", None)
@@ -139,13 +136,13 @@ def model_class(config: Any) -> Any:
 
 
 def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) -> Any:
-    """The model of ``config``, its parameters in fp32 and never written; ties are made.
+    """Build the model of ``config``, its parameters in fp32 and not initialized, with tied weights tied.
 
     Args:
         auto_class: An auto class or a model's own class; None: the one that the config names, or
             ``AutoModelForCausalLM``.
-        dtype: Noted in the config as that in which it computes.
-        tensors: The number of tensors in the checkpoint; a model with many more parameters is refused.
+        dtype: Noted in the config as the compute dtype.
+        tensors: How many tensors the checkpoint has; a model with many more parameters is refused.
     """
     for ours in ARCHITECTURES.values():
         if isinstance(config, ours.config):
@@ -187,7 +184,6 @@ def _note_dtype(config: Any, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _fp32() -> Iterator[None]:
-    """New parameters and buffers are fp32, whatever the program's default is."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,24 +1,24 @@
-"""Portable checkpoints, out and in: directories of ``torch.distributed.checkpoint``, streamed from shards.
+"""Saves and loads portable checkpoints: directories of ``torch.distributed.checkpoint``, streamed.
 
 [Note: names]
-Weights have the plain model's names, without a prefix, as torchtitan has them; the optimizer's entries begin
-with ``optimizer.``, as ``get_optimizer_state_dict`` gives them. That function has two forms of parameter
-groups: a list, and (``flatten_optimizer_state_dict``, torchtitan) every number once for each parameter. Both
-are written, since entries of equal value share their bytes. So do the names of a tied weight.
+Weights have the plain model's names, without a prefix, as in torchtitan; the optimizer's entries begin with
+``optimizer.``, as ``get_optimizer_state_dict`` gives them. That function has two forms of parameter groups: a
+list, and (``flatten_optimizer_state_dict``, torchtitan) every number once for each parameter. Both are
+written, and so are all names of a tied weight, since entries of equal value share their bytes.
 
 [Note: a rank's file]
-Each rank writes one file, and in it what its shards hold: ranges of a parameter's elements, cut into boxes,
-because the format knows no others. Nothing is gathered. Rank 0 writes the rest: buffers, step counts, the
+Each rank writes one file with what its shards hold: ranges of a parameter's elements, cut into boxes, the
+only form that the format knows. Nothing is gathered. Rank 0 writes the rest: buffers, step counts, the
 optimizer's numbers, and last the metadata, for which the ranks send it what they wrote, and where.
 
 [Note: the writer]
 torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete. Here ``torch.save``
-writes one record after the other into blocks that threads bring to the drive past the page cache. So memory
-holds one box of each field, and those blocks.
+writes record after record into blocks that threads write past the page cache. So memory holds one box of each
+field, and those blocks.
 
 [Note: a save beside training]
 A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives are
-left to the threads that train: in :meth:`PortableSave.advance`, which goes from the one to the other.
+left to the threads that train: :meth:`PortableSave.advance` runs them between the two.
 """
 
 import contextlib
@@ -56,38 +56,32 @@ from infinity.core.intervals import Box, boxes
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Segment, Unit
 
-#: Elements of one record, at most.
+#: The most elements of a record.
 BOX_NUMEL = 4 * 2**20
-#: What torch.save adds to the values of a record, at most (bytes).
+#: The most that torch.save adds to the values of a record (bytes).
 _AROUND_NBYTES = 2048
 OPTIMIZER = "optimizer"
-#: Hyperparameters that are loaded.
+#: Names of the hyperparameters that are loaded.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 
-#: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, chunk by chunk in
-#: ascending order: the first element in the shard, and the fields, which stay until the next chunk is
-#: asked for.
+#: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, in ascending chunks: the
+#: first element in the shard, and the fields, valid until the next chunk is asked for.
 ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
-#: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
+#: The path of a value in nested dictionaries and lists; its key joins the items with dots.
 Place: TypeAlias = tuple[str | int, ...]
 Keys: TypeAlias = tuple[str, ...]
-#: A value in a rank's file: entries of the checkpoint that have it, the box of their tensor (None: it is no
-#: tensor), and its place.
+#: A value in a rank's file: the keys that share it, its box of their tensor (None: no tensor), and its place.
 Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
 
 
 class Contents:
-    """The contents of a checkpoint of one model, the same on every rank.
+    """Lists the values of a checkpoint of one model, the same on every rank.
 
     Args:
         units: Units with its sharded parameters; its other tensors are whole on every rank.
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
         moments: Names of the fields that the update rule keeps of each parameter.
-
-    Attributes:
-        tensors: Tensors by key, as ``paths`` are those of every key.
-        rest: Values that rank 0 writes, with their keys: first tensors.
     """
 
     def __init__(
@@ -96,7 +90,7 @@ class Contents:
     ) -> None:  # fmt: skip
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
-        self.rest: list[tuple[Any, Keys]] = []
+        self.rest: list[tuple[Any, Keys]] = []  # what rank 0 writes: first tensors
         self.units = units
         self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
         sharded = {id(s.whole): s for unit in units for s in unit.segments}
@@ -131,11 +125,11 @@ class Contents:
         self.rest.sort(key=lambda each: not isinstance(each[0], Tensor))
 
     def keys(self, segment: Segment) -> list[Keys]:
-        """The keys of a parameter's weight and moments; empty where the model is a part of another."""
+        """Return the keys of a parameter's weight and moments; empty if it is not the saved model's."""
         return self._fields.get(id(segment.whole), [])
 
     def _add_group(self, index: int, group: Mapping[str, Any], names: list[str]) -> None:
-        """Add the numbers of a parameter group, in both forms: see [Note: names]."""
+        """Add the numbers of a parameter group, in both forms of [Note: names]."""
         usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]
         numbers = {**usual, "initial_lr": group["lr"], **group}
         del numbers["params"]
@@ -149,7 +143,7 @@ class Contents:
     def _enter(
         self, paths: Sequence[Place], dtype: torch.dtype | None = None, shape: Sequence[int] = ()
     ) -> Keys:
-        """Return the keys of a value; of a tensor, if it has a dtype."""
+        """Register a value under ``paths`` and return its keys; with a dtype it is a tensor."""
         keys = tuple(".".join(map(str, path)) for path in paths)
         for key, path in zip(keys, paths, strict=True):
             if key in self.paths:
@@ -163,7 +157,7 @@ class Contents:
         return keys
 
     def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
-        """Cut this rank's shard: the parameter, a box of it, and its first element in the shard."""
+        """Cut this rank's shard; yield the parameter, a box of it, and its first element in the shard."""
         low, high = unit.shard_start, unit.shard_start + unit.shard_numel
         for segment in filter(self.keys, unit.segments):
             start, stop = max(low, segment.offset), min(high, segment.stop)
@@ -185,7 +179,7 @@ class Contents:
 
 
 def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Parameters and persistent buffers, each with its names; an optimizer's state has the first."""
+    """Return parameters and persistent buffers, each with its names; optimizer state uses the first."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_targets(model):
         found.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -193,14 +187,7 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 class PortableSave:
-    """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
-
-    See [Note: a save beside training].
-
-    Attributes:
-        out: The directory that is made.
-        ended: It is published, or has failed.
-    """
+    """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
 
     def __init__(self, out: Path, ranks: Ranks, plan: Callable[[], Contents]) -> None:
         self.out, self._token = agree_on_place(out, ranks, "a checkpoint")
@@ -209,14 +196,14 @@ class PortableSave:
         self._records: list[Record] = []
         self._running, self._threads = Transfer(), list[threading.Thread]()
         self._then: Callable[[], object] = lambda: None
-        self._publishing = self.ended = False
+        self._publishing = self.ended = False  # ended: published, or failed
         with contextlib.ExitStack() as stack:
             with all_ranks_or_raise(ranks, f"planning {self.out}"):
                 self._contents = plan()
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
-            # all look before one takes its part
+            # all ranks check before one reserves its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 require_visible(self._folder, ranks.rank, "save")
                 check_room(self._folder, needed)
@@ -235,7 +222,7 @@ class PortableSave:
 
         Args:
             beside: Write on a thread, while training goes on.
-            end: Called when no shard is read any more, however that ends.
+            end: Called when no shard is read any more, also after an error.
             then: Called on rank 0 when the directory is published, on the same thread.
         """
         self._then = then
@@ -248,7 +235,6 @@ class PortableSave:
         self._run(partial(self._write, read_fields, end), beside)
 
     def _run(self, work: Callable[[], None], beside: bool) -> None:
-        """Run ``work``, or begin to on a thread of its own; ``_running`` ends with it."""
         running = self._running = Transfer()
         if not beside:
             running.run(work)
@@ -265,10 +251,10 @@ class PortableSave:
         return self._running.done()
 
     def advance(self) -> None:
-        """Wait for what runs, then start what comes next, if any. Every rank must call, between two steps.
+        """Wait for what runs, then start what comes next. Every rank must call, between two steps.
 
         Raises:
-            DiskError: A drive failed or is full; nothing stays of the checkpoint. Likewise on every error.
+            DiskError: A drive failed or is full; nothing stays of the checkpoint, as after every error.
             PeerError: The same on another rank.
         """
         try:
@@ -292,7 +278,7 @@ class PortableSave:
             self.advance()
 
     def close(self) -> None:
-        """Remove what was not published, and let nothing run any more. May be called twice."""
+        """Wait for threads, and remove what was not published. May be called twice."""
         self.ended = True
         self._stack.close()
 
@@ -342,10 +328,7 @@ def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "
 
 
 class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
-    """A rank's file while it is written: records of torch.save, end to end.
-
-    ``nbytes`` are set aside for it.
-    """
+    """Owns a rank's file while it is written, in ``nbytes`` of reserved room: records of torch.save."""
 
     def __init__(self, folder: Path, rank: int, nbytes: int) -> None:
         self.records: list[Record] = []
@@ -356,7 +339,7 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         self._file = self.writer.open(self._path)  # no thread runs before the first range
 
     def add(self, keys: Keys, box: Box | None, value: Any) -> None:
-        """Write a value; a tensor owns all its memory. Errors of the disk surface at ``writer.check``."""
+        """Write a value; a tensor must own all its memory. ``writer.check`` raises errors of the disk."""
         start = self._nbytes
         torch.save(value, self)  # type: ignore[arg-type]
         self.records.append((keys, box, _StorageInfo(self._path.name, start, self._nbytes - start)))
@@ -406,20 +389,14 @@ def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: st
 
 
 class PortableValues:
-    """The values of a checkpoint for a model and its optimizer; decided before the first one is read.
+    """Matches a checkpoint with a model and its optimizer, and then reads values.
 
-    The names of the model's tensors are looked for behind any prefix that all of them share (``model.``).
-
-    Args:
-        checkpoint: Stays open while values are read.
-        groups: See :class:`Contents`; likewise ``moments``.
-
-    Attributes:
-        steps: Step counts by id of the parameter; empty if the checkpoint has no state of an optimizer.
-        numbers: The hyperparameters of each group; those that the checkpoint has.
+    The model's names are looked for behind any prefix that all of them share (``model.``). The checkpoint
+    stays open while values are read; for ``groups`` and ``moments`` see :class:`Contents`.
 
     Raises:
         CheckpointError: Weights are missing, left over or of another shape; lists all of them.
+        StateError: The model is only a part of the one that was built.
     """
 
     def __init__(
@@ -432,7 +409,8 @@ class PortableValues:
         self._sharded = {id(s.whole): s for unit in units for s in unit.segments}
         self._fields: dict[int, list[Stored]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
-        self.steps: dict[int, int] = {}
+        self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
+        # the hyperparameters that the checkpoint has of each group
         self.numbers: list[dict[str, Any]] = [{} for _ in groups]
         given = {id(tensor) for tensor, _ in self._named}
         for unit in units:
@@ -467,7 +445,7 @@ class PortableValues:
                 self._complaints.append(f"unknown to the model: {key}")
 
     def _take(self, tensor: Tensor, key: str) -> None:
-        """Let this entry be the next field of ``tensor``: its values, then its moments."""
+        """Append an entry to the fields of ``tensor``: its values first, then its moments."""
         shape = tuple(self._checkpoint[key].shape)
         if shape != tuple(tensor.shape):
             self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
@@ -500,7 +478,6 @@ class PortableValues:
                 found.update(theirs)
 
     def _count(self, key: str) -> int:
-        """A count of steps that was saved as a number, or as a tensor."""
         value: Any = torch.zeros(1, device="cpu")
         if key in self._checkpoint.objects:
             value = self._checkpoint.value(key)
@@ -551,7 +528,7 @@ def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
 
 
 def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
-    """Hyperparameters by name of the parameter, from either form: see [Note: names]."""
+    """Return hyperparameters by name of the parameter, from either form of [Note: names]."""
     found: dict[str, dict[str, Any]] = {}
     groups = f"{prefix}param_groups."
     keys = [

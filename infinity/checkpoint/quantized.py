@@ -1,24 +1,23 @@
-"""Quantized checkpoints: stored tensors that belong together, as one tensor each, decoded when they are read.
+"""Presents the stored tensors of each quantized weight as one tensor, which is decoded when it is read.
 
-Decoding comes before everything else: a weight and its scales become one tensor with the weight's key, of
-which any range can be read. So transformers' conversions (experts stacked into one parameter, renamed keys)
-see a checkpoint as it would be without quantization, and what they cut into ranges is read as such. The same
-tensors encode other values, such as trained ones, in the same form (:meth:`Decoded.encode`).
+A weight and its scales become one tensor with the weight's key, of which any range can be read. So
+transformers' conversions (experts stacked into one parameter, renamed keys) see a checkpoint as it would be
+without quantization. The same tensors encode other values, such as trained ones (:meth:`Decoded.encode`).
 
 [Note: what is quantized]
-``quantization_config`` names the format, and the keys say which tensors have it: formats list modules that
-were left out in different ways, and a weight with scales is quantized, whatever they say.
+``quantization_config`` names the format. Which tensors have it follows from the keys: formats list modules
+that were left out in different ways, but a weight with scales is always quantized.
 
 [Note: dtype]
 FP8 times an fp32 scale needs 28 bits: masters get the fp32 product. The other formats give values of the
-scales' dtype, or exact in bf16. Weights that are not trained need no more than the compute dtype: they are
-rounded to it as transformers rounds them when it loads them in that dtype (to nearest, ties to even).
+scales' dtype, or exact in bf16. Frozen weights need no more than the compute dtype, and are rounded to it as
+transformers rounds them when it loads them in that dtype (to nearest, ties to even).
 
 [Note: encoded again]
-A value that is still the decoded one, rounded to the dtype in which the model holds it, counts as exactly
-that one (:func:`unchanged`). Where all of a piece are so, its stored bytes are taken as they are; what is
-encoded anew is nearest to the values (:mod:`infinity.checkpoint.codecs`, which scale). So what training left
-alone comes back bit by bit, whatever dtype it was held in.
+A value that equals the decoded one, rounded to the dtype in which the model holds it, counts as unchanged
+(:func:`unchanged`). Where a whole piece is unchanged, its stored bytes are taken; the rest is encoded to the
+nearest values (:mod:`infinity.checkpoint.codecs`, which scale). So what training left alone comes back bit by
+bit, whatever dtype it was held in.
 """
 
 import json
@@ -40,19 +39,18 @@ from infinity.core.nbytes import Piece
 from infinity.device.machine import compile_ahead
 from infinity.optim.layout import split
 
-#: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
-#: of a CPU hold, and what keeps an accelerator busy.
+#: Elements that are decoded at a time: what the caches of a CPU hold, and what keeps an accelerator busy.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
-#: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
+#: The most memory of decoding beside its result (bytes): for tables, and for each element.
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
-#: The slab that was decoded last, of all tensors of a checkpoint, by its tensor and number.
+#: The slab of a checkpoint that was decoded last, by its tensor and number.
 Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The contents of ``quantization_config``."""
+    """Holds the contents of ``quantization_config``."""
 
     method: str  # fp8, mxfp4, compressed-tensors or gptq
     block: tuple[int, int] | None = None  # rows and columns that share an FP8 scale; None: all
@@ -66,11 +64,7 @@ class Quantization:
 
 
 def read_quantization(path: Path) -> Quantization | None:
-    """Return the ``quantization_config`` of the ``config.json`` in ``path``; None: there is none.
-
-    Raises:
-        CheckpointError: It cannot be read, or names a format that cannot be decoded here.
-    """
+    """Return the quantization that ``path`` declares, or None; a CheckpointError if it cannot be decoded."""
     file = path / "config.json"
     raw = read_json_object(file)
     inner = raw.get("text_config")
@@ -142,7 +136,7 @@ def _count(given: Any) -> int:
 
 
 class SlabPart(NamedTuple):
-    """A stored tensor of which every ``slabs`` slabs need a piece of this shape."""
+    """Describes a stored tensor of which every ``slabs`` slabs need a piece of this shape."""
 
     tensor: Stored
     shape: tuple[int, ...]
@@ -155,18 +149,17 @@ class SlabPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Decoded(Stored):
-    """A tensor that is decoded from several stored ones, in slabs: each without the others.
+    """Represents a tensor that is decoded from several stored ones, in slabs that need no other slab.
 
     Attributes:
         dtype: The dtype in which values are exact, or rounded as transformers rounds them.
-        numel: Elements of a slab, which is decoded from ``parts``.
+        numel: Elements of a slab.
         decode: Called with the number of the first slab among those that share stored elements, and with the
             pieces of ``parts``, ``(n, *shape)``; returns values.
-        encode_slabs: Called with the values of slabs, fp32, and the pieces before, and returns new pieces;
-            slabs that share stored elements are encoded together. None: the format's numbers are not those
-            nearest to the values.
+        encode_slabs: Called with fp32 values of slabs, and the pieces before; returns new pieces. Slabs that
+            share stored elements are encoded together. None: the format does not choose the nearest codes.
         decode_into: Decodes into a tensor on the CPU in ``dtype``, without memory of its own.
-        kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
+        kept: The slab that was decoded last, shared by all tensors of a checkpoint.
     """
 
     shape: torch.Size
@@ -208,21 +201,15 @@ class Decoded(Stored):
 
     @property
     def together(self) -> int:
-        """Slabs that share stored elements, from a multiple of it on."""
+        """The number of consecutive slabs, from a multiple of it on, that share stored elements."""
         return max(part.slabs for part in self.parts)
 
     def encode(self, values: Stored, put: Callable[[Stored, int, Tensor], None]) -> tuple[float, float]:
         """Encode ``values``, of its shape; see [Note: encoded again].
 
-        Args:
-            put: Called with a stored tensor, an element's number, and the new values from there on, for all
-                that this one would be decoded from.
-
-        Returns:
-            Sums of squares: of what encoding changes, and of the values.
-
-        Raises:
-            ValueError: A value is NaN or infinite, or larger than the form has numbers for.
+        Returns sums of squares, of what encoding changes and of the values. ``put`` is called with every
+        stored tensor, the index of an element, and the new values from there on. Raises a ValueError if a
+        value is NaN or infinite, or too large for the format.
         """
         size, lost, total = max(1, self.numel), 0.0, 0.0
         slabs = self.shape.numel() // size
@@ -255,7 +242,6 @@ class Decoded(Stored):
         return lost, total
 
     def _values(self, first: int, last: int, view: View | None) -> Tensor:
-        """Decode slabs, or take the one that was read last; flat."""
         if view is not None or last - first > 1:
             return self._decode(first, self._read(first, last, view))
         if (self, first) not in self.kept:
@@ -281,9 +267,9 @@ class Decoded(Stored):
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
-    """Return which values are still those of ``source``, fp32, rounded to nearest in ``held``'s dtype.
+    """Return which values of ``held`` equal those of ``source``, fp32, rounded to the dtype of ``held``.
 
-    Weights that are trained are rounded with ties up, as their masters are split, others with ties to even.
+    Trained weights are rounded with ties up, as their masters are split, others with ties to even.
     """
     same = source.to(held.dtype) == held
     return same | (split(source)[0] == held) if held.dtype == torch.bfloat16 else same
@@ -292,17 +278,11 @@ def unchanged(source: Tensor, held: Tensor) -> Tensor:
 def decode_checkpoint(
     checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None = None
 ) -> int:
-    """Replace tensors that belong together by one each, under the key that it has without quantization.
+    """Replace the stored tensors of each quantized weight by one under its unquantized key; return how many.
 
-    Args:
-        checkpoint: Changed in place; stays open while tensors are read.
-        dtype: The dtype to which values are rounded; None: they stay exact. See [Note: dtype].
-
-    Returns:
-        How many tensors are decoded.
-
-    Raises:
-        CheckpointError: Some do not go together; names the key.
+    ``checkpoint`` is changed in place, and stays open while tensors are read. Values are rounded to
+    ``dtype``; None: they stay exact (see [Note: dtype]). Raises a CheckpointError if tensors do not go
+    together; names the key.
     """
     ending, plain_ending, make = _FORMATS[quantization.method]
     stored, found, kept = dict(checkpoint), dict[str, Stored](), Kept()
@@ -328,13 +308,13 @@ def decode_checkpoint(
     return len(found)
 
 
-#: Endings of tensors that only computing with quantized activations needs.
+#: Endings of tensors that only quantized activations need.
 _NEEDLESS = ("activation_scale", "input_scale")
 
 
 @dataclass(slots=True)
 class _Group:
-    """Stored tensors of one quantized weight, whose keys begin with ``name``; ``used`` were asked for."""
+    """Gives access to the stored tensors of one quantized weight, and records which are ``used``."""
 
     stored: Mapping[str, Stored]
     name: str
@@ -390,7 +370,7 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
         return codecs.encode_fp8(values.view_as(codes), codes, scales, block, power_of_two=power_of_two)
 
     def decode_into(out: Tensor, first: int, codes: Tensor, scales: Tensor) -> None:
-        """Decode by a loop, to the same values."""
+        """Decode with a compiled loop, to the same values."""
         from infinity.optim import kernels
 
         scales = codecs.as_float(scales)
@@ -500,12 +480,11 @@ def _gptq(group: _Group, quantization: Quantization) -> Decoded:
         return codecs.decode_gptq(packed, zeros, scales, groups, bits, zeros_less_one=less_one)
 
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales, order)]
-    # Its numbers are chosen with data, so that errors of a column make up for those before it.
+    # Its codes are chosen with data, so that errors of a column make up for those before it.
     return Decoded(torch.Size((rows, columns)), scales.dtype, rows * columns, parts, decode, None)
 
 
-#: For each method: how the key of quantized values ends, what stands there when they are decoded, and who
-#: makes the tensor of a group.
+#: For each method: the ending of a quantized key, the ending that replaces it, and the maker of the tensor.
 _FORMATS: dict[str, tuple[str, str, Callable[[_Group, Quantization], Decoded | None]]] = {
     "fp8": ("weight", "weight", _fp8),
     "mxfp4": ("_blocks", "", _mxfp4),

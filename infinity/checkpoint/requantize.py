@@ -1,15 +1,15 @@
-"""A trained model in the stored form of a quantized checkpoint: its files, keys, dtypes and scales.
+"""Writes a trained model in the stored form of a quantized checkpoint: its files, keys, dtypes and scales.
 
 [Note: from files to files]
-A block of weights that share a scale may lie in several shards, units and ranks. So the model is exported
-first, in the compute dtype, and every rank reads from there the tensors that are dealt out to it, and encodes
-them piece by piece. A finished run has such an export already; any other one is made in the hidden directory,
-and removed before it is published.
+Weights that share a scale may lie in several shards, units and ranks. So the model is exported first, in the
+compute dtype, and every rank reads its share of the tensors from there and encodes them piece by piece. A
+finished run has such an export already; any other one is made in the hidden directory, and removed before
+that is published.
 
 [Note: the same layout]
-Every file has the header of the checkpoint's file of that name. What the checkpoint does not quantize has its
-dtype. Tensors that the model does not have (layers that predict further tokens, scales of activations) are
-copied. A matrix that the files have twice (tied weights), and the model once, is written twice.
+Every file has the header of the checkpoint's file of that name. What the checkpoint does not quantize keeps
+its dtype. Tensors that the model does not have (layers that predict further tokens, scales of activations)
+are copied. A matrix that the files have twice (tied weights), and the model once, is written twice.
 """
 
 import contextlib
@@ -38,33 +38,27 @@ from infinity.checkpoint.writer import FilePlan, RangeWriter, create_files, writ
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors
 
-#: Elements that are compared, rounded or copied at one time.
+#: Elements that are compared, rounded or copied at a time.
 _PIECE_NUMEL = 2**18
-#: Where the export in the compute dtype is made.
+#: The folder of the export in the compute dtype.
 _PLAIN = "plain"
-#: Of tensors that do not fit, so many are named.
+#: The most misfitting tensors that an error names.
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """Figures of the weights that :func:`export_stored` quantized.
+    """Reports what :func:`export_stored` quantized.
 
     The error of a weight is the root mean square of what encoding changes, over that of its values.
-
-    Attributes:
-        form: Such as ``FP8``.
-        weights: The number of weights that are quantized.
-        worst: The key of the weight with the largest error.
-        copied: The number of tensors of the checkpoint that the model does not have.
     """
 
-    form: str
-    weights: int
+    form: str  # such as FP8
+    weights: int  # how many are quantized
     mean_error: float
     largest_error: float
-    worst: str
-    copied: int
+    worst: str  # key of the weight with the largest error
+    copied: int  # tensors of the checkpoint that the model does not have
 
     def __str__(self) -> str:
         text = f"{self.weights} weights in {self.form}, relative error {self.mean_error:.2g} in the mean"
@@ -74,12 +68,7 @@ class Requantized:
 
 
 class QuantizedLayout(Checkpoint):
-    """A quantized checkpoint whose form other values take: its tensors as they would be without quantization.
-
-    Attributes:
-        form: The quantization, in words.
-        others: Tensors that belong to quantized weights, and stay as they are.
-    """
+    """Opens a quantized checkpoint as a template: its tensors appear as if they were not quantized."""
 
     def _open(self) -> None:
         quantization = read_quantization(self.path)
@@ -98,14 +87,13 @@ class QuantizedLayout(Checkpoint):
         decode_checkpoint(self, quantization)
         self.form = str(quantization)
         used = {id(part) for tensor in self.values() for part in _stored_parts(tensor)}
+        # Decoding needs none of these, so they are copied.
         self.others = [tensor for tensor in stored if id(tensor) not in used]
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str | None]:
-        """Return the model's tensor, by key, that gives each tensor its values; None: it is copied.
+        """Map each key to the model's tensor that gives its values; None: the stored tensor is copied.
 
-        Args:
-            shapes: Shapes of the model's tensors, by the keys under which it is exported; a CheckpointError
-                lists those for which the checkpoint has no place.
+        ``shapes`` are the model's, by the keys of an export. Raises a CheckpointError that lists misfits.
         """
         wrong = [
             f"{key} has shape {tuple(shape)}, there {tuple(self[key].shape)}"
@@ -122,7 +110,6 @@ class QuantizedLayout(Checkpoint):
             )
 
         def twin(mine: Stored) -> str | None:
-            """The key of the model's matrix that has the values of this one."""
             if len(mine.shape) < 2 or not isinstance(mine, FileTensor):
                 return None
             return next((key for key in shapes if _alike(mine, self[key])), None)
@@ -130,7 +117,7 @@ class QuantizedLayout(Checkpoint):
         return {key: key if key in shapes else twin(tensor) for key, tensor in self.items()}
 
     def sample(self) -> list[tuple[str, str, str]]:
-        """Name of each file, and digests of its header and of a sample of its bytes."""
+        """Return each file's name, and digests of its header and of a sample of its bytes."""
         return [
             (file.path.name, hashlib.blake2b(file.header).hexdigest(), file.sample()) for file in self.files
         ]
@@ -170,17 +157,15 @@ def export_stored(
     export: Callable[[Path], Path],
     ranks: Ranks,
 ) -> Requantized:
-    """Write a model to ``out`` in the stored form of ``like``. Every rank must call.
+    """Write a model to ``out`` in the stored form of ``like``; every rank must call.
+
+    Raises as :func:`infinity.export`.
 
     Args:
         like: A quantized checkpoint.
         shapes: Returns the shapes of what ``export`` writes, by key.
-        export: Returns the directory of a plain export, which it may make where it is told. Every rank calls.
-
-    Raises:
-        CheckpointError: A value is not finite; or see :class:`QuantizedLayout` and its ``match``.
-        DiskError: A drive failed or is full.
-        PeerError: Another rank failed; says which and why.
+        export: Returns the directory of a plain export, made at the given path or elsewhere. Every rank calls
+            it.
     """
     out, token = agree_on_place(out, ranks)
     folder = partial_path(out, token)
@@ -220,7 +205,7 @@ def export_stored(
 def _write_tensors(
     form: QuantizedLayout, sources: Mapping[str, str | None], plain: Path, folder: Path, ranks: Ranks
 ) -> dict[str, float]:
-    """Write every tensor that is dealt out to this rank; return the errors of weights, by key."""
+    """Write this rank's share of the tensors; return the errors of its weights, by key."""
     mine, errors = slice(ranks.rank, None, ranks.world_size), dict[str, float]()
     with RangeWriter() as writer, Checkpoint(plain) as values:
         outputs = [writer.open(folder / file.path.name) for file in form.files]
@@ -251,7 +236,7 @@ def _write_tensors(
 
 
 def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tensor:
-    """Return a piece of what is not quantized, in its dtype there; values that did not change are its own."""
+    """Cast a piece of an unquantized tensor to its stored dtype; unchanged values keep their bits."""
     tensor = form[key]
     new = held.to(tensor.dtype)
     finite = new.float().isfinite()
@@ -267,7 +252,7 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
 
 
 def _write_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
-    """The checkpoint's index, the model's config with its quantization, and what else lies beside weights."""
+    """Write the index, the model's config with its quantization, and the export's other files."""
     with writing(f"writing to {folder}", folder):
         if not (form.path / SAFETENSORS).exists():  # the index of one file is not read
             shutil.copyfile(form.path / (SAFETENSORS + INDEX), folder / (SAFETENSORS + INDEX))

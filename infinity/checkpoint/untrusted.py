@@ -1,15 +1,15 @@
-"""Limits of a checkpoint: it chooses no code, no network, and no model that its weights do not fill.
+"""Limits what a checkpoint can cause: no code, no network, and no model that its weights do not fill.
 
 [Note: whose code runs]
-Some names in a ``config.json`` mean code that is fetched: an attention called ``owner/repository`` is a
-native library of the hub, as are ``flash_attention_2`` where that package is not installed and the experts
+Some names in a ``config.json`` mean code that is fetched: an attention ``owner/repository`` is a native
+library of the hub, as are ``flash_attention_2`` where that package is not installed and the experts
 ``deepgemm`` and ``sonicmoe``; ``auto_map`` means Python files beside the weights. Only names of installed
 code are taken. Models of transformers that ask for a kernel by themselves do without it: :func:`offline`.
 
 [Note: sizes]
-A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels make as many names.
-Counts that cannot be meant are refused before a config is made of them, and a model with many more parameters
-than the checkpoint has tensors is refused while it is built.
+A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels make as many names. So
+implausible counts are refused before a config is made of them, and a model is refused while it is built if it
+has many more parameters than the checkpoint has tensors.
 """
 
 import re
@@ -23,18 +23,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.core.errors import CheckpointError
 
-#: Experts of transformers that are written in torch.
+#: Implementations of experts in transformers that are written in torch.
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
-#: Keys of counts of modules and of labels, and the most that is believed.
+#: Keys that count modules or labels, keys that do not, and the most that is believed of a count.
 _COUNTS, _SIZES = re.compile("layer|block|depth|expert|stage|label"), re.compile("size|dim|length|position")
 _MOST_COUNTED = 100_000
-#: Parameters for each stored tensor, since some are cut into several, and beside them.
+#: The most parameters per stored tensor, since some are cut into several, and the most besides.
 _PARAMETERS_PER_TENSOR, _MOST_BESIDE = 8, 2_000
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside, the hub cannot be reached, whatever the environment says, and no kernel of it is loaded."""
+    """Block the hub and its kernels inside, whatever the environment says."""
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels
 
@@ -97,7 +97,7 @@ def restrict(config: Any, where: Path) -> None:
 
 
 def _is_installed(attention: str) -> bool:
-    """Return whether a registered attention needs nothing of the hub."""
+    """Return whether a registered attention needs nothing from the hub."""
     from transformers import utils
 
     version = attention.removeprefix("flash_attention_")
@@ -108,7 +108,7 @@ def _is_installed(attention: str) -> bool:
 
 @contextmanager
 def bounded_by(tensors: int, where: Path) -> Iterator[None]:
-    """Inside, a model is built; it may have some times as many parameters as a checkpoint has ``tensors``."""
+    """Limit the parameters of a model that is built inside by the checkpoint's number of ``tensors``."""
     most, count = _PARAMETERS_PER_TENSOR * tensors + _MOST_BESIDE, 0
 
     def register(module: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -1,9 +1,9 @@
-"""safetensors files that are written piece by piece: first the plan, then ranges, by any rank.
+"""Writes safetensors files piece by piece: first the plan, then ranges, by any rank.
 
 [Note: the layout of a file]
-Eight bytes of length, a JSON header, then the tensors' bytes end to end, without a hole. Wider types come
-first and the header ends on a multiple of eight, so that every tensor begins on a multiple of its item's
-size, as readers that map the file want it. Otherwise tensors keep the order in which they were given.
+Eight bytes of length, a JSON header, then the tensors' bytes without a hole. Wider types come first and the
+header ends on a multiple of eight, so that every tensor begins on a multiple of its item size, as readers
+that map the file need it. Otherwise tensors keep the given order.
 
 [Note: past the page cache]
 Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read. Only
@@ -31,14 +31,14 @@ from infinity.checkpoint.directory import DTYPES, SAFETENSORS
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
 
-#: A block, and how many of them are filled or being written at one time.
+#: Bytes of a block, and how many blocks are filled or written at a time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WriteError(DiskError):
-    """A file of a checkpoint could not be written whole."""
+    """Raised when a file of a checkpoint could not be written whole."""
 
     def __init__(self, errno: int, action: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
         name = errno_names.errorcode.get(errno, str(errno))
@@ -52,7 +52,7 @@ class WriteError(DiskError):
 
 
 def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
-    """Raise a WriteError now if the file system has no room for ``nbytes`` that will be written."""
+    """Raise a WriteError if the file system has no room for ``nbytes`` that will be written."""
     action = action or f"making room for {folder}"
     with writing(action, folder):
         space = shutil.disk_usage(folder)
@@ -74,7 +74,7 @@ def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that will be written."""
+    """Describes a tensor that will be written."""
 
     key: str
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """The plan of one file of ``nbytes``: its header, and the offset in it of each tensor, by key."""
+    """Holds the plan of one file of ``nbytes``: its header, and each tensor's offset in the file, by key."""
 
     name: str
     header: bytes
@@ -96,11 +96,7 @@ class FilePlan:
 
 
 def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
-    """Return where each tensor goes in a file; see [Note: the layout of a file].
-
-    Raises:
-        CheckpointError: Two tensors have one key, or a type has no name in the format.
-    """
+    """Plan a file by [Note: the layout of a file]; a CheckpointError for equal keys and unknown dtypes."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -124,10 +120,7 @@ def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
 
 
 def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
-    """Share ``tensors``, in their order, among files of at most ``max_shard_nbytes`` of values each.
-
-    A tensor that is larger has a file to itself.
-    """
+    """Share ``tensors``, in order, among files of at most ``max_shard_nbytes``; a larger one has its own."""
     shards: list[list[TensorSpec]] = [[]]
     room = max_shard_nbytes
     for tensor in tensors:
@@ -144,7 +137,7 @@ def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[Fi
 
 
 def create_files(folder: Path, plans: Sequence[FilePlan]) -> None:
-    """Make files, with their headers and lengths, if there is room for all of them."""
+    """Create files, with their headers and lengths, if there is room for all of them."""
     check_room(folder, sum(plan.nbytes for plan in plans))
     for plan in plans:
         path = folder / plan.name
@@ -154,7 +147,7 @@ def create_files(folder: Path, plans: Sequence[FilePlan]) -> None:
 
 
 class OutputFile:
-    """A file, open for writing past the page cache where the file system allows it."""
+    """Owns a file that is written past the page cache where the file system allows it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,7 +160,7 @@ class OutputFile:
     def put(self, offset: int, memory: memoryview) -> None:
         """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
 
-        Bytes before ``offset`` are not written. Raises a WriteError unless every other byte is.
+        Bytes before ``offset`` are not written. Raises a WriteError unless all others are.
         """
         base = offset - offset % BLOCK_NBYTES
         stop = base + len(memory)
@@ -202,7 +195,7 @@ class OutputFile:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Give a new file its length, and room where the file system can promise it."""
+    """Set the length of a new file, and reserve room where the file system can promise it."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -212,16 +205,13 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 class RangeWriter(AbstractContextManager["RangeWriter"]):
-    """Writes ranges of files in the background, and closes those that it opened.
+    """Writes ranges of files in the background, and closes the files that it opened.
 
     Ranges that follow each other in one file become large writes, so give them in ascending order.
-
-    Attributes:
-        nbytes: Bytes that were handed over so far.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # handed over so far
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
         self._free = [_WriteBuffer() for _ in range(_DEPTH)]
         self._filling: _WriteBuffer | None = None
@@ -230,19 +220,19 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
         self._opened: list[OutputFile] = []
 
     def open(self, path: Path) -> OutputFile:
-        """Open a file that exists, for :meth:`finish` and the end of the context, or raise a WriteError."""
+        """Open an existing file until the end of the context, or raise a WriteError."""
         self._opened.append(OutputFile(path))
         return self._opened[-1]
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
         """Hand over ``values``, contiguous and on the CPU, for the bytes from ``offset`` on.
 
-        They may be overwritten as soon as this returns. Raises nothing about the disk: see :meth:`check`.
+        They may be overwritten as soon as this returns. Errors of the disk are raised by :meth:`check`.
         """
         self.write_bytes(file, offset, values.detach().reshape(-1).view(torch.uint8).numpy())
 
     def write_bytes(self, file: OutputFile, offset: int, data: np.ndarray[Any, Any]) -> None:
-        """See :meth:`write`; ``data`` has dtype uint8."""
+        """Hand over bytes as :meth:`write` does; ``data`` has dtype uint8."""
         self.nbytes += len(data)
         while len(data) and self._error is None:
             block, taken = self._filling, 0
@@ -293,7 +283,7 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
 
 
 class _WriteBuffer:
-    """Page-aligned memory that begins with the page of ``start``, for bytes ``[start, stop)`` of ``file``."""
+    """Owns memory for bytes ``[start, stop)`` of ``file``, which begins with the page of ``start``."""
 
     def __init__(self) -> None:
         self.file: OutputFile | None = None
@@ -306,7 +296,7 @@ class _WriteBuffer:
     def append(self, data: np.ndarray[Any, Any]) -> int:
         filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
         taken = min(_WRITE_NBYTES - filled, len(data))
-        # By one thread: torch's would wait for each other where other processes compute.
+        # By one thread (numpy): torch's would wait for each other where other processes compute.
         self._array[filled : filled + taken] = data[:taken]
         self.stop += taken
         return taken
