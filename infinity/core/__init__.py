@@ -1,5 +1,1 @@
-"""The nouns that cross a boundary: what the parts of infinity say to each other.
-
-Nothing here imports another part, and nothing here imports torch: the planner and the
-simulator read these nouns on machines without it.
-"""
+"""The nouns that parts of infinity share. Imports no other part and no torch, which some machines lack."""

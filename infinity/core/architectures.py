@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class that is built from the entries of ``config.json``.
+    """A model class outside transformers that is built from the entries of ``config.json``.
 
     Attributes:
         config: A dataclass whose fields are the entries of the file.
@@ -22,8 +22,7 @@ class Architecture:
     def read(self, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
         """Return the config of a file's ``values`` with ``overrides``; ignore unknown entries of the file.
 
-        Raises:
-            ValueError: A value is invalid, or an override is unknown.
+        Raises a ValueError if a value is invalid or an override is unknown.
         """
         assert is_dataclass(self.config)
         names = {field.name for field in fields(self.config)}

@@ -4,25 +4,24 @@
 Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
 first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
 *The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward,
-so it gets what it can use. *The window* is what the prefetcher fills: the rest, and at least two of the
-largest units, or those that are in use at one time: of modules inside each other, or of a block that is
-recomputed.
+so it gets what it can use. *The window*, which the prefetcher fills, is the rest: at least two of the largest
+units, or those in use at one time by nested modules or by a block that is recomputed.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
-few bytes as possible. Of units alike the first of the model keep theirs in memory: backward comes to them
+few bytes as possible. Of equal units the first of the model keep theirs in memory: backward comes to them
 last, with little time to write.
 
 [Note: the host budget beside an accelerator]
-On an accelerator gradients wait for ``step``, and for their updates, in host memory. They share it with
-residents (each with room for its own gradient), chunks of updates, shards on their way to the accelerator,
-and weights that are kept for their update. Each has memory of its own: a gradient that waited for memory of
-shards, which wait for updates, which wait for gradients, would wait for ever.
+On an accelerator gradients wait for ``step`` and for their updates in host memory, beside residents (each
+with room for its own gradient), chunks of updates, shards on their way to the accelerator, and weights kept
+for their update. Each has memory of its own: a gradient that waited for memory of shards, which wait for
+updates, which wait for gradients, would wait for ever.
 
 [Note: states on an accelerator]
-What the device budget has beyond all of that, and beyond a window for all weights, holds the states of units
-whose home is host memory, as many as fit: they are updated there, and their gradients wait there. The first
-of the model come first: backward comes to them last, and the next forward needs them first.
+What the device budget has beyond all of that, and beyond a window for all weights, holds states of as many
+units as fit whose home is host memory: they are updated there, and their gradients wait there. The first of
+the model come first: backward comes to them last, and the next forward needs them first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -44,7 +43,7 @@ Part = tuple[int, str]
 
 
 def rounded(nbytes: int) -> int:
-    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge ones from 2 MiB on."""
+    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge from 2 MiB on."""
     return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
 
 
@@ -60,7 +59,7 @@ def whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes of one unit on this rank."""
+    """Gives the bytes of one unit on this rank."""
 
     name: str
     full: int  # the flat buffer; a full gradient takes the same
@@ -86,7 +85,7 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """A division of the device budget (bytes)."""
+    """Records a division of the device budget (bytes)."""
 
     total: int
     window: int
@@ -101,7 +100,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """A division of the host budget (bytes): see [Note: the host budget beside an accelerator]."""
+    """Records a division of the host budget (bytes): see [Note: the host budget beside an accelerator]."""
 
     gradients: int  # from backward to their updates
     weights: int  # that updates start from; an update reads those that do not fit
@@ -112,11 +111,10 @@ class HostBudget:
 
 
 def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk, at ``most``, such that :data:`STAGED_CHUNKS` of them fit the host budget.
+    """Return a chunk's elements, at ``most``, so that :data:`STAGED_CHUNKS` of them fit the host budget.
 
-    Args:
-        host_nbytes: The host budget, of which staging may take one in ``share``.
-        itemsize: Bytes of weight and state per element.
+    Staging may take one part in ``share`` of ``host_nbytes``, the host budget; ``itemsize`` is the bytes of
+    weight and state per element.
     """
     quantum, staging_nbytes = 2048, host_nbytes // share
     n = whole_pages(staging_nbytes // STAGED_CHUNKS) // itemsize // quantum * quantum
@@ -132,7 +130,7 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
 
 
 def piece_nbytes(staging_nbytes: int) -> int:
-    """Return the bytes of one of :data:`STAGED_PIECES` buffers, of what shards in host memory leave."""
+    """Return the bytes of one of :data:`STAGED_PIECES` buffers, of what host memory leaves to staging."""
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
 
@@ -161,10 +159,8 @@ def divide_host(
 ) -> HostBudget:
     """Divide ``memory.host`` beside an accelerator.
 
-    Args:
-        residents: Bytes that units in host memory take, beside their gradients.
-        chunks: Bytes of the chunks that updates stage.
-        resident: Whether units take what a larger budget would give.
+    ``residents`` are the bytes of units in host memory, without gradients; ``chunks`` those of update chunks.
+    ``resident``: units take what a larger budget would give.
     """
     updated = [u for u in units if u.trainable and u.on_nvme]
     beside = rounded_sum(u.shard_grad for u in units if u.trainable and not u.on_nvme)
@@ -209,7 +205,6 @@ def divide_host(
 def _host_too_small(
     total: int, in_host: int, chunks: int, more: Sequence[int], units: Sequence[UnitSizes], resident: bool
 ) -> BudgetError:
-    """Return the error of a host budget without room for gradients, for one of them, and for a piece."""
     updated = (u for u in units if u.trainable and u.on_nvme)
     largest = max(updated, key=lambda u: u.shard_grad, default=None)
     described = "" if largest is None else f"{largest.name}, {format_nbytes(largest.full)}"
@@ -242,8 +237,6 @@ def divide_device(
         together: Positions of units that are gathered as one.
         in_use: Positions of units that are in use at one time.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
-        updates: Bytes that updates on an accelerator take.
-        decoding: Bytes that decoding stored weights on an accelerator takes.
         spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
         block: Bytes of a window for all micro-batches in one block.
     """
@@ -288,7 +281,6 @@ def divide_device(
 def _too_small(
     total: int, parts: list[Part], units: Sequence[UnitSizes], waits: Sequence[UnitSizes], in_host: bool
 ) -> BudgetError:
-    """Return the error of a device budget that does not hold ``parts``, the first of them ``waits``."""
     biggest = max(units, key=lambda u: u.full)
     trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
     for at, unit in ((1, trained), (2, None if biggest is trained else biggest)):
@@ -311,7 +303,7 @@ def _too_small(
 
 
 def _working_nbytes(units: Sequence[UnitSizes], world_size: int, together: Sequence[Sequence[int]]) -> int:
-    """Room beside held gradients: a full one, the reduction's second buffer, one update's weights."""
+    """Return room beside held gradients: a full one, the reduction's second buffer, an update's weights."""
     largest = max((rounded(u.full) for u in units if u.trainable), default=0)
     leaf = max(
         (rounded_sum(units[i].full for i in group if units[i].trainable) for group in together), default=0
@@ -324,7 +316,7 @@ def _windows(
     units: Sequence[UnitSizes], together: Sequence[Sequence[int]], in_use: Iterable[Collection[int]],
     block: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Return the windows of which the largest is required, each with its reason."""
+    """Return windows, the largest of which is required, each with its reason."""
     flight = max((u.gathered for u in units if u.streams), default=0)
     leaves = (sum(units[i].gathered for i in group) + flight for group in together)
     nested = 0
@@ -341,7 +333,7 @@ def _windows(
 
 
 def _indivisible(unit: UnitSizes) -> str:
-    """Why a unit is as large as it is, where one parameter makes it so."""
+    """Return why a unit is as large as it is, if one parameter makes it so."""
     if unit.parameter_nbytes <= unit.full / 2:
         return ""
     return (
@@ -352,10 +344,7 @@ def _indivisible(unit: UnitSizes) -> str:
 
 
 def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
-    """Give states of units what a division leaves of ``bound``: see [Note: states on an accelerator].
-
-    ``scratch`` is what updates of such states take (bytes).
-    """
+    """Give states of units what a division leaves of ``bound``, less the ``scratch`` bytes of updates."""
     all_weights = sum(u.gathered for u in units if u.streams)
     window, others = min(made.window, all_weights), made.total - made.window
     room, states, gradients = bound - others - window - scratch, 0, 0
@@ -378,6 +367,6 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
 def left_for_states(free: int, total: int, used: int) -> int:
     """Return what states may take of memory that a step has left ``free``: a part stays for other batches.
 
-    Later activations may be twice as large as those of that step, ``used``, which are not in ``free``.
+    Activations of later batches may be twice ``used``, those of that step, which are not in ``free``.
     """
     return max(0, free - max(total // 16, used))

@@ -1,8 +1,8 @@
 """Fields of configuration classes with their types, meaning and valid values; the memory budgets.
 
-A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field, and
-:class:`Config` converts and validates all of them, given by a recipe or by Python. :func:`settings_of`
-describes them, in errors and in ``infinity recipe``.
+A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field,
+:class:`Config` converts and validates values from a recipe or from Python, and :func:`settings_of` describes
+the fields in errors and in ``infinity recipe``.
 """
 
 import errno
@@ -26,7 +26,7 @@ _TEXT_NBYTES = 4095
 
 
 class SettingError(RecipeError):
-    """The field ``key`` of a config is ``got``, which is not what is ``wanted``."""
+    """Raised when the field ``key`` of a config is ``got``, which is not what is ``wanted``."""
 
     def __init__(self, key: str, got: object, wanted: str) -> None:
         self.key, self.got, self.wanted = key, got, wanted
@@ -34,7 +34,7 @@ class SettingError(RecipeError):
 
 
 class Valid(NamedTuple):
-    """Bounds of a number; without any, all numbers are valid."""
+    """Bounds a number; without bounds, all numbers are valid."""
 
     least: float | None = None
     most: float | None = None
@@ -42,7 +42,7 @@ class Valid(NamedTuple):
     below: float | None = None
 
     def accepts(self, value: Any) -> bool:
-        """Return True if ``value`` is in the bounds; NaN is in none."""
+        """Return whether ``value`` is within the bounds; NaN never is."""
         holds = operator.ge, operator.le, operator.gt, operator.lt
         return all(bound is None or holds(value, bound) for holds, bound in zip(holds, self))
 
@@ -54,7 +54,6 @@ class Valid(NamedTuple):
 
 
 def _bound(bound: Any) -> str:
-    """Return a bound as text; large powers of two as such."""
     if isinstance(bound, float):
         return f"{bound:g}"
     for number, rest in ((bound, ""), (bound + 1, " - 1")):
@@ -67,7 +66,7 @@ _ANY = Valid()
 
 
 class Setting(NamedTuple):
-    """A field of a config: its name, its type, and what :func:`setting` was given."""
+    """Describes a field of a config: its name, its type, and what :func:`setting` was given."""
 
     name: str
     hint: Any
@@ -139,12 +138,12 @@ def setting(
         valid: Bounds of a number, on both sides; for a tuple, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
-        numeric: The value changes the numbers of a run, so one that is gone on with must keep it.
+        numeric: The value changes the numbers of a run, so a resumed run must keep it.
     """
     return field(default=default, metadata={"setting": (help, valid, nbytes, path, numeric)})
 
 
-#: A setting that changes no number of a run.
+#: Makes a setting that changes no number of a run.
 option = functools.partial(setting, numeric=False)
 _budget = functools.partial(option, None, valid=Valid(1, 2**60), nbytes=True)
 
@@ -159,7 +158,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs, which converts and validates every :func:`setting`; a SettingError names it."""
+    """Base class of configs: converts and validates every :func:`setting`, or raises a SettingError."""
 
     def __post_init__(self) -> None:
         cls: type = type(self)
@@ -173,7 +172,7 @@ class Config:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as it stands in a message, which has a bounded length."""
+    """Return ``value`` as text of bounded length, for a message."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # thousands of digits or levels
@@ -208,7 +207,7 @@ def _text(value: Any, *, path: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Config):
-    """Memory budgets of one rank. The number and size of all buffers follow from them and the model."""
+    """Sets the memory budgets of one rank; number and size of all buffers follow from them and the model."""
 
     device: int | None = _budget(
         help="accelerator memory per rank, for model states and activations; null: the free memory"
@@ -264,7 +263,7 @@ class MemoryConfig(Config):
 
 
 def _identity(path: str) -> object:
-    """Return what all names of a directory have in common; it need not exist."""
+    """Return what all names of a directory, which need not exist, have in common."""
     real = os.path.realpath(path)
     try:
         found = Path(real).stat()

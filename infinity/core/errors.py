@@ -23,35 +23,35 @@ class InfinityError(Exception):
 
 
 class RecipeError(InfinityError, ValueError):
-    """A recipe has an unknown key, a wrong type or an impossible value."""
+    """Raised when a recipe has an unknown key, a wrong type or an impossible value."""
 
 
 class BudgetError(InfinityError, ValueError):
-    """A budget cannot hold what the model needs; the message carries the arithmetic."""
+    """Raised when a budget cannot hold what the model needs; the message carries the arithmetic."""
 
 
 class CheckpointError(InfinityError, ValueError):
-    """A checkpoint is damaged, or does not fit the model; lists everything that is wrong."""
+    """Raised when a checkpoint is damaged or does not fit the model; lists everything that is wrong."""
 
 
 class StateError(InfinityError, RuntimeError):
-    """A call that the state of a model, a unit or an optimizer does not allow."""
+    """Raised when the state of a model, a unit or an optimizer does not allow a call."""
 
 
 class DivergenceError(InfinityError, RuntimeError):
-    """Ranks took different paths: they asked for different units at the same point."""
+    """Raised when ranks took different paths: they asked for different units at the same point."""
 
 
 class LaunchError(InfinityError, RuntimeError):
-    """Ranks were started in a way in which they cannot train: without a device each, or a place to meet."""
+    """Raised when ranks were started so that they cannot train: without a device each, or a place to meet."""
 
 
 class PeerError(InfinityError, RuntimeError):
-    """Another rank failed, died or stalled; the message says which and why."""
+    """Raised when another rank failed, died or stalled; the message says which and why."""
 
 
 class FileError(InfinityError, OSError):
-    """Trouble with a file; ``str`` is what it says, with the path once and the error's number in words."""
+    """Raised for a file; ``str`` is the message, with the path once and the error's number in words."""
 
     def __str__(self) -> str:
         text = str(self.strerror)
@@ -59,11 +59,11 @@ class FileError(InfinityError, OSError):
 
 
 class LockedError(FileError):
-    """A run's directory is in use by another run."""
+    """Raised when another run uses a run's directory."""
 
 
 class DiskError(FileError):
-    """A transfer did not move every byte: of ``nbytes`` that were asked for at ``offset`` of a file."""
+    """Raised when not all of the ``nbytes`` asked for at ``offset`` of a file were moved."""
 
     def __init__(
         self, errno: int, action: str, path: Path | str, *, offset: int = 0, nbytes: int = 0, moved: int = 0
@@ -85,7 +85,7 @@ class DiskError(FileError):
 
 
 class DirectoryError(DiskError):
-    """A directory cannot be used for a run."""
+    """Raised when a directory cannot be used for a run."""
 
     def __init__(self, errno: int, action: str, path: Path | str) -> None:
         text = (
@@ -97,14 +97,14 @@ class DirectoryError(DiskError):
 
 
 class UnsafePathError(DiskError):
-    """Another user could have chosen, or could still change, what a path leads to."""
+    """Raised when another user could have chosen, or could still change, what a path leads to."""
 
     def __init__(self, path: Path | str, why: str) -> None:
         self._say(errno_names.EPERM, f"{path} {why}", path)
 
 
 class ChangedFileError(DiskError):
-    """Another program changed, truncated, replaced or removed a file while a run used it."""
+    """Raised when another program changed, truncated, replaced or removed a file that a run uses."""
 
     advice = (
         "what this run kept there is lost. Start the run again, from its last saved model if there is one, "
@@ -116,7 +116,7 @@ class ChangedFileError(DiskError):
 
 
 class ChangedCheckpointError(ChangedFileError):
-    """A file of the checkpoint that a run reads its frozen base from is not what it was."""
+    """Raised when a checkpoint's file that a run reads its frozen base from was changed."""
 
     advice = (
         "the frozen base is read from there at every step. Download or copy the checkpoint again, start the "
@@ -125,7 +125,7 @@ class ChangedCheckpointError(ChangedFileError):
 
 
 class DamagedDataError(DiskError):
-    """Bytes that were read are not those that were written there (``memory.verify``)."""
+    """Raised when bytes that were read are not those that were written there (``memory.verify``)."""
 
     def __init__(self, path: Path | str, *, offset: int, nbytes: int) -> None:
         text = (
@@ -139,10 +139,7 @@ class DamagedDataError(DiskError):
 
 @contextmanager
 def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
-    """Raise every error of a library as ``kind``: ``what``, and the reason.
-
-    Bad files make libraries raise any type: also Rust's panic, which is no :class:`Exception`.
-    """
+    """Raise any error of a library, even a Rust panic, as ``kind``, with ``what`` and the reason."""
     try:
         yield
     except InfinityError:
@@ -168,10 +165,7 @@ def _named(errno: int) -> str:
 
 
 def copied(error: BaseException) -> BaseException:
-    """Return a copy of an error that is kept, to be raised in its place.
-
-    An error holds every frame that it was raised through, and with them the model of a loop that is over.
-    """
+    """Return a copy of an error to raise in its place, since a raised error keeps its frames alive."""
     try:
         found = copy.copy(error)
         found.__dict__.update(error.__dict__)  # its notes
@@ -182,7 +176,7 @@ def copied(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what another library's error says, or the name of its type."""
+    """Return the first line of another library's error, or the name of its type."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 

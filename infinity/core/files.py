@@ -4,9 +4,9 @@
 In a directory that several users write, a name may be another user's link to a third file. So a file is made
 anew, without following a link, after whatever has its name is removed (:func:`create_file`), in a directory
 that is this user's alone (:func:`own_directory`), in one where no other user can replace it
-(:func:`shared_directory`). Where a file must be found, its owner is checked on the open descriptor
-(:func:`open_found`). What a user names is followed, but only a regular file of limited size is read
-(:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
+(:func:`shared_directory`). A file that must be found has its owner checked on the open descriptor
+(:func:`open_found`). Links in a path that a user gives are followed, but only a regular file of limited size
+is read (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
 
 [Note: one kind of lock]
 Every lock of the package is ``flock`` on an open descriptor. The kernel gives it back however the process
@@ -26,10 +26,10 @@ from typing import TextIO
 
 from infinity.core.errors import LockedError, RecipeError, UnsafePathError
 
-#: Programs that look for unused files hold their locks for a moment; waited for, and between two tries (s).
+#: The longest wait for a lock, which a search for unused files holds for a moment; and between tries (s).
 PATIENCE_S = 0.4
 _PAUSE_S = 0.02
-#: Whose, to a process in a container without root, /tmp and all other files of the machine's root are.
+#: The owner, in a container without root, of /tmp and of all other files of the machine's root.
 _UNMAPPED_UID = 65534
 #: The longest text that a lock file is expected to hold (bytes).
 _MOST_OWNER_NBYTES = 4096
@@ -38,13 +38,13 @@ _NAME_NBYTES, _PATH_NBYTES = 255, 4095
 
 
 def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
-    """Return a descriptor of a new file of mode 0600, which takes the place of what had its name."""
+    """Return a descriptor of a new file of mode 0600, which replaces what had its name."""
     path.unlink(missing_ok=True)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of mode 0600 that takes the place of what had its name; a kill leaves one of the two."""
+    """Write a file of mode 0600 that replaces what had its name; a kill leaves one of the two."""
     draft = path.with_name(f"{path.name}.new")
     with open(create_file(draft), "w", encoding="utf-8") as file:
         file.write(text)
@@ -52,15 +52,15 @@ def write_file(path: Path, text: str) -> None:
 
 
 def append_file(path: Path) -> TextIO:
-    """Open the text file ``path`` for adding to it, as :func:`open_found`; it may be made with mode 0600."""
+    """Open the text file ``path`` to append, as :func:`open_found` does; a new one gets mode 0600."""
     return open(open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
 
 def open_found(path: Path, flags: int) -> int:
-    """Open what has a name in a directory that others may write, if it is this user's and no link.
+    """Open a file in a directory that others may write, if it is this user's and no link.
 
-    With ``os.O_CREAT`` it may be made; what is there must be a file without another name. Raises an
-    UnsafePathError if it is not so.
+    With ``os.O_CREAT`` it may be made; an existing one must be a file without another name. Raises an
+    UnsafePathError otherwise.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -80,7 +80,7 @@ def open_found(path: Path, flags: int) -> int:
 
 
 def own_directory(path: Path) -> None:
-    """Make the directory ``path`` with mode 0700, or let it have that, if it is safely this user's."""
+    """Make the directory ``path`` with mode 0700, or give it this mode if it is safely this user's."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     fd = open_found(path, os.O_RDONLY)
@@ -101,7 +101,7 @@ def own_directory(path: Path) -> None:
 
 
 def shared_directory(path: Path) -> None:
-    """Make the directory ``path``, or see that only this user and root can replace what lies in it."""
+    """Make the directory ``path``, or check that only this user and root can replace what lies in it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     sticky = bool(found.st_mode & stat.S_ISVTX)
@@ -134,7 +134,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_file(path: Path, most_nbytes: int) -> bytes:
-    """Return the bytes of a regular file, or raise an OSError, also if it has more than ``most_nbytes``."""
+    """Return the bytes of a regular file; raise an OSError, also if it has more than ``most_nbytes``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # It may be growing; room for the most that it may have would be taken at once.
@@ -145,7 +145,7 @@ def read_file(path: Path, most_nbytes: int) -> bytes:
 
 
 def expand_user(path: str) -> str:
-    """Return a path, or a pattern, with ``~`` expanded; raise a ValueError if no file can have this path."""
+    """Return a path or pattern with ``~`` expanded; raise a ValueError if no file can have this path."""
     if "\0" in path:
         raise ValueError("the character NUL cannot be in it")
     if path.startswith("~"):
@@ -161,7 +161,7 @@ def expand_user(path: str) -> str:
 
 
 def user_path(path: str | Path, what: str) -> Path:
-    """Return the path that a user gave as ``what``, with ``~`` expanded, or raise a RecipeError."""
+    """Return the path that a user gave as ``what``, with ``~`` expanded; raise a RecipeError if invalid."""
     try:
         return Path(expand_user(os.fspath(path)))
     except ValueError as error:
@@ -169,7 +169,7 @@ def user_path(path: str | Path, what: str) -> Path:
 
 
 def is_file(path: str | Path) -> bool:
-    """Return whether there is a regular file; no error if none can have this path."""
+    """Return whether there is a regular file; never raises an OSError."""
     try:
         return Path(path).is_file()
     except OSError:  # such as a name that is too long
@@ -241,7 +241,7 @@ def is_named(fd: int, path: Path) -> bool:
 
 
 def lock_owner(path: Path) -> str:
-    """The process that wrote itself into a lock file, or what stands in its place; for messages."""
+    """Return, for messages, the process that wrote itself into a lock file, or what else is there."""
     if path.is_symlink():
         return f"a link in the place of {path.name}, which is to be removed"
     owner = _read_owner(path)
@@ -265,7 +265,7 @@ def _read_owner(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Return when a file's bytes, or the names in a directory, survive a power cut."""
+    """Block until a file's bytes, or the names in a directory, survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Elements ``[start, stop)`` of a line, and what lies there."""
+    """Describes elements ``[start, stop)`` of a line, and what lies there."""
 
     source: Hashable
     start: int
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class ShardPiece(NamedTuple):
-    """Elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``."""
+    """Describes elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``."""
 
     unit: int
     rank: int
@@ -28,7 +28,7 @@ class ShardPiece(NamedTuple):
 
 
 class Box(NamedTuple):
-    """An N-dimensional part of a tensor."""
+    """Describes an N-dimensional part of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,9 +45,9 @@ class Box(NamedTuple):
 def shard_pieces(
     start: int, stop: int, new: Sequence[Span], old: Mapping[Hashable, tuple[int, int]], numels: Sequence[int]
 ) -> Iterator[ShardPiece]:
-    """The pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer, in order.
+    """Yield in order the pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer.
 
-    Neither the number of ranks nor the division into units need be the same. Padding gives nothing.
+    The number of ranks and the division into units may differ. Padding gives nothing.
 
     Args:
         new: Parameters of the new unit, where they lie in its flat buffer, ascending, without overlap.
@@ -68,9 +68,9 @@ def shard_pieces(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> Iterator[Box]:
-    """Cut elements ``[start, stop)`` of a row-major tensor into contiguous boxes: the fewest, in order.
+    """Cut elements ``[start, stop)`` of a row-major tensor into the fewest contiguous boxes, in order.
 
-    At most ``2 * len(shape) - 1``, for elements that begin and end inside a row. A box has ``most`` elements.
+    At most ``2 * len(shape) - 1`` boxes, unless a box may have only ``most`` elements.
     """
     most = max(1, stop - start if most is None else most)
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -87,7 +87,7 @@ def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) 
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of one tensor have in common; None: nothing."""
+    """Return the box that two boxes of one tensor share, or None."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     stops = map(min, one.stops, other.stops)
     sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
@@ -95,7 +95,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def flat_offset(offsets: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of the element at ``offsets`` of a row-major tensor of shape ``sizes``."""
+    """Return the index of the element at ``offsets`` of a row-major tensor of shape ``sizes``."""
     at = 0
     for offset, size in zip(offsets, sizes, strict=True):
         at = at * size + offset

@@ -1,7 +1,4 @@
-"""States of units, of saved activations and of updates, each described by the memory it costs; and the edges.
-
-Nothing else remembers where the bytes are.
-"""
+"""States of units, activations and updates by memory cost, and edges: the only record of where bytes are."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -11,14 +8,14 @@ from infinity.core.errors import StateError
 
 
 class Tier(Enum):
-    """The home of a shard between uses."""
+    """Lists the homes that a shard may have between uses."""
 
     HOST = "host"
     NVME = "nvme"
 
 
 class UnitState(Enum):
-    """States of a unit, each with the memory that its weights cost on this rank."""
+    """Lists the states of a unit, each with the memory that its weights cost on this rank."""
 
     ON_NVME = "an extent"
     FETCHING = "extent + staging buffer being filled"
@@ -44,7 +41,7 @@ ALLOWED: dict[UnitState, frozenset[UnitState]] = {
 
 
 class SlotState(Enum):
-    """States of a saved activation, each with the memory that it costs on this rank."""
+    """Lists the states of a saved activation, each with the memory that it costs on this rank."""
 
     RESIDENT = "its storage"
     STORING = "its storage + what it is copied to"
@@ -64,7 +61,7 @@ SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
 
 
 class UpdateState(Enum):
-    """States of a unit's update in one step, each with what it holds."""
+    """Lists the states of a unit's update in one step, each with what it holds."""
 
     HELD = "the gradient"
     SPECULATED = "the gradient + a next version that is not committed yet"
@@ -90,14 +87,14 @@ State = TypeVar("State", UnitState, SlotState, UpdateState)
 
 
 class Lifecycle(Generic[State]):
-    """The state of one unit, slot or update."""
+    """Tracks the state of one unit, slot or update."""
 
     def __init__(self, name: str, state: State) -> None:
         self.name = name
         self.state: State = state
 
     def move(self, state: State) -> None:
-        """Go to ``state``; raise where there is no such edge."""
+        """Go to ``state``; raise if there is no such edge."""
         allowed = _TABLES[type(state)][self.state]
         if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))

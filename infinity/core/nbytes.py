@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(text: str | int) -> int:
-    """Bytes that ``text`` stands for: ``8GiB`` is 8 * 2**30, ``8GB`` is 8 * 10**9."""
+    """Return the bytes that ``text`` stands for: ``8GiB`` is 8 * 2**30, ``8GB`` is 8 * 10**9."""
     valid = isinstance(text, str | int) and not isinstance(text, bool)
     match = _PATTERN.fullmatch(str(text)) if valid else None
     if match is None or match[2].upper() not in _UNITS:
@@ -31,14 +31,13 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.3g} {unit}" if unit != "B" and abs(nbytes) < 999.5 else f"{nbytes:.0f} {unit}"
 
 
-#: Extents, their offsets and their sizes are multiples of this: what O_DIRECT wants of
-#: every file system that we met (bytes).
+#: Offsets and sizes of extents are multiples of this (bytes), as O_DIRECT wants on file systems that we met.
 BLOCK_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous byte range of one file of a volume."""
+    """Describes a contiguous byte range of one file of a volume."""
 
     file: int
     offset: int
@@ -47,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A byte range that may lie on several drives, in the order of its bytes."""
+    """Describes a byte range that may lie on several drives, in the order of its bytes."""
 
     pieces: tuple[Piece, ...]
 
@@ -56,7 +55,7 @@ class Extent:
         return sum(piece.nbytes for piece in self.pieces)
 
     def __add__(self, other: "Extent") -> "Extent":
-        """This range and then ``other``; pieces that touch become one."""
+        """Join this range and ``other`` after it; pieces that touch become one."""
         pieces = list(self.pieces)
         for piece in other.pieces:
             last = pieces[-1] if pieces else None
@@ -70,7 +69,7 @@ class Extent:
         return self.part(0, nbytes)
 
     def part(self, start: int, nbytes: int) -> "Extent":
-        """``nbytes`` of the range from its byte ``start`` on."""
+        """Return ``nbytes`` of the range from its byte ``start`` on."""
         pieces: list[Piece] = []
         for piece in self.pieces:
             skip = min(piece.nbytes, start)
@@ -82,11 +81,11 @@ class Extent:
 
 
 def aligned(nbytes: int, block: int = BLOCK_NBYTES) -> int:
-    """``nbytes`` rounded up to a multiple of ``block`` (bytes)."""
+    """Return ``nbytes`` rounded up to a multiple of ``block`` (bytes)."""
     return -(-nbytes // block) * block
 
 
 def around(piece: Piece) -> Piece:
-    """The smallest range of whole blocks that has all of ``piece``."""
+    """Return the smallest range of whole blocks that contains ``piece``."""
     offset = piece.offset // BLOCK_NBYTES * BLOCK_NBYTES
     return Piece(piece.file, offset, aligned(piece.offset + piece.nbytes) - offset)

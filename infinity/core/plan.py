@@ -4,8 +4,8 @@ The planner reads nothing else of a model. Positions are indices of operators.
 
 [Note: regions]
 A forward pass is cut into stretches: region ``2 * b + 1`` is the b-th call of a block, the even regions lie
-before, between and after the calls. A storage that autograd saves gets a key, its region and its ordinal
-there, which is the same in every micro-batch: a plan names it by that key.
+before, between and after the calls. A saved storage's key, by which a plan names it, is its region and its
+ordinal there: the same in every micro-batch.
 """
 
 import functools
@@ -21,19 +21,19 @@ from infinity.core.files import read_file, write_file
 
 #: The longest profile or plan that is read, a hundred times that of a large model (bytes).
 MOST_NBYTES = 2**28
-#: Of the format. Another one is refused: what it lacks (waits, padding) a plan cannot do without.
+#: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
 _VERSION = 2
 
 
 class SlotKey(NamedTuple):
-    """Name of a saved storage in every micro-batch; see [Note: regions]."""
+    """Names a saved storage in every micro-batch; see [Note: regions]."""
 
     region: int
     ordinal: int
 
 
 class Phase(StrEnum):
-    """The part of a step."""
+    """Lists the parts of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -41,7 +41,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """The content of a storage."""
+    """Lists the kinds of content of a storage."""
 
     ACTIVATION = "activation"  # autograd saves it
     WORKING = "working"  # made inside the step, and not saved
@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """The lifetime of one storage if everything is kept."""
+    """Records the lifetime of one storage if everything is kept."""
 
     name: str
     nbytes: int
@@ -63,7 +63,7 @@ class StorageUse:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of the step, in the order of execution."""
+    """Records one operator of the step, in the order of execution."""
 
     name: str
     time_s: float
@@ -75,7 +75,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """A storage that autograd saves, and when backward uses it; in the order of packing."""
+    """Records a storage that autograd saves, and when backward uses it; in the order of packing."""
 
     key: SlotKey
     storage: int
@@ -88,7 +88,7 @@ class SlotUse:
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """One call of a block, which may be recomputed."""
+    """Records one call of a block, which may be recomputed."""
 
     name: str
     region: int
@@ -99,7 +99,7 @@ class BlockCall:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that units start to move while operator ``at`` runs, on the channels that activations share."""
+    """Counts bytes that units start to move during operator ``at``, on channels shared with activations."""
 
     at: int
     nbytes_read: int
@@ -108,7 +108,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The measured operators and storages of one micro-batch with its update."""
+    """Records the measured operators and storages of one micro-batch with its update."""
 
     step_s: float  # when everything is kept; at least the sum of the operators
     operators: tuple[Operator, ...]
@@ -131,11 +131,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            RecipeError: No such file, or not a profile.
-        """
+        """Read what :meth:`save` wrote; raise a RecipeError if there is no such file, or no profile in it."""
         try:
             given = json.loads(read_file(path, MOST_NBYTES))
             version = given.pop("version")
@@ -156,7 +152,7 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def _built(wanted: Any, given: Any) -> Any:
-    """Return what JSON has as ``given`` in the type ``wanted``; a union is one with None."""
+    """Return ``given``, from JSON, in the type ``wanted``; a union is one with None."""
     kinds, is_record = get_args(wanted), is_dataclass(wanted)
     if get_origin(wanted) is tuple:
         return tuple(_built(kinds[0], each) for each in given)
@@ -169,7 +165,7 @@ def _built(wanted: Any, given: Any) -> Any:
 
 
 class Place(StrEnum):
-    """The place in which a saved storage waits for backward."""
+    """Lists the places in which a saved storage may wait for backward."""
 
     KEEP = "keep"  # in device memory
     HOST = "host"
@@ -195,7 +191,7 @@ class StoreWait:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The channels of one rank, as measured."""
+    """Records the channels of one rank, as measured."""
 
     read_bytes_per_s: float  # NVMe to memory, alone
     write_bytes_per_s: float  # memory to NVMe, alone
@@ -203,14 +199,13 @@ class Hardware:
     host_bytes_per_s: float  # device to host memory and back, each way
     latency_s: float = 0.0  # from submitting a transfer to its first byte
     host_nbytes: int = 0  # host memory that activations may take
-    #: Delay of compute for each byte that moves beside it: without an accelerator I/O takes its share of the
-    #: cores.
+    #: Delay of compute per byte that moves beside it: without an accelerator I/O takes a part of the cores.
     compute_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """Decisions for every micro-batch of a step."""
+    """Decides what happens to saved storages, in every micro-batch of a step."""
 
     policy: str  # that made it: keep, offload, recompute, adaptive or plan
     #: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its inputs,
@@ -218,9 +213,8 @@ class ActivationPlan:
     places: Mapping[SlotKey, Place] = field(default_factory=dict)
     loads: tuple[Load, ...] = ()  # in the order in which backward needs them
     recomputed: frozenset[int] = frozenset()  # regions of blocks that run their forward again in backward
-    #: The budget, of device memory that the step allocates itself, without units, gradients and optimizer
-    #: states. None: there is none.
-    capacity_nbytes: int | None = None
+    #: Budget for what the step allocates on the device, beside units, gradients and optimizer states.
+    capacity_nbytes: int | None = None  # None: no budget
     #: Bytes that may wait in memory to be stored; packing waits for stores beyond it. None: no bound.
     backlog_nbytes: int | None = None
     #: Without them a store that ends later than predicted would hold memory beyond the budget.
@@ -230,7 +224,7 @@ class ActivationPlan:
         return self.places.get(key, Place.KEEP)
 
     def to_json(self) -> str:
-        """Return text that equal plans share; ranks compare it, and runs save it."""
+        """Return text that is the same for equal plans; ranks compare it, and runs save it."""
         given = asdict(self) | {
             "places": sorted((*key, place) for key, place in self.places.items()),
             "recomputed": sorted(self.recomputed),
@@ -247,7 +241,7 @@ class ActivationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Cost of a plan, predicted or measured, for one micro-batch with its update."""
+    """Records the cost of a plan, predicted or measured, for one micro-batch with its update."""
 
     step_s: float
     stall_s: float  # the part of it that waits for transfers

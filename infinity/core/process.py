@@ -11,18 +11,17 @@ for ever, and remove its parent's files. So everything that must be closed hangs
 [Note: dropped without close]
 The garbage collector calls finalizers on any thread, inside any lock. So a finalizer hands the stack to a
 thread that closes it. The stack must not refer to its holder, or the holder is never collected: what holds
-threads and files knows those that it serves :func:`weakly`.
+threads and files refers to its users :func:`weakly`.
 
 [Note: Ctrl-C]
 A signal's handler raises between any two bytecodes of the main thread, and only there. What an interrupted
 step has so far is dropped when the next one begins. Lines between which tables do not agree (half of the
 units are committed) run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called
-when the outermost section ends, so nothing is half done or repaired. Handlers are called through ours, which
-a section puts in place of those that it finds.
+when the outermost section ends, so nothing is half done or repaired. A section puts our handlers in place of
+those that it finds; ours call them.
 
-A section may wait for a disk or for other ranks. If that hangs, a second signal is not held back, if it comes
-some time after the first. Models that were built before it raise
-:class:`~infinity.core.errors.StateError` from then on.
+A section may wait for a disk or for other ranks. If that hangs, a second signal some time after the first is
+not held back. Models that were built before it raise :class:`~infinity.core.errors.StateError` from then on.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
@@ -76,7 +75,7 @@ class OwnedStack(contextlib.ExitStack):
 
 
 def close_collected() -> None:
-    """Return when everything that was collected until now is closed."""
+    """Block until everything that was collected so far is closed."""
     if _closer is not None and _closer.is_alive():
         reached = threading.Event()
         _dropped.put(reached.set)
@@ -84,7 +83,7 @@ def close_collected() -> None:
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
-    """Return a function that calls a bound ``method`` while its object lives, and does nothing afterwards."""
+    """Return a function that calls a bound ``method`` while its object lives, and later does nothing."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -127,7 +126,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among those that a launcher started."""
+    """Describes this process among those that a launcher started."""
 
     rank: int = 0
     world_size: int = 1
@@ -184,7 +183,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-#: A signal that comes so long after one that is held back is not (s): launchers send several at once.
+#: A second signal this long after the first (s) is not held back: launchers send several at once.
 PATIENCE_S = 1.0
 #: Signals whose handlers are held back. SIGALRM is none of them: it may be what ends a wait that hangs.
 HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -210,10 +209,7 @@ class _Handler:
 
 
 class Section:
-    """Context of lines that no signal's handler comes between; may be nested, and used as a decorator.
-
-    On other threads than the main one it does nothing: no signal raises there.
-    """
+    """Context that holds back signal handlers, which run on the main thread only; may nest, and decorate."""
 
     def __init__(self) -> None:
         self.depth = 0  # sections that the main thread is in
@@ -239,7 +235,7 @@ class Section:
                 self._call_handlers()
 
     def _call_handlers(self) -> None:
-        """Call what was held back, in order; one that raises does not keep the others from being called."""
+        """Call the handlers that were held back, in order, each even if another one raises."""
         while self.pending:
             call, _ = self.pending.pop(next(iter(self.pending)))
             try:
@@ -248,7 +244,7 @@ class Section:
                 self._call_handlers()
 
     def follow_fork(self) -> None:
-        """Let the thread that forked be the main thread, in a child."""
+        """Make the thread that forked the main thread, in a child."""
         if get_ident() != self._main:
             self._main, self.depth, self.pending = get_ident(), 0, {}
 

@@ -19,7 +19,7 @@ _SLICE_S = 0.5
 class Transfer:
     """A move in flight: submitted by one thread, ended by another, waited for by any.
 
-    Once it has ended it holds neither what it moved nor the calls that were to follow it.
+    Once ended it holds neither what it moved nor the calls that were to follow it.
     """
 
     __slots__ = ("_calls", "_done", "_error", "_event", "_lock", "_traceback")
@@ -33,7 +33,7 @@ class Transfer:
         self._event: threading.Event | None = None  # made by the first that waits: most never do
 
     def wait(self) -> None:
-        """Return when every byte has moved, or raise what went wrong. May be called again; any thread."""
+        """Block until every byte has moved; raise what went wrong. May be called again, on any thread."""
         event = None
         with self._lock:
             if not self._done:
@@ -45,10 +45,10 @@ class Transfer:
             raise copied(self._error).with_traceback(self._traceback)
 
     def _while_waiting(self) -> None:
-        """Raise if the end will not come; called again and again while a thread waits."""
+        """Raise if the end will not come; called repeatedly while a thread waits."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once."""
+        """Return whether ``wait`` would return (or raise) at once."""
         return self._done
 
     def then(self, call: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Transfer:
     def finish(self, error: BaseException | None = None) -> None:
         """End the transfer, wake all that wait, and run the calls that follow; only the first end counts.
 
-        The thread outlives a mistake in a call: an exception goes to ``threading.excepthook``.
+        An exception in a call goes to ``threading.excepthook``, so that the thread survives it.
         """
         with self._lock:
             if self._done:
@@ -94,7 +94,7 @@ class Transfer:
 def chained(first: Transfer, begin: Callable[[], Transfer]) -> Transfer:
     """Return a transfer that ends with a second one, which ``begin`` starts when ``first`` has ended well.
 
-    Either's error is its own. ``begin`` runs on the thread that saw the first end.
+    An error of either ends it. ``begin`` runs on the thread that saw the first end.
     """
     chain = Transfer()
 
@@ -127,11 +127,9 @@ class TransferEngine(Protocol):
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
         """Start reading ``extent`` into ``memory``; ``write`` has the same rules.
 
-        Args:
-            extent: Aligned to ``BLOCK_NBYTES``.
-            memory: Writable, page-aligned, exactly ``extent.nbytes`` bytes; stays alive and
-                untouched until ``wait`` returns.
-            urgent: Goes before requests that are queued but not yet with the kernel.
+        ``extent`` is aligned to ``BLOCK_NBYTES``. ``memory`` is writable, page-aligned, of exactly
+        ``extent.nbytes`` bytes, and stays alive and untouched until ``wait`` returns. ``urgent`` goes before
+        requests that are queued but not yet with the kernel.
         """
         ...
 
@@ -147,10 +145,10 @@ B = TypeVar("B")
 def stream(
     pieces: Iterable[P], buffers: Iterable[B], read: Callable[[P, B], Transfer]
 ) -> Generator[tuple[P, B]]:
-    """Read pieces through a few buffers: yield each in order, with the buffer that has it until the next.
+    """Read pieces through a few buffers; yield each in order, with the buffer that has it until the next.
 
-    The next ones are read meanwhile. Close the generator before the buffers are given back: then nothing is
-    written to them any more.
+    The next ones are read meanwhile. Close the generator before the buffers are given back, so that nothing
+    is written to them any more.
     """
     left, free = iter(pieces), deque(buffers)
     reading: deque[tuple[P, B, Transfer]] = deque()

@@ -1,19 +1,18 @@
 """The accelerator of a rank: streams, memory, generators. The only module that tells one kind from another.
 
-By torch's generic interface CUDA, ROCm, XPU and other back ends take the same path; where there is no such
-interface, the device's own module has the function.
+By torch's generic interface CUDA, ROCm, XPU and other back ends take the same path; what it lacks, the
+device's own module has.
 
 [Note: the stream of a thread]
-Kernels and copies go to the stream that is current on the calling thread, and wait for nothing on other
-streams. A thread that moves bytes has a stream of its own; what one thread makes for another one travels with
-an event.
+Kernels and copies go to the calling thread's current stream, and wait for nothing on other streams. A thread
+that moves bytes has a stream of its own; what one thread makes for another travels with an event.
 
 [Note: remainders]
 torch wants every block at a multiple of 64 bytes, so glibc takes a larger one and cuts off what lies before
-and after it. Before version 2.39 these remainders go to a cache of small chunks (``tcache``), in which
-nothing is merged: a block that is freed leaves a hole that is too small for the next block of its size, and
-the heap grows (https://sourceware.org/bugzilla/show_bug.cgi?id=30723). The cache can be turned off only
-before a process starts.
+and after it. Before version 2.39 these remainders go to a cache of small chunks (``tcache``) and are not
+merged: a freed block leaves a hole too small for the next block of its size, and the heap grows
+(https://sourceware.org/bugzilla/show_bug.cgi?id=30723). The cache can be turned off only before a process
+starts.
 """
 
 import os
@@ -34,10 +33,7 @@ _module: Callable[[torch.device], Any] = torch.get_device_module
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Let the calling thread work on ``device``, on a new stream; on the CPU do nothing.
-
-    A new thread works on the first device of the machine, whatever the process computes on.
-    """
+    """Let the calling thread work on ``device``, on a new stream; on the CPU do nothing."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
         torch.accelerator.set_stream(torch.Stream(device))  # which belongs to this thread, as the device does
@@ -49,7 +45,7 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Context in which the calling thread works on ``stream``; None: where it works already."""
+    """Context in which the calling thread works on ``stream``; None: on its current one."""
     if stream is None:
         yield
         return
@@ -68,7 +64,7 @@ def record(device: torch.device) -> torch.Event | None:
 
 
 def wait_on_stream(event: torch.Event | None, device: torch.device) -> None:
-    """Let what the calling thread gives its stream from now on wait for ``event``; does not block."""
+    """Let later work on the calling thread's stream wait for ``event``; does not block."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
 
@@ -79,7 +75,7 @@ def wait_on_host(event: torch.Event | None) -> None:
 
 
 class StreamTransfer(Transfer):
-    """A move that ends when a stream was given the last of it: who waits lets its own stream wait, too."""
+    """A move that ends when a stream was given the last of it; ``wait`` makes the caller's stream wait."""
 
     __slots__ = ("_device", "_given")
 
@@ -89,7 +85,7 @@ class StreamTransfer(Transfer):
         self._device = torch.device("cpu")
 
     def record(self, device: torch.device) -> None:
-        """Take the work on the calling thread's stream until now for the move; call before :meth:`finish`."""
+        """End the move with the work so far on the calling thread's stream; call before :meth:`finish`."""
         self._given, self._device = record(device), device
 
     def wait(self) -> None:
@@ -99,14 +95,14 @@ class StreamTransfer(Transfer):
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Record an event whose time can be compared with that of others."""
+    """Record and return an event whose time can be compared with that of others."""
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until the device has done what it was given; on the CPU do nothing."""
+    """Block until the device has done all work that it was given; on the CPU do nothing."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -119,13 +115,13 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
 
 
 def cached_nbytes(device: torch.device) -> int:
-    """Return what torch's allocator keeps of an accelerator's memory and nothing uses (bytes)."""
+    """Return the accelerator memory that torch's allocator keeps but nothing uses (bytes)."""
     module = _module(device) if hasattr(_module(device), "memory_reserved") else torch.accelerator
     return int(module.memory_reserved(device) - module.memory_allocated(device))
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name that an accelerator's maker gave it; the device's own where its kind has none."""
+    """Return the accelerator's name from its maker, or the device's if its kind has none."""
     return str(getattr(_module(device), "get_device_name", str)(device))
 
 
@@ -137,8 +133,8 @@ def rounds_roots(device: torch.device) -> bool:
 def compile_kernel(source: str, name: str, device: torch.device) -> Callable[..., None] | None:
     """Compile a kernel in CUDA C that fuses no multiply-add; None: this device or this torch has no compiler.
 
-    What is returned takes ``grid``, ``block`` and ``args`` (tensors, and integers of 32 bits), and gives the
-    kernel to the calling thread's stream.
+    The function returned takes ``grid``, ``block`` and ``args`` (tensors, and integers of 32 bits), and runs
+    the kernel on the calling thread's stream.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -159,7 +155,7 @@ def compile_kernel(source: str, name: str, device: torch.device) -> Callable[...
 
 
 def hardware_id(device: torch.device) -> str:
-    """Return a name that no other accelerator has; empty where its kind has none."""
+    """Return an id that no other accelerator has; empty if its kind has none."""
     properties = getattr(_module(device), "get_device_properties", lambda _: None)(device)
     return str(getattr(properties, "uuid", ""))
 
@@ -203,10 +199,7 @@ DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def tunables(environment: Mapping[str, str]) -> str | None:
-    """``GLIBC_TUNABLES`` with which a process reuses what torch frees, see [Note: remainders].
-
-    None: it does anyway, or the variable says already what shall be cached.
-    """
+    """Return the ``GLIBC_TUNABLES`` that let a process reuse what torch frees; None: no change is needed."""
     version, given = glibc_version(), environment.get(_VARIABLE, "")
     if version is None or version >= (2, 39) or any(name in given for name in _TUNABLES):
         return None
@@ -226,10 +219,10 @@ def heap_line() -> str:
 
 
 def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
-    """Replace this process, which has only begun, by the same one that reuses what torch frees.
+    """Replace this process, which has only begun, by one that reuses what torch frees.
 
-    Returns if nothing would change; if there is an accelerator; or if the interpreter was not started as
-    ``program`` with ``arguments`` (``sys.argv``), so that it is unknown how to start it again.
+    Returns if nothing would change, if there is an accelerator, or if the interpreter was not started as
+    ``program`` with ``arguments`` (``sys.argv``): then it is unknown how to start it again.
     """
     wanted, started = tunables(os.environ), sys.orig_argv
     is_ours = Path(program).name in ("infinity", "__main__.py") and started[-len(arguments) :] == [*arguments]

@@ -1,7 +1,7 @@
-"""The resources of this machine: memory, cores, huge pages, and how fast it multiplies each dtype.
+"""Measures this machine: memory, cores, huge pages, and how fast it multiplies each dtype; runs its threads.
 
 [Note: threads beside training]
-A pool of our own, because numba's parallel loops must not be started from two threads at one time, and
+Updates have a pool of their own: numba's parallel loops must not be started from two threads at one time, and
 torch's pool belongs to training. Slices are whole pieces of an elementwise loop, or rows that are summed one
 by one, so their number changes no bit.
 """
@@ -46,7 +46,7 @@ _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def free_host_nbytes(root: Path = _ROOT) -> int:
-    """Host memory that is free for one rank of this machine, or of this container (bytes)."""
+    """Return the host memory that is free for one rank of this machine, or of this container (bytes)."""
     available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
     free = [available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for version, group, limit_nbytes in _memory_limits(root):
@@ -58,7 +58,7 @@ def free_host_nbytes(root: Path = _ROOT) -> int:
 
 
 def total_host_nbytes(root: Path = _ROOT) -> int:
-    """Host memory of this machine, or of this container, for all of its ranks (bytes)."""
+    """Return the host memory of this machine, or of this container, for all of its ranks (bytes)."""
     installed = _read_field(root / "proc/meminfo", "MemTotal:") * 1024
     installed = installed or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit_nbytes for _, _, limit_nbytes in _memory_limits(root))])
@@ -69,7 +69,7 @@ def local_ranks() -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may run on, or fewer where its container's quota is worth fewer."""
+    """Return the cores that this process may run on, or fewer if its container's quota is worth fewer."""
     cores = len(os.sched_getaffinity(0))
     for version, group in _control_groups(root, "cpu"):
         if version == 2:
@@ -82,7 +82,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def missing_huge_pages(root: Path = _ROOT) -> str:
-    """Why this machine has no transparent huge pages, one line for people; empty: it has."""
+    """Return, in one line for people, why this machine has no transparent huge pages; empty: it has them."""
     if "[never]" in _read(root / _HUGE_PAGES):
         why = f"/{_HUGE_PAGES} is never"
     else:
@@ -96,7 +96,7 @@ def missing_huge_pages(root: Path = _ROOT) -> str:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path, int]]:
-    """Version and directory of every control group that limits the memory of this process, with the limit."""
+    """Yield version, directory and limit of every control group that limits this process's memory."""
     for version, group in _control_groups(root, "memory"):
         for name in _MEMORY_FILES[version][0]:
             if (limit_nbytes := _read(group / name)).isdigit():  # else "max"
@@ -104,7 +104,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, Path, int]]:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Version and directory of every control group that limits this process, those above its own included."""
+    """Yield version and directory of every control group that limits this process, parents included."""
     own = [line.split(":", 2)[1:] for line in _read(root / "proc/self/cgroup").splitlines()]
     for line in _read(root / "proc/self/mountinfo").splitlines():
         mount, _, file_system = line.partition(" - ")
@@ -124,7 +124,6 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -132,14 +131,14 @@ def _read(path: Path) -> str:
 
 
 def _read_field(path: Path, name: str) -> int:
-    """The number in the line that begins with ``name``; 0 where there is none."""
+    """Return the number in the line that begins with ``name``; 0 if there is none."""
     lines = (line.split() for line in _read(path).splitlines())
     return next((int(words[1]) for words in lines if words and words[0] == name), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeSpeed:
-    """The speed at which one thread of the CPU, or the accelerator, multiplies matrices."""
+    """Records the speed at which one CPU thread, or the accelerator, multiplies matrices."""
 
     name: Dtype  # of 16 bits: bf16 or fp16
     flops_per_s: float
@@ -160,11 +159,9 @@ class DtypeSpeed:
 def choose_dtype(
     wanted: Literal[Dtype, "auto"], device: torch.device, least: Callable[[float], float]
 ) -> tuple[Dtype, str]:
-    """The dtype to compute in, and a line about it for people, or none.
+    """Return the dtype to compute in, and a line about it for people, or none.
 
-    Args:
-        wanted: ``train.dtype``; for ``auto`` every rank must call.
-        least: Gives the smallest number of all ranks.
+    For ``wanted`` ``auto`` every rank must call; ``least`` gives the smallest number of all ranks.
     """
     if wanted == "fp32":
         return wanted, ""
@@ -226,18 +223,14 @@ _given: int | None = None  # threads that were chosen for this rank
 
 
 def set_rank_threads(threads: int) -> None:
-    """Let this rank compute on as many threads, PyTorch's and those of updates."""
+    """Let PyTorch and the updates of this rank compute on ``threads`` threads."""
     global _given
     _given = threads
     torch.set_num_threads(threads)
 
 
 def rank_threads() -> int:
-    """Return the threads of this rank: PyTorch's.
-
-    Where the user has set nothing, torchrun sets ``OMP_NUM_THREADS=1``: then they are the rank's share of
-    the cores.
-    """
+    """Return this rank's threads: PyTorch's, or a share of the cores where torchrun set one by default."""
     threads = torch.get_num_threads()
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if threads > 1 or threads == _given or not by_torchrun:
@@ -247,7 +240,7 @@ def rank_threads() -> int:
 
 @functools.cache
 def share_of_cores() -> int:
-    """Return this rank's part of the cores; cached, as every update asks and files of the system are read."""
+    """Return this rank's part of the cores; cached, because every update asks and system files are read."""
     return max(1, usable_cores() // local_ranks())
 
 
@@ -260,10 +253,8 @@ def in_slices(
 ) -> None:
     """Call ``run(begin, end)`` for slices of ``range(numel)``, on this thread and ``threads - 1`` others.
 
-    Args:
-        run: Releases the interpreter lock; called at least once, with an empty slice if ``numel`` is 0.
-        numel: Elements, or rows of them.
-        least: No slice but the last is smaller.
+    ``run`` releases the interpreter lock, and is called at least once, with an empty slice if ``numel`` is 0.
+    No slice but the last is smaller than ``least``.
     """
     size = max(least, -(-numel // threads))
     size += -size % 64  # slices of whole cache lines: no two threads write one
@@ -279,7 +270,7 @@ def in_slices(
 def compile_ahead(key: object, run: Callable[[], object]) -> None:
     """Call ``run``, which calls jitted functions, on a thread of its own; once for each ``key``.
 
-    Who needs such a function earlier waits for numba's lock. What ``run`` raises, they raise, too.
+    A caller that needs such a function earlier waits for numba's lock, and raises what ``run`` raises.
     """
 
     def quietly() -> None:
@@ -296,7 +287,7 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
 
 
 def compiling() -> bool:
-    """Whether jitted functions may not be there yet: who has another form of one need not wait for it."""
+    """Return whether jitted functions may be missing yet; a caller may use another form meanwhile."""
     return any(thread.is_alive() for thread in list(_compiling.values()))
 
 
@@ -313,7 +304,7 @@ def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[
 
 
 def _before_fork() -> None:
-    """A child would inherit numba's lock, held by a thread that it does not have."""
+    """Wait for compilation: a child would inherit numba's lock, held by a thread that it does not have."""
     for thread in list(_compiling.values()):
         if thread is not threading.current_thread():
             thread.join(_FORK_WAIT_S)

@@ -9,25 +9,24 @@ Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also giv
 
 [Note: order lives in the lease]
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
-with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
+with it, and ``tensor`` and ``memory`` wait for them: for accelerator memory the calling thread's stream, for
 host memory the thread itself. A thread that gave a stream work on a buffer that another thread or stream uses
 next calls ``record_use``; giving back accelerator memory does so by itself. There is one user at a time.
 
-A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
-its copies have ended: what is lent can be read into and written at once.
+A buffer of accelerator memory is lent again at once, with its events; one of host memory when its copies have
+ended, so that it can be read into and written at once.
 
 [Note: memory of an accelerator]
 torch's allocator gives memory to the stream that was current when it was asked, and takes it back in that
 stream's order. A pool asks on a stream of its own, on which nothing else runs: its memory does not mix with
-that of activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited
-for there. It is not one arena, and nor is page-locked memory: a lease that fits by bytes would find no gap
+activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited for
+there. Neither this memory nor page-locked memory is one arena: a lease that fits by bytes might find no gap
 that is large enough. Both are made and locked outside of the pool's lock.
 
 [Note: forked children]
-A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would,
-as training writes on, keep a second copy of the whole pool, and huge pages would be broken up. The addresses
-stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what it has put
-there since.
+A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would
+keep a second copy of the pool as training writes on, and huge pages would be broken up. The addresses stay
+taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what it has put there.
 """
 
 import ctypes
@@ -63,7 +62,7 @@ _SLICE_S = 0.5
 
 
 class HostBuffer:
-    """A private anonymous mapping, on huge pages where it is that large, page-locked for an accelerator."""
+    """Owns a private anonymous mapping, on huge pages if it is that large, page-locked for an accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
@@ -110,11 +109,7 @@ class HostBuffer:
         self.events.clear()
 
     def close(self) -> None:
-        """Give the pages back now.
-
-        The addresses go with the last view of them, so that a view that outlives its lease reads zeros and
-        never another buffer's memory.
-        """
+        """Give the pages back now; the addresses go with the last view, which until then reads zeros."""
         self.wait()
         if self._unlock is not None:
             self._unlock()
@@ -130,7 +125,7 @@ def _unlock_pages(owner: int, address: int, device: torch.device, events: list[t
 
 
 class DeviceBuffer:
-    """Accelerator memory, from torch's allocator, on a pool's stream."""
+    """Owns accelerator memory, from torch's allocator, on a pool's stream."""
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.Stream | None) -> None:
         self.nbytes, self.device, self._stream = nbytes, device, stream
@@ -144,7 +139,7 @@ class DeviceBuffer:
         raise StateError(f"a buffer on {self.tensor.device} has no host memory; use its tensor")
 
     def wait(self) -> None:
-        """Let the stream of the calling thread wait for what is in flight."""
+        """Let the calling thread's stream wait for what is in flight."""
         events, self.events = self.events, []
         for event in events:
             wait_on_stream(event, self.device)
@@ -161,7 +156,7 @@ Buffer = HostBuffer | DeviceBuffer
 
 
 class Lease:
-    """Holding ``nbytes`` of one buffer of a pool. A context manager; ``release`` may be called twice."""
+    """Holds ``nbytes`` of one buffer of a pool. A context manager; ``release`` may be called twice."""
 
     __slots__ = ("_deferred", "_pool", "_released", "lent", "nbytes", "who")
 
@@ -180,14 +175,14 @@ class Lease:
 
     @property
     def memory(self) -> memoryview:
-        """The same bytes for an engine; :class:`StateError` where the buffer is not in host memory."""
+        """The same bytes for an engine; raises :class:`StateError` if the buffer is not in host memory."""
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
         return buffer.memory[: self.nbytes]
 
     def record_use(self) -> None:
-        """Let the next use wait for what the calling thread has given its stream until now."""
+        """Let the next use wait for what the calling thread has given its stream so far."""
         buffer = self.buffer
         event = record(buffer.device)
         if event is not None:
@@ -195,7 +190,7 @@ class Lease:
 
     @property
     def buffer(self) -> Buffer:
-        """The buffer that is held; :class:`StateError` once the lease was released."""
+        """The buffer that is held; raises :class:`StateError` once the lease was released."""
         buffer = self.lent
         if buffer is None:
             raise StateError(f"{self.who}: its lease of {format_nbytes(self.nbytes)} was released")
@@ -208,7 +203,7 @@ class Lease:
             self._pool.take_back(self)
 
     def defer_release(self, deferred: bool) -> None:
-        """Let :meth:`release`, on whatever thread, take effect when this is called with False."""
+        """Let :meth:`release`, on any thread, take effect only when this is called with False."""
         self._deferred = deferred
         if self._released and not deferred:
             self._pool.take_back(self)
@@ -221,10 +216,7 @@ class Lease:
 
 
 class Pool:
-    """A bounded set of buffers, with its accounting. Any thread may call.
-
-    ``key`` is the setting that bounds it, for messages.
-    """
+    """Lends buffers up to a capacity (bytes); ``key`` is its setting, for messages. Any thread may call."""
 
     patience_s = 30.0  # for which a lease waits without anything being given back
     _lends_at_once = False  # whether a buffer that is in use by a stream can be lent again
@@ -242,12 +234,12 @@ class Pool:
         self._failure: BaseException | None = None
 
     def make(self, nbytes: int) -> Buffer:
-        """Return new memory of ``nbytes``, already rounded."""
+        """Return new memory of ``nbytes``, already rounded to whole pages."""
         raise NotImplementedError
 
     @property
     def leased_nbytes(self) -> int:
-        """Bytes that are leased now, in whole pages; also those that copies still use."""
+        """Bytes that are leased now, in whole pages, including those that copies still use."""
         with self.changed:
             self._collect_ended()
             return self._leased_nbytes
@@ -269,10 +261,8 @@ class Pool:
     def lease(self, nbytes: int, *, who: str) -> Lease:
         """Hold a buffer of ``nbytes``; block until it fits.
 
-        Raises:
-            BudgetError: It can never fit, or nothing was given back for ``patience_s``.
-            StateError: The pool is closed.
-            BaseException: It would have to wait, after :meth:`fail`.
+        Raises a BudgetError if it can never fit or nothing was given back for ``patience_s``, a StateError if
+        the pool is closed, and, instead of waiting, the error that :meth:`fail` was given.
         """
         return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
 
@@ -311,7 +301,7 @@ class Pool:
         return lease
 
     def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
-        """The same without blocking: None when it does not fit now."""
+        """Hold a buffer of ``nbytes`` without blocking; None if it does not fit now."""
         size = rounded(max(1, nbytes))
         with self.changed:
             if self._ending:
@@ -351,13 +341,13 @@ class Pool:
             buffer.close()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` from every lease that waits for a buffer, or would have to."""
+        """Raise ``error`` from every lease that waits, or would have to wait, for a buffer."""
         with self.changed:
             self._failure = error
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Unmap what is not leased; what is leased goes as it is given back."""
+        """Unmap what is not leased; unmap leased buffers as they are given back."""
         with self.changed:
             self._closed = True
             unmapped = [*self._kept, *(buffer for buffer, _ in self._ending)]
@@ -370,7 +360,7 @@ class Pool:
             buffer.close()
 
     def unmap_leased(self) -> None:
-        """Give back what is still leased, too: nothing reads or writes it any more."""
+        """Give back what is still leased, too; nothing may read or write it any more."""
         with self.changed:
             for buffer in self._lent:
                 buffer.close()
@@ -397,7 +387,7 @@ class Pool:
         return self._leased_nbytes + size <= self.capacity_nbytes
 
     def _unkeep(self) -> list[Buffer]:
-        """Take kept buffers, which the caller closes, until the rest fits."""
+        """Remove kept buffers, which the caller closes, until the rest fits."""
         taken, nbytes = list[Buffer](), self._leased_nbytes + self.kept_nbytes - self.capacity_nbytes
         while nbytes > 0 and self._kept:
             buffer, _ = self._kept.popitem(last=False)
@@ -423,7 +413,7 @@ class Pool:
 
 
 class HostPool(Pool):
-    """Page-aligned host memory for staging and for states that stay resident; page-locked for ``device``."""
+    """Lends page-aligned host memory for staging and resident states; page-locked for ``device``."""
 
     def __init__(
         self, capacity_nbytes: int, *, key: str = "memory.host", device: torch.device | None = None
@@ -436,7 +426,7 @@ class HostPool(Pool):
 
 
 class DevicePool(Pool):
-    """Memory of an accelerator; its leases have no ``memory``. See [Note: memory of an accelerator]."""
+    """Lends accelerator memory; its leases have no ``memory``. See [Note: memory of an accelerator]."""
 
     _lends_at_once = True
 
@@ -458,19 +448,19 @@ class DevicePool(Pool):
 
 
 class CountingPool:
-    """Pool of the training thread that counts waiting for a buffer as a stall of cause ``update``."""
+    """Leases buffers to the training thread; counts waiting for one as a stall of cause ``update``."""
 
     def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], object]], None]) -> None:
         self._pool, self._stalls = pool, stalls
         self._held_back: list[Lease] = []
 
     def hold_back(self, lease: Lease) -> None:
-        """Let a lease be given back after :meth:`give_back` only, or when a buffer does not fit beside it."""
+        """Keep a lease until :meth:`give_back`, or until a buffer does not fit beside it."""
         lease.defer_release(True)
         self._held_back.append(lease)
 
     def give_back(self) -> None:
-        """Give back what was held back, as soon as its users have released it."""
+        """Give back the leases that were held back, as soon as their users have released them."""
         held_back, self._held_back = self._held_back, []
         for lease in held_back:
             lease.defer_release(False)

@@ -1,4 +1,4 @@
-"""How fast a directory's drive is, to share bytes among several in proportion."""
+"""Measures how fast a directory's drive is, to share bytes among several in proportion."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of one drive, and the time of a core that each byte costs."""
+    """Records the speed of one drive, and the time of a core that each byte costs."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -49,7 +49,7 @@ def measure(
     """Write a file of ``nbytes``, write it again, read it, and remove it. Raises a DiskError.
 
     Args:
-        allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
+        allocated_on: Move memory of torch's allocator, as activations are moved, and not a pool's buffer. On
             the CPU ordinary pages are pinned one by one: about half of the speed for several times the
             processor's time. From and to an accelerator bytes move by GPUDirect Storage.
         both: Read and write at one time, too; not by GPUDirect Storage.
@@ -78,7 +78,7 @@ def measure(
 
 
 def _both_s(engine: Any, extent: Extent, memory: memoryview) -> float:
-    """Seconds in which one half of ``extent`` is read while the other is written, whole blocks of both."""
+    """Return the seconds for reading one half of ``extent`` while the other, in whole blocks, is written."""
     half = extent.nbytes // 2 // BLOCK_NBYTES * BLOCK_NBYTES
     parts = [(begin, min(begin + _PIECE_NBYTES, half)) for begin in range(0, half, _PIECE_NBYTES)]
     began = time.perf_counter()
@@ -92,7 +92,7 @@ def _both_s(engine: Any, extent: Extent, memory: memoryview) -> float:
 
 
 def _memory(nbytes: int, allocated_on: torch.device | None) -> Any:
-    """Memory as pools have it, or of torch's allocator; written to: untouched memory is one page of zeros."""
+    """Return memory of a pool or of torch's allocator, written to: untouched memory is one page of zeros."""
     if allocated_on is None:
         buffer = HostBuffer(rounded(nbytes))
         buffer.tensor.fill_(1)
@@ -105,7 +105,7 @@ def _memory(nbytes: int, allocated_on: torch.device | None) -> Any:
 
 
 def stripe_weights(directories: Sequence[Path]) -> list[float]:
-    """Share of the bytes for each directory; drives are measured once (:func:`measure`) per process."""
+    """Return each directory's share of the bytes; drives are measured once (:func:`measure`) per process."""
     if len(directories) == 1:
         return [1.0]
     with _lock:

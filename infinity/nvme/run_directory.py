@@ -29,21 +29,21 @@ from infinity.core.files import (
 from infinity.core.nbytes import format_nbytes
 
 _LOCKS = "rank*.lock"
-#: What a run that was interrupted goes on from; see :mod:`infinity.shards.journal`.
+#: The files from which an interrupted run goes on; see :mod:`infinity.shards.journal`.
 _COMMITS = "rank*.commits-head"
 #: The longest wait for another rank that looks whether it is the last one, which takes it a moment (s).
 _TURN_S = 10.0
-#: What a file system says that has no locks of directories, as NFS.
+#: Errors of file systems without locks of directories, such as NFS.
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def new_run_id() -> str:
-    """An id that no other run has, and that sorts by time: ``20260131-235959-1a2b3c``."""
+    """Return an id that no other run has, and that sorts by time: ``20260131-235959-1a2b3c``."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 class RunDirectory:
-    """The directory ``root/run_id``, made or joined, and locked for one rank of the run.
+    """Owns one rank's place in the directory ``root/run_id``, which it makes or joins, and locks.
 
     Raises:
         LockedError: A live process holds the rank's place in it: another run has this id.
@@ -76,7 +76,7 @@ class RunDirectory:
             raise DirectoryError(error.errno or errno.EIO, action, self.path) from error
 
     def file(self, name: str) -> Path:
-        """Path of this rank's file ``name``, which :meth:`remove` removes."""
+        """Return the path of this rank's file ``name``, which :meth:`remove` removes."""
         if not name or name == ".." or Path(name).name != name:
             raise ValueError(f"{name!r}: the name of a file, without folders, was wanted")
         path = self.path / name
@@ -84,7 +84,7 @@ class RunDirectory:
         return path
 
     def is_empty(self) -> bool:
-        """Whether it holds nothing but locks."""
+        """Return whether the directory holds nothing but locks."""
         with contextlib.suppress(OSError):  # it was removed, or no descriptor is left to list it with
             return {*self.path.iterdir()} == {*self.path.glob(_LOCKS)}
         return False
@@ -104,16 +104,15 @@ class RunDirectory:
             self.path.rmdir()
 
     def finish(self) -> None:
-        """Say that this rank is done with the run. Once all ranks are, no process goes on with it."""
+        """Record that this rank is done with the run. Once all ranks are, no process goes on with it."""
         if self._lock >= 0:
             os.close(create_file(finished_path(self.path, self.rank)))
 
     def remove_finished(self, world_size: int) -> None:
-        """Give the lock back, and remove the files of all ranks if all that are here have finished.
+        """Give back the lock, and remove the files of all ranks if all that are here have finished.
 
         Until the last one has, another may die, and need the states of all to go on. Ranks look in turns, the
-        directory locked: of two at a time, each could find a lock that the other holds to look, and no
-        file would go.
+        directory locked: two at a time could each find the other's lock taken, and no file would go.
         """
         if self._lock < 0:
             return
@@ -137,7 +136,7 @@ class RunDirectory:
                     self.path.rmdir()
 
     def leave(self) -> None:
-        """Give the lock back, and leave the files to the process that goes on with the run."""
+        """Give back the lock, and leave the files to the process that goes on with the run."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -148,7 +147,7 @@ def finished_path(folder: Path, rank: int) -> Path:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """This user's directories below ``root`` of runs that ended without removing them; nothing is changed."""
+    """Return this user's directories below ``root`` of runs that ended without removing them."""
     found = []
     for path in filter(is_own, sorted(Path(root).glob("*/"))):
         locks = list(path.glob(_LOCKS))
@@ -158,7 +157,7 @@ def find_leftovers(root: Path) -> list[Path]:
 
 
 def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
-    """Lines for people about files that no run uses, those of the run ``own`` left out; may be empty."""
+    """Return lines for people about files that no run uses, without the run ``own``; may be empty."""
     places = [Path(root).resolve() for root in roots]
     lines = []
     try:

@@ -25,7 +25,7 @@ _GROWTH_NBYTES = 64 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes ``[offset, offset + nbytes)`` of a file; ``fresh`` if they are allocated for the first time."""
+    """Describes bytes ``[offset, offset + nbytes)`` of a file; ``fresh``: allocated for the first time."""
 
     offset: int
     nbytes: int
@@ -34,7 +34,7 @@ class Range:
 
 @dataclass(slots=True)
 class Space:
-    """Taken ranges of one file: best fit among what was given back, else at the end. No file is touched."""
+    """Tracks taken ranges of one file: best fit among free ones, else at the end. No file is touched."""
 
     end: int = 0  # the first byte that was never taken
     taken_nbytes: int = 0
@@ -42,7 +42,7 @@ class Space:
 
     @classmethod
     def of(cls, taken: Iterable[tuple[int, int]]) -> "Space":
-        """The space in which these ranges (offset and bytes) are taken; a ValueError if two overlap."""
+        """Return a space in which these ranges (offset, bytes) are taken; a ValueError if two overlap."""
         space = cls()
         for offset, nbytes in sorted(taken):
             if offset < space.end:
@@ -53,14 +53,14 @@ class Space:
         return space
 
     def extend(self, end: int) -> None:
-        """Let a file be longer than what is taken: the rest is free, and holds something."""
+        """Extend the space to the end of a longer file: the rest is free, and holds something."""
         nbytes, start = max(0, end - self.end), self.end
         self.end, self.taken_nbytes = start + nbytes, self.taken_nbytes + nbytes
         if nbytes:
             self.give(start, nbytes)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether so many bytes were given back in one place."""
+        """Return whether ``nbytes`` were given back in one place."""
         return any(size >= nbytes for size in self._free.values())
 
     def take(self, nbytes: int) -> Range:
@@ -76,7 +76,7 @@ class Space:
         return Range(offset, nbytes, fresh=False)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back, which joins its free neighbors; a ValueError if some of it is not taken."""
+        """Give back a range, which joins its free neighbors; raise a ValueError if not all of it is taken."""
         before = next((start for start, size in self._free.items() if start + size == offset), None)
         inside = any(start < offset + nbytes and offset < start + size for start, size in self._free.items())
         if inside or offset + nbytes > self.end:
@@ -91,7 +91,7 @@ class Space:
 
 @dataclass(slots=True)
 class VolumeFile:
-    """One file of a volume, and the space in it."""
+    """Owns one file of a volume, and the space in it."""
 
     path: Path
     fd: int
@@ -169,7 +169,7 @@ class VolumeFile:
 
 
 def _stamp_of(found: os.stat_result) -> tuple[int, ...]:
-    """The identity and state of a file: device, inode, size, time of the last change."""
+    """Return the identity and state of a file: device, inode, size, time of the last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -187,7 +187,7 @@ def open_sealed(path: Path, fd: int) -> VolumeFile:
 
 
 def open_own(path: Path, space: Space | None = None) -> VolumeFile:
-    """Open a file that an interrupted run has left, in which ``space`` is taken; None: it is only read."""
+    """Open a file that an interrupted run has left, in which ``space`` is taken; None: only for reading."""
     fd, direct = open_direct(path, open_found, "opening")
     nbytes = os.fstat(fd).st_size
     if space is None:
@@ -200,9 +200,9 @@ def open_own(path: Path, space: Space | None = None) -> VolumeFile:
 
 
 def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
-    """Open a file for reading and writing; its descriptor, and whether it bypasses the page cache.
+    """Open a file to read and write; return its descriptor, and whether it bypasses the page cache.
 
-    Raises a DirectoryError, which says ``how`` (making or opening), if that cannot be.
+    Raises a DirectoryError, which says ``how`` (making or opening), if that fails.
     """
     try:
         try:
@@ -218,10 +218,10 @@ def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> 
 
 
 class Volume:
-    """Files, one in each directory, in which extents are allocated. Any thread may call.
+    """Allocates extents in files, one in each directory. Any thread may call.
 
-    A fresh range reads as zeros. A range that was freed and is allocated again holds what it held,
-    unless zeros are asked for.
+    A fresh range reads as zeros; one that was freed and is allocated again holds what it held, unless zeros
+    are asked for.
 
     Args:
         paths: The files; their directories exist and are this user's own.
@@ -254,14 +254,14 @@ class Volume:
         return len(self._files)
 
     def add_sealed(self, files: Sequence[VolumeFile]) -> int:
-        """Take in files that are only read; returns the number of the first."""
+        """Add files that are only read; return the number of the first."""
         first = len(self._files)
         self._files += files
         self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         return first
 
     def drop_sealed(self, first: int, count: int) -> None:
-        """Close files that :meth:`add_sealed` took in, which nothing reads any more; they stay on disk."""
+        """Close files that :meth:`add_sealed` added and nothing reads any more; they stay on disk."""
         for file in self._files[first : first + count]:
             file.close()
             file.space = Space()
@@ -278,7 +278,7 @@ class Volume:
 
     @property
     def notes(self) -> list[str]:
-        """A line for people about each directory whose files go through the page cache."""
+        """Return a line for people about each directory whose files go through the page cache."""
         folders = dict.fromkeys(file.path.parent for file in self._files if not file.direct)
         return [
             f"{folder}: this file system has no O_DIRECT, so bytes go through the page cache: slower, and "
@@ -294,12 +294,9 @@ class Volume:
     def allocate(self, nbytes: int, *, what: str, zeroed: bool = False) -> Extent:
         """Take ``nbytes``, whole blocks that no other extent has; the file system has reserved them.
 
-        From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps
-        of 1 MiB; a smaller one lies whole on the file that holds least for its weight.
-
-        Args:
-            what: The owner of the bytes, for messages.
-            zeroed: Write zeros where the range held something before.
+        From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps of 1
+        MiB; a smaller one lies whole on the file that holds least for its weight. ``what`` names the owner,
+        for messages; ``zeroed`` writes zeros where the range held something before.
         """
         if nbytes <= 0 or nbytes % BLOCK_NBYTES:
             raise ValueError(
@@ -323,7 +320,7 @@ class Volume:
         return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
 
     def _parts(self, nbytes: int) -> list[tuple[int, int]]:
-        """``(file, nbytes)`` of each part of an extent, in order."""
+        """Return ``(file, nbytes)`` of each part of an extent, in order."""
         count = len(self._weights)
         if count > 1 and nbytes < 2 * _MIB * count:
             load = [self._files[file].space.taken_nbytes / self._weights[file] for file in range(count)]
@@ -339,13 +336,13 @@ class Volume:
         return parts
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back, once; nothing may be in flight to or from it."""
+        """Give back an extent, once; nothing may be in flight to or from it."""
         with self._lock:
             for piece in extent.pieces:
                 self._files[piece.file].space.give(piece.offset, piece.nbytes)
 
     def sync(self) -> None:
-        """Return when everything written so far survives a power cut, or raise a DiskError."""
+        """Block until everything written so far survives a power cut; raise a DiskError if it cannot."""
         for file in self._files[: len(self._weights)]:
             try:
                 os.fdatasync(file.fd)
@@ -353,11 +350,11 @@ class Volume:
                 raise DiskError(error.errno or errno.EIO, "sync", file.path) from error
 
     def check(self) -> None:
-        """See that the files are what they were; two system calls each. Raises a ChangedFileError."""
+        """Raise a ChangedFileError unless the files are what they were; two system calls each."""
         for file in self._files:
             file.check()
 
     def close(self) -> None:
-        """Close the files; they stay on disk. May be called twice."""
+        """Close the files, which stay on disk. May be called twice."""
         for file in self._files:
             file.close()

@@ -2,25 +2,25 @@
 
 [Note: where a unit ends]
 A unit should be large enough for full-speed I/O and should not mix two blocks, because then it is needed
-twice as long. A module of a class that has been built before, and that has children with parameters, begins a
-new block, and the open unit closes before it. Inside a block a unit closes when it holds enough bytes; small
+twice as long. A new block begins with a module that has children with parameters and whose class has been
+built before; the open unit closes before it. Inside a block a unit closes when it holds enough bytes; small
 newcomers (norms, biases) may still join a full unit.
 
 [Note: a unit that memory can hold]
-Of several units at one time there are a gradient, its reduction and two in flight. On many ranks units of
-full-speed shards would take all of a device's memory for these (8 GiB each on 512 ranks). So units become no
-larger than half of the memory has room for, if their parameters are not.
+A gradient, its reduction and two units in flight are in memory at one time. On many ranks units of full-speed
+shards would take all of a device's memory for these (8 GiB each on 512 ranks). So units are no larger than
+half of the memory has room for, unless one parameter is.
 
 [Note: a leaf]
 Experts are used by some ranks and not by others, but gathers must come in the same order everywhere. So the
 module that holds them is a *leaf*: with several ranks all its units, cut at its own bounds, are gathered when
-it is used, and reduced when its backward has passed. Which classes may be leaves is known before the first is
-built; whether one that only has the name really keeps its experts in a list is seen when it is complete.
+it is used and reduced when its backward has passed. Classes that may be leaves are known by name before the
+first is built; that a module really keeps experts in a list is seen when it is complete.
 
 [Note: what is tiled]
-Packed experts (``[experts, out, in]``), linear layers and embeddings, if they are larger than
-:class:`CutSizes` allows. On one rank without an accelerator, where a tile costs the host less time than
-reading it, a tile of experts is one expert, or as many as a drive reads at its speed.
+Packed experts (``[experts, out, in]``), linear layers and embeddings, if larger than :class:`CutSizes`
+allows. On one rank without an accelerator, where a tile costs the host less time than reading it, a tile of
+experts is one expert, or as many as a drive reads at its speed.
 """
 
 import difflib
@@ -45,7 +45,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_til
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig(Config):
-    """Collectives between ranks."""
+    """Configures collectives between ranks."""
 
     reduce_dtype: Literal["fp32", "compute"] = setting(
         "fp32", "dtype in which gradients are summed over ranks; compute: half the bytes, more rounding"
@@ -70,8 +70,7 @@ class PartitionConfig(Config):
         raise SettingError("tile", self.tile, "auto, never, or a size such as 64MiB")
 
 
-#: A unit is full when a rank's shard of it holds this much: several requests of the size at
-#: which drives reach their full speed (bytes).
+#: Bytes of a rank's shard of a full unit: several requests of the size at which drives reach full speed.
 TARGET_SHARD_NBYTES = 16 * 2**20
 #: The least, where memory has no room for that. Two such shards at one time are read as fast as larger ones
 #: (0.99), two of half the size more slowly (0.90); and volumes divide no smaller ones among drives.
@@ -87,7 +86,7 @@ _BLOCK_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class CutSizes:
-    """The largest units and tiles (bytes in the compute dtype); see [Note: a unit that memory can hold]."""
+    """Bounds units and tiles (bytes in the compute dtype); see [Note: a unit that memory can hold]."""
 
     full_nbytes: int  # a unit that holds as much is full
     most_nbytes: int  # a large parameter that would make a unit larger than that begins another one
@@ -102,9 +101,9 @@ class CutSizes:
     ) -> "CutSizes":
         """Return the sizes that follow from ``partition.tile`` and the memory of a device.
 
-        A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
-        units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
-        same bits. What a full unit would hold is not tiled.
+        A linear layer, whose input gradient is rounded otherwise in tiles, is tiled only if it could not be
+        gathered at all (its gradient and update, and two units in flight). Experts in tiles give the same
+        bits. What a full unit would hold is not tiled.
         """
         full = TARGET_SHARD_NBYTES * world_size
         if on_accelerator:
@@ -128,7 +127,7 @@ class CutSizes:
         )  # fmt: skip
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
-        """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
+        """Return the rows of a tile of a parameter of ``module``; 0: it is not tiled."""
         nbytes = param.numel() * itemsize
         if is_packed(module, param):
             most, tile_nbytes, block = self.most_experts_nbytes, self.expert_tile_nbytes, 1
@@ -153,8 +152,6 @@ def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
 
 
 class _Joined(NamedTuple):
-    """A parameter of the open unit."""
-
     name: str
     param: nn.Parameter
     made_for: weakref.ref[nn.Module] | None  # the module that made it; None: it has another module now
@@ -190,11 +187,10 @@ class UnitBuilder:
 
     @property
     def _open_nbytes(self) -> int:
-        """Bytes in the open unit; tiles are units of their own."""
         return sum(each.param.numel() for each in self._open.values() if not each.rows) * self.dtype.itemsize
 
     def begin(self, module: nn.Module) -> None:
-        """``module.__init__`` begins: perhaps a new block."""
+        """Take note that ``module.__init__`` begins: perhaps a new block."""
         if self._built.setdefault(type(module), False):
             outermost = not any(self._built[type(parent)] for parent in self.building)
             if outermost or self._open_nbytes >= self.sizes.full_nbytes / 2:
@@ -206,13 +202,13 @@ class UnitBuilder:
         self.building.append(module)
 
     def abandon(self) -> None:
-        """The innermost ``__init__`` raised."""
+        """Take note that the innermost ``__init__`` raised."""
         left = self.building.pop()
         if self._leaf is not None and self._leaf[0] is left:
             self._leaf = None
 
     def end(self) -> None:
-        """The innermost ``__init__`` returned: its module's own parameters join the open unit."""
+        """Add the own parameters of the innermost module, whose ``__init__`` returned, to the open unit."""
         module = self.building.pop()
         self.join(module)
         if self._leaf is not None and self._leaf[0] is module:
@@ -249,7 +245,7 @@ class UnitBuilder:
         return id(param) in self._open or bool(self.units.places(param))
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
-        """Take a parameter, which has another shape now, out of its closed unit into the open one."""
+        """Move a parameter that has another shape now from its closed unit into the open one."""
         param, places = segment.whole, [*self.units.places(segment.whole)]
         rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
         for each in places:
@@ -259,7 +255,7 @@ class UnitBuilder:
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
 
-        At the end ``used`` has ids of those that a model has: one of a dropped module may have found another.
+        At the end ``used`` has the ids of all models' parameters, as a dropped module's may be among them.
         """
         joined, self._open = self._open.values(), {}
         if used is None:
@@ -281,7 +277,7 @@ class UnitBuilder:
         self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
-        """Take in modules at the end that saw no ``__init__`` of their own; drop those that were replaced."""
+        """Add, at the end, modules whose ``__init__`` was not seen; drop those that were replaced."""
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
         self.close({id(p) for root in roots for p in root.parameters()})
@@ -294,9 +290,9 @@ class UnitBuilder:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Return whether the module keeps alternatives in a list: two or more of one class, with parameters.
+    """Return whether the module has a list of two or more modules of one class, with parameters: experts.
 
-    A list of what has packed experts is one of layers, not of alternatives.
+    A list of what has packed experts is one of layers.
     """
     for each in module.modules():
         items = list(each) if isinstance(each, nn.ModuleList) else []

@@ -1,37 +1,35 @@
 """``Init``: parameters are cut into shards as they are created.
 
 [Note: what is patched]
-Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context. When the outermost
+Only ``__init__`` of ``nn.Module`` and its subclasses, only inside the context. When the outermost
 ``__init__`` of an instance returns, the module is complete. Classes that are defined inside the context are
 found when the first instance of one is made.
 
 [Note: bitwise the plain model's weights]
-Initializers run on whole parameters in the dtype in which the model creates them, in the model's own order,
-so they draw the same random numbers as without infinity. A parameter that is touched after its unit closed
-(``_init_weights`` of Hugging Face models, tied weights) is materialized from its master weight, may be
-written, and is stored again later.
+Initializers run on whole parameters, in the model's own dtype and order, so they draw the same random numbers
+as without infinity. A parameter that is touched after its unit closed (``_init_weights`` of Hugging Face
+models, tied weights) is materialized from its master weight, may be written, and is stored again later.
 
 [Note: when a materialized unit is stored again]
 Code may ask for several parameters before it writes to the first. So the latest touched units stay
-materialized, as far as a few of them take memory. In any case the last one stays beside the next
-(``a.weight.data.copy_(b.weight)``), and so do those that have a module's own parameters (a list of them that
-is initialized in a loop), which existed together when the module was made.
+materialized, up to the memory of a few. In any case the last one stays beside the next
+(``a.weight.data.copy_(b.weight)``), and so do those of one module's own parameters (a list that is
+initialized in a loop), which existed together when the module was made.
 
 [Note: values that come later]
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither values
-nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the block, when every
+nor a place, and a parameter that is touched afterwards is scratch memory. When the block ends and every
 parameter has its full name, :class:`LateValues` gives each unit both.
 
 [Note: parameters by name]
 A module that reads ``self.weight`` asks its :class:`ServedParameters` by key. That gathers the unit of a
-released parameter (of a parent's forward, a tied weight, a model's own ``_init_weights``), and is written
-into the trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+released parameter (in a parent's forward, say, or in ``_init_weights``) and records it in the trace.
+Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 
 [Note: casts]
 ``module.half()`` and the like replace the data of each parameter while they iterate over ``_parameters``. So
-the iterator looks at each parameter once more when the next is asked for. While a model is built the stored
-values are cast as the placeholder was. Later a cast is refused at the first parameter, before any buffer is
-cast.
+the iterator checks each parameter again when the next is asked for. While a model is built, its stored values
+are cast as the placeholder was. Later a cast is refused at the first parameter, before any buffer is cast.
 """
 
 import contextlib
@@ -54,8 +52,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholde
 Touch = Callable[[nn.Parameter, Mapping[str, nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
 Check = Callable[[nn.Parameter], None]
-#: Units, of the builder's size, that closed and are materialized at one time while a model is built: two in
-#: fp32 where training computes in bf16.
+#: Closed units of full size that stay materialized while a model is built; two if fp32 is trained in bf16.
 OPEN_UNITS = 4
 
 
@@ -106,7 +103,7 @@ def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy,
 
 
 class Masters(Protocol):
-    """Stores the exact values of a unit's parameters: what construction needs of the tiers."""
+    """Stores the exact values of a unit's parameters, for construction."""
 
     def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
         """Store this rank's shard; ``master(start, stop)`` gives values of the full buffer.
@@ -115,7 +112,7 @@ class Masters(Protocol):
         """
 
     def get(self, unit: Unit) -> Tensor:
-        """The full exact values, fp32, ``(numel,)``. Every rank must call."""
+        """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
         ...
 
 
@@ -123,20 +120,19 @@ class LateValues(Protocol):
     """Gives units their values at the end of the block: see [Note: values that come later]."""
 
     def counts(self, unit: Unit) -> bool:
-        """Return whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
+        """Return whether a write to a touched parameter of ``unit`` is kept now; else it is scratch."""
         ...
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
-        """Store every unit's values; names are known. Every rank must call."""
+        """Store every unit's values; the units' parameters have their names. Every rank must call."""
 
 
 class Construction:
-    """The construction of models inside one ``with`` block.
+    """Builds models inside one ``with`` block.
 
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
-        serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in, and
-            returns what takes them out again.
+        serve: Puts :class:`ServedParameters` and hooks in a finished module; returns what takes them out.
         device: The device of the finished model; its buffers go there whole.
         tile: Called at the end of the block with each parameter in tiles: lets operators on it read them.
     """
@@ -168,7 +164,7 @@ class Construction:
 
     @property
     def active(self) -> bool:
-        """Return whether the block is not over."""
+        """Whether the block is not over."""
         return Construction._open is self
 
     @property
@@ -180,7 +176,7 @@ class Construction:
         return self.active and any(self.builder.has(param) for param in params)
 
     def add_root(self, module: nn.Module) -> None:
-        """Take ``module`` for a model, whose new parameters are stored when the block ends."""
+        """Treat ``module`` as a model, whose new parameters are stored when the block ends."""
         self._roots.append(weakref.ref(module))
 
     def __enter__(self) -> "Construction":
@@ -221,10 +217,7 @@ class Construction:
             Construction._open = None
 
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
-        """Materialize the unit of ``param``, beside those of ``siblings``, what its module has.
-
-        See [Note: when a materialized unit is stored again].
-        """
+        """Materialize the unit of ``param``, and keep those of ``siblings``, its module's own parameters."""
         units = self.builder.units.holding([param])  # one, or those of its tiles
         if units and units[0] not in self._whole:
             last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
@@ -246,12 +239,12 @@ class Construction:
             self.touch(param)
 
     def _dtype(self, unit: Unit, segment: Segment) -> torch.dtype:
-        """Dtype of a parameter, whole or a placeholder, that was not cast."""
+        """Return the dtype that a parameter, whole or a placeholder, has if it was not cast."""
         finished = unit.index < self._finished and unit not in self._whole
         return unit.dtype if finished else segment.created_dtype
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
-        """A whole copy of ``param``, for modules that are cloned while a model is built."""
+        """Return a whole copy of ``param``, for modules that are cloned while a model is built."""
         self.touch(param)
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
@@ -279,10 +272,7 @@ class Construction:
             self._put_away(unit)
 
     def _put_away(self, unit: Unit) -> None:
-        """Store the values, if they count, and drop them.
-
-        A parameter that was given another shape (``resize_token_embeddings``) joins the open unit.
-        """
+        """Store the values, if they count, and drop them; a reshaped parameter joins the open unit."""
         for segment in [s for s in unit.segments if s.whole.shape != s.whole_shape]:
             self.builder.rejoin(unit, segment)
         if self._counts(unit):
@@ -365,8 +355,8 @@ class Construction:
     def _names(self, roots: list[nn.Module]) -> dict[int, str]:
         """Return a name for every parameter, by its id; no two have the same.
 
-        By its name a run that goes on in other units finds each. Several models may share names, and what was
-        replaced after its unit closed, as tied parameters are, has the name of its class.
+        Runs that are resumed with other units find parameters by name. Models may share names; what was
+        replaced after its unit closed, as tied parameters are, is named after its class.
         """
         own = ((name, param) for root in roots for name, param in root.named_parameters())
         replaced = ((segment.whole_name, segment.whole) for _, segment in self.builder.units.segments())
@@ -380,10 +370,7 @@ class Construction:
         return names
 
     def _prune(self, roots: list[nn.Module]) -> None:
-        """Leave out parameters that were replaced after their unit closed, as tied ones are.
-
-        Only while units have no place yet: see [Note: values that come later].
-        """
+        """Leave out parameters replaced after their unit closed, as tied ones are; units have no place."""
         used = {id(p) for root in roots for p in root.parameters()}
         kept: list[Unit] = []
         for unit in self.builder.units:
@@ -397,12 +384,12 @@ class Construction:
 
 
 def _created_nbytes(unit: Unit) -> int:
-    """Bytes of a unit's parameters in the dtype in which the model created them."""
+    """Return the bytes of a unit's parameters in the dtype in which the model created them."""
     return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
 
 
 def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
-    """Elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
+    """Return elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
     out = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
     for s in segments:
         low, high = max(start, s.offset), min(stop, s.stop)

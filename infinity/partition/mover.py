@@ -1,31 +1,30 @@
 """Moves the full values of units: fetch, upload, gather; release.
 
 [Note: where the shard lands]
-The full buffer is leased first, and this rank's shard is read straight into its own slice of it. With several
-ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned host
-memory, and uploaded by a thread with a stream of its own, so that fetch, upload and gather of different units
-overlap each other and compute. The thread waits for the disk, the accelerator for events: a unit counts as
-here when its copies are on the way. A shard that lies in the accelerator's memory already is copied by the
-thread that asks for it.
+The full buffer is leased first, and this rank's shard is read straight into its slice; with several ranks an
+in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned host memory and
+uploaded by a thread with a stream of its own, so that fetch, upload and gather of different units overlap
+each other and compute. The thread waits for the disk, the accelerator for events: a unit counts as present
+when its copies are on the way. A shard that is already in accelerator memory is copied by the thread that
+asks for it.
 
 [Note: decoded after the gather]
-A unit in a stored form is brought in that form, into memory beside its full buffer, and a thread decodes it
-on the device, on an accelerator on a stream of its own. Of tiles of experts the stored bytes may be an item
-of their own, which comes far ahead and stays: a few full buffers take turns, and what has been used can be
-decoded again.
+A unit in a stored form is brought in that form into memory beside its full buffer. A thread decodes it on the
+device (an accelerator: on a stream of its own). The stored bytes of a tile of experts may be an item of their
+own, which comes far ahead and stays: a few full buffers take turns, and a tile can be decoded again.
 
 [Note: a unit that stays]
-A unit that the next pass begins with keeps its full buffer while it is updated. The update writes this rank's
-new weights into their slice of it (on an accelerator: into a copy of the slice in pinned host memory), and
-``start`` goes on from there.
+A unit that the next pass begins with keeps its full buffer during its update, which writes this rank's new
+weights into their slice (on an accelerator: into a copy of the slice in pinned host memory). ``start`` goes
+on from there.
 
 [Note: pieces]
-A shard that is larger than a piece of staging is read in pieces: while one is uploaded, the next one is read
-into a second buffer if there is room for one. Any other is read as a whole, ahead of its turn.
+A shard larger than a piece of staging is read in pieces: while one is uploaded, the next is read into a
+second buffer if there is room. A smaller shard is read whole, ahead of its turn.
 
 [Note: no buffer is waited for in a circle]
-Shards are uploaded in the order in which they were asked for. One that found no buffer gets one when it is
-its turn. Until then no later shard takes a buffer: that one would come back only after the turn of the first.
+Shards are uploaded in the order in which they were asked for. One that found no buffer gets one at its turn.
+Until then no later shard takes a buffer, which would come back only after the turn of the first.
 """
 
 import functools
@@ -59,12 +58,12 @@ R = TypeVar("R")
 Upload = Callable[[Tensor, int], object]
 #: Counts the seconds that compute waits, by cause.
 Waits = Callable[[str, Callable[[], object]], None]
-#: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
+#: Two calls: wait until a unit has arrived, then until it is decoded. Or the error of a unit that failed.
 Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
 #: Units that are decoded on a CPU at one time, at most.
 _MOST_DECODED = 4
-#: On a CPU at least so many: one decodes with the core on which compute waits for the other.
+#: The least on a CPU: while compute waits for one, its core decodes another.
 _LEAST_DECODED = 2
 
 
@@ -83,12 +82,10 @@ class Staging:
     def bring(
         self, nbytes: int, who: str, fetch: Callable[[memoryview, int], Transfer], upload: Upload
     ) -> Callable[[], None]:
-        """Start to bring a shard of ``nbytes``; what is returned ends it.
+        """Start to bring a shard of ``nbytes`` bytes; return the call that completes it.
 
-        That is to be called once, on the thread that does so for every shard, in order.
-
-        Args:
-            fetch: Starts to read the shard's bytes, from the given one on, into memory.
+        Call it once, on the thread that completes every shard, in order. ``fetch`` starts to read the shard's
+        bytes, from the given one on, into memory.
         """
         size = min(nbytes, self.piece_nbytes)
         with self._lock:
@@ -124,7 +121,7 @@ class Staging:
 
 
 class Staying(NamedTuple):
-    """A unit's full buffer while the unit is updated; see [Note: a unit that stays]."""
+    """Holds a unit's full buffer while the unit is updated; see [Note: a unit that stays]."""
 
     full: Lease
     shard: Lease | None  # on an accelerator, of this rank's slice, which is updated
@@ -132,8 +129,6 @@ class Staying(NamedTuple):
 
 @dataclass(slots=True)
 class _Stored:
-    """The stored bytes of a unit."""
-
     lease: Lease
     ready: Callable[[], object]  # waits until they are here; may be called again
     stays: bool  # they are not given back as soon as they are decoded
@@ -142,7 +137,7 @@ class _Stored:
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
-    """Let no buffer be one of ``torch.inference_mode``'s or ``torch.func``'s: training could not use it."""
+    """Run outside ``torch.inference_mode`` and ``torch.func``, so that training can use the buffers."""
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -163,13 +158,10 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class UnitMover:
-    """Starts, finishes and drops the full values of units: see :class:`infinity.partition.prefetcher.Mover`.
+    """Moves the full values of units; implements :class:`infinity.partition.prefetcher.Mover`.
 
-    Args:
-        pool: The pool from which full buffers are leased (the device tier).
-        staging: Only with an accelerator.
-        waits: Counts stalls.
-        wait_until_unused: Returns when no update reads or writes the weights that a unit stayed with.
+    Full buffers are leased from ``pool`` (the device tier); ``staging`` exists only with an accelerator.
+    ``wait_until_unused`` returns when no update reads or writes the weights that a unit stayed with.
     """
 
     def __init__(
@@ -253,7 +245,7 @@ class UnitMover:
                 held.callback(stored.lease.release)
 
     def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
-        """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
+        """Start to bring this rank's shard into its slice of ``lease``; return the call that completes it."""
         begin, resident = unit.rank * nbytes, unit.home.lease
         if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
@@ -275,7 +267,7 @@ class UnitMover:
         return ready
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
-        """Return a call that brings new weights, after the update of a unit that stayed, to their slice."""
+        """Return a call that brings a staying unit's new weights to their slice, after its update."""
         unit.lifecycle.move(S.FETCHING)
         updated = unit.home.updated_in_place()
         shard = staying.shard
@@ -289,7 +281,6 @@ class UnitMover:
         return ready
 
     def _upload(self, updated: Callable[[], object], shard: Lease, lease: Lease, begin: int) -> None:
-        """Copy this rank's shard into its slice of a buffer, as soon as it is ``updated``."""
         updated()
         lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
         shard.record_use()
@@ -349,7 +340,7 @@ class UnitMover:
             lease.release()
 
     def _wait_for_writers(self, wait: Callable[[], object], lease: Lease) -> None:
-        """Return when nothing more is written to a buffer; one that could not be filled is given back."""
+        """Wait until nothing more is written to a buffer; release one that could not be filled."""
         try:
             wait()
         except Exception:
@@ -358,7 +349,7 @@ class UnitMover:
             raise
 
     def stay(self, index: int) -> Callable[[], Tensor]:
-        """Keep a released unit's full buffer; what is returned gives the slice, in host memory, to update."""
+        """Keep a released unit's full buffer; return a call that gives the slice to update (host memory)."""
         unit, full = self.units[index], self.take(index)
         assert full is not None, "who stays is present"
         if self.staging is None:
@@ -381,9 +372,9 @@ class UnitMover:
 
     @_never_inference
     def take(self, index: int) -> Lease | None:
-        """Release a unit, but keep its full buffer, whose lease the caller must release.
+        """Release a unit but keep its full buffer; the caller must release the lease that is returned.
 
-        A unit that was on its way, and could not be read, is released with its buffer, and the error raised.
+        If the unit could not be read, release the buffer, too, and raise the error.
         """
         unit, arriving = self.units[index], self._arriving.get(index)
         if isinstance(arriving, tuple):
@@ -400,7 +391,7 @@ class UnitMover:
         return None if failed and self.collectives is not None else lease  # a peer may still write there
 
     def _detach(self, unit: Unit) -> Lease | None:
-        """Let the parameters of a unit have no values; return the lease of their buffer."""
+        """Take the values from a unit's parameters; return the lease of their buffer."""
         if unit.lease is None:
             return None
         unit.check_memory()

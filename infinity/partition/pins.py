@@ -1,4 +1,4 @@
-"""Units that a backward pass keeps, each until its last reader is done; and the leaf that it is in."""
+"""Tracks which units a backward pass keeps until their last reader is done, and which leaf it is in."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from infinity.partition.unit import Unit
 
 
 class BackwardPins:
-    """Units that a backward pass uses, each until its last reader in that pass is done.
+    """Keeps each unit that a backward pass uses until its last reader in that pass is done.
 
-    Methods take the number of the autograd node that reads a unit, or for which it is recomputed.
+    ``node`` is the number of the autograd node that reads a unit, or for which it is recomputed.
     """
 
     def __init__(self, prefetcher: Prefetcher) -> None:
@@ -24,7 +24,6 @@ class BackwardPins:
         self._read: list[int] = []  # and which ones
 
     def __contains__(self, index: int) -> bool:
-        """Return whether the unit is kept until its gradients are complete."""
         return index in self._kept
 
     def recomputed(self, index: int) -> bool:
@@ -32,11 +31,7 @@ class BackwardPins:
         return self._kept.get(index, self) is None
 
     def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
-        """Use a unit until its gradients are complete, or until room is short.
-
-        Args:
-            to_the_end: A recomputed forward or a leaf reads it, and needs it whether room is short or not.
-        """
+        """Use a unit until its gradients are complete; without ``to_the_end`` at most until room is short."""
         if to_the_end:
             self._reach(node)
         if index in self._kept:
@@ -56,14 +51,14 @@ class BackwardPins:
             self._prefetcher.use(index)
 
     def make_room(self, index: int, node: Any) -> None:
-        """Release what need not be kept, where a unit that is to be used does not fit beside it."""
+        """Release units that need not be kept, if unit ``index`` does not fit beside them."""
         if index not in self._kept and index not in self._read:
             if not self._prefetcher.holds([*self._kept, *self._read, index]):
                 self._reach(node)
             self.shrink([index], node)
 
     def shrink(self, beside: Sequence[int] = (), node: Any = None) -> None:
-        """Release what need not be kept, and ``node`` does not read, where it does not fit any more."""
+        """Release units that need not be kept and that ``node`` does not read, if they no longer fit."""
         for earlier, reader in list(self._kept.items()):
             if self._prefetcher.holds([*self._kept, *self._read, *beside]):
                 break
@@ -96,7 +91,7 @@ class BackwardPins:
 
 
 class Leaves:
-    """Modules whose units are used as one on several ranks, and which of them backward is in."""
+    """Knows the modules whose units are used as one on several ranks, and which of them backward is in."""
 
     def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
         self.of_module = leaves
@@ -112,7 +107,7 @@ class Leaves:
         self._calls[leaf] += 1
 
     def move_to(self, leaf: tuple[Unit, ...]) -> tuple[Unit, ...]:
-        """Take note that backward is in ``leaf`` (or in none); return the one that is over with it."""
+        """Record that backward is in ``leaf`` (empty: in none); return the leaf that is over with it."""
         left, self._current = self._current, leaf
         return () if left is leaf or self._calls[left] > 1 else left
 

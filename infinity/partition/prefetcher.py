@@ -1,4 +1,4 @@
-"""The prefetcher: plays a plan ahead of the position, serves on demand what it did not foresee, records anew.
+"""Prefetches units ahead of their use by a recorded plan, and serves on demand what the plan did not foresee.
 
 [Note: passes]
 A training pass lasts from one optimizer step to the next; an inference pass is one outermost call without
@@ -10,29 +10,28 @@ Every decision here depends on events and sizes only, never on what has already 
 same modules start the same gathers in the same order.
 
 [Note: what stays while it is updated]
-Where the plan begins with a unit and there is room, its buffer stays when its gradients are complete, and the
-update writes the new weights there. A use before the next pass releases it, and is served the committed
-version.
+If the plan begins with a unit and there is room, its buffer stays when its gradients are complete, and the
+update writes the new weights there. A use before the next pass releases it and gets the committed version.
 
 [Note: what the plan did not foresee]
-An event that is not the plan's next one is served on demand, and the plan waits: often a use was added. Where
-the last few events are found together later in the plan, something was left out, and the plan goes on from
-there. The new trace becomes the plan of the next pass.
+An event that is not the plan's next one is served on demand, and the plan waits: often a use was added. If
+the last few events occur together later in the plan, something was left out, and the plan goes on from there.
+The new trace becomes the plan of the next pass.
 
 [Note: tiles of experts]
-Which of them a step uses depends on its batch, so no plan has them, and none is brought that is not used. A
-use of one tells those that follow it, which begin to arrive as far as there is room. Backward uses them in
-reverse: uses of forward are written down, and crossed out as backward comes to them. A block that is
-recomputed uses its tiles anew, in place of what forward wrote down; before that its tiles are not brought,
-since they are used in another order. Tiles are the first to go. Plans leave them half of the room, or all
-that they need, or, where all micro-batches go through a block before the next, room for those of a block.
+Which tiles a step uses depends on its batch, so plans have none, and only tiles that are used are brought. A
+use of one tells those that follow it, which begin to arrive as far as there is room. Backward uses tiles in
+reverse: uses in forward are written down, and crossed out as backward comes to them. A block that is
+recomputed uses its tiles anew, in place of what forward wrote down; before that they are not brought, since
+their order differs. Tiles are the first to go. Plans leave them half of the room, or all that they need, or,
+where all micro-batches go through a block before the next, room for those of a block.
 
 From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
-unit is released waits for the last tile, or for the next use of a unit that is in the plan.
+unit is released waits for the last tile, or for the next use of a planned unit.
 
-A tile that is stored in another form is two items, and the second is made of the first: its stored bytes come
-as far ahead as memory has room, its full values for this use and the next few. Where micro-batches go through
-a block together, its tiles are decoded once, if memory holds all of them so.
+A tile in a stored form is two items, the second made of the first: stored bytes come as far ahead as memory
+has room, full values for this use and the next few. Where micro-batches go through a block together, its
+tiles are decoded once, if memory holds all of them so.
 """
 
 from bisect import bisect_left
@@ -46,7 +45,7 @@ from infinity.planner.updates import StepOrder
 
 
 class Stored(NamedTuple):
-    """The stored bytes of a tile, from which its full values are decoded."""
+    """Names the stored bytes of a tile, from which its full values are decoded."""
 
     unit: int
 
@@ -61,23 +60,22 @@ class Mover(Protocol):
     def start(self, item: Item) -> None:
         """Begin to bring an item; must not wait for the disk or for other ranks.
 
-        The full values of a unit whose stored bytes are present, or on their way, are decoded from these.
-        Those of a unit that stayed while it was updated follow its update.
+        Full values are decoded from the unit's stored bytes if these are present or on their way; those of a
+        unit that stayed follow its update.
         """
 
     def finish(self, unit: int) -> None:
         """Wait until the full values are there and the parameters view them."""
 
     def release(self, item: Item) -> None:
-        """Drop an item; stored bytes after the full values that were made of them."""
+        """Drop an item; of a tile the full values before the stored bytes."""
 
     def stored_nbytes(self, unit: int) -> int:
         """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
         ...
 
 
-#: Tiles that are decoded before their turn, or as many as have so many bytes: some milliseconds' work, as
-#: long as a thread may be kept from its core.
+#: Tiles decoded before their turn: as many, or as many bytes if these are more; some ms of a thread's work.
 DECODED_AHEAD = 4
 DECODED_AHEAD_NBYTES = 2**26
 #: Events that must follow each other as in the plan before it goes on elsewhere.
@@ -85,7 +83,7 @@ CONTEXT = 3
 
 
 class Pass:
-    """One kind of pass: its plan, and the position in it."""
+    """Follows one kind of pass: its plan, and the position in it."""
 
     def __init__(self) -> None:
         self.follow(None)
@@ -111,7 +109,7 @@ class Pass:
         return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
 
     def align(self, event: Event) -> range:
-        """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
+        """Record ``event``; return the positions of the plan that are over with it, none when unforeseen."""
         self.trace.append(event)
         plan, begin = self.plan, self.cursor
         if plan is not None and self.foresees(event):
@@ -129,7 +127,7 @@ class Pass:
 
 
 class TileOrder:
-    """The order in which backward uses tiles: that of forward, from the last one on."""
+    """Knows the order in which backward uses tiles: that of forward, from the last one on."""
 
     def __init__(self) -> None:
         self.used: set[int] = set()  # in this training pass
@@ -137,7 +135,7 @@ class TileOrder:
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
 
     def note(self, tile: int, *, recomputed: bool) -> None:
-        """Write down a use in forward, or one that is recomputed: backward uses the tile once more."""
+        """Record a use in forward, or one that is recomputed: backward uses the tile once more."""
         if recomputed and not self._recomputing:  # a block begins
             self._cross_out(tile)
             self._recomputed = len(self.to_come)
@@ -165,7 +163,7 @@ class TileOrder:
 
 
 class TileRoom:
-    """The part of a capacity that tiles take: bytes of units, and of tiles as they begin to arrive."""
+    """Counts the part of a capacity that tiles take: bytes of units, and of tiles as they begin to arrive."""
 
     def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
         self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
@@ -184,7 +182,7 @@ class TileRoom:
         self._others_nbytes = 2 * max((nbytes[unit] for unit in nbytes.keys() - stored), default=0)
 
     def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
-        """Leave room in plans for any of these sets of tiles, decoded if they fit, or else stored."""
+        """Leave room in plans for any one of these sets of tiles: decoded if they fit, else stored."""
         sets = [self.stored.keys() & each for each in tiles]
         decoded = max((sum(self._nbytes[tile] for tile in each) for each in sets), default=0)
         stored = max((sum(self.stored[tile] for tile in each) for each in sets), default=0)
@@ -202,13 +200,10 @@ class TileRoom:
 
 
 class Prefetcher:
-    """Keeps the nearest future of the running pass in memory.
+    """Keeps the units that the running pass uses next in memory.
 
-    Args:
-        nbytes: Size of each streaming unit's full buffer, and of what it is decoded from (bytes).
-        can_stay: Units that may be updated where they are.
-        order: Learns the order of training steps.
-        routed: Tiles that no plan foresees: see [Note: tiles of experts].
+    ``nbytes`` has the size of each streaming unit's full buffer, with what it is decoded from. ``can_stay``
+    units may be updated where they are; ``routed`` are tiles, see [Note: tiles of experts].
     """
 
     def __init__(
@@ -232,11 +227,10 @@ class Prefetcher:
         return self.room.stored.keys()
 
     def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
-        """Have ``unit`` gathered and pinned when this returns; then look ahead.
+        """Gather and pin ``unit`` before this returns; then look ahead.
 
-        Args:
-            following: The tiles that are used after a tile; None: backward reads it.
-            recomputed: A forward inside backward uses a tile.
+        ``following`` are the tiles that are used after a tile, None in backward; ``recomputed``: the use of a
+        tile is one of a forward inside backward.
         """
         self.residents.pin(unit)
         try:
@@ -285,7 +279,7 @@ class Prefetcher:
         return unit in self.can_stay and running.foresees(Event(Kind.DONE, unit))
 
     def done(self, unit: int) -> None:
-        """``unit``'s gradients are complete; the mover has taken its weights away, or it stays."""
+        """Take note that ``unit``'s gradients are complete; the mover has taken its weights, or it stays."""
         self.residents.pins.pop(unit, None)
         if self.stays(unit):
             self.staying.add(unit)
@@ -295,7 +289,7 @@ class Prefetcher:
             self._advance(Event(Kind.DONE, unit))
 
     def end_training_pass(self) -> None:
-        """An optimizer step: from the next event on, a new pass; its first units go out now."""
+        """Begin a new training pass after an optimizer step, and fetch its first units."""
         self._fetch_later()
         self._conclude(self.training)
         self.tiles = TileOrder()
@@ -322,7 +316,7 @@ class Prefetcher:
             self.running = outer
 
     def end_inference(self) -> None:
-        """The next use belongs to the training pass, which begins again if it had not begun."""
+        """Return to the training pass, which begins again at the next use if it had not begun."""
         if self.running is self.inference:
             self._conclude(self.inference)
             if self.training.position:  # in the middle of a step: what inference left is in the way
@@ -346,13 +340,13 @@ class Prefetcher:
         self.order.gradients = ()
 
     def hold_blocks(self, capacity_nbytes: int, tiles: Iterable[Collection[int]]) -> None:
-        """Keep within another capacity, and leave room in plans for any of these sets of tiles."""
+        """Keep within another capacity, and leave room in plans for any one of these sets of tiles."""
         self.residents.capacity_nbytes = capacity_nbytes
         self.room = self._make_tile_room(self.routed)
         self.room.hold_together(tiles)
 
     def lend(self, nbytes: int) -> None:
-        """Leave ``nbytes`` of the capacity to gradients, until told otherwise: what is not in use goes."""
+        """Lend ``nbytes`` of the capacity to gradients until the next call; release what is not in use."""
         self.residents.borrowed_nbytes = nbytes
         self.residents.make_room(0, self._to_go())
 
@@ -361,7 +355,7 @@ class Prefetcher:
         self.residents.release([Stored(unit)])
 
     def streams(self, unit: int) -> bool:
-        """Return whether the unit's full values come and go; the others are always there."""
+        """Return whether the unit's full values come and go; otherwise they are always in memory."""
         return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
@@ -396,7 +390,7 @@ class Prefetcher:
             self._prefetch(unit)
 
     def _advance(self, event: Event) -> None:
-        """Write the event down; when it was foreseen, do what the plan says after it."""
+        """Record the event; if it was foreseen, do what the plan says after it."""
         release, fetch = self._actions(self.running.align(event))
         self.residents.release(release)
         if self.routed and event.kind is Kind.UNPIN and self.running is self.training:
@@ -460,7 +454,6 @@ class Prefetcher:
         return found
 
     def _use_tile(self, tile: int, following: Sequence[int]) -> None:
-        """See [Note: tiles of experts]."""
         residents, room = self.residents, self.room
         if not self._has(tile):
             residents.make_room(self.nbytes[tile], self._to_go())
@@ -510,7 +503,6 @@ class Prefetcher:
         self.residents.spare[item] = None
 
     def _decode(self, tile: int) -> None:
-        """Have a tile decoded whose stored bytes came first."""
         if tile not in self.residents:
             stored, nbytes = self.room.items[tile], self._decoding_nbytes(tile)
             self.residents.make_room(nbytes, (item for item in self._to_go() if item != stored))
@@ -522,10 +514,7 @@ class Prefetcher:
         return self.nbytes[tile] - self.residents.present[self.room.items[tile]]
 
     def _to_go(self) -> Iterator[Item]:
-        """Yield what is present as it is released.
-
-        While there is no plan, ordinary units go before tiles, which are known to be used again.
-        """
+        """Yield what is present in the order of release: without a plan, ordinary units before tiles."""
         if self.running.plan is None:
             yield from [item for item in self.residents if _unit_of(item) not in self.routed]
         yield from self.residents.to_go()

@@ -1,7 +1,7 @@
-"""Parameters in tiles: operators that read one are computed tile by tile, in unmodified models.
+"""Computes operators that read a parameter in tiles tile by tile, in unmodified models.
 
-A parameter in tiles (see [Note: tiles]) becomes a :class:`TiledParameter`. What the model's own forward does
-with it comes to ``__torch_function__``, which gathers one tile after the other:
+A parameter in tiles (see [Note: tiles]) becomes a :class:`TiledParameter`. An operator of the model's own
+forward that reads it comes to ``__torch_function__``, which gathers one tile after the other:
 
     linear layers, heads    an output for each tile, which are joined: ``F.linear``
     embeddings              the rows of each tile, which are put in order: ``F.embedding``
@@ -11,16 +11,16 @@ with it comes to ``__torch_function__``, which gathers one tile after the other:
 Any other operator would read the parameter as a whole, and raises.
 
 [Note: the same bits]
-Outputs of tiles, and gradients of weights, are one product over the same elements as those of the whole
-parameter: bitwise the same where a product of fewer rows gives the same bits, as on CPUs, but perhaps for a
-last tile of one row. Experts are multiplied one by one either way, so all gradients are bitwise the same. The
-gradient of the input of a linear layer is a sum over tiles: it differs within rounding.
+Outputs of tiles and gradients of weights are products over the same elements as those of the whole parameter:
+bitwise the same where a product of fewer rows gives the same bits, as on CPUs, except perhaps for a last tile
+of one row. Experts are multiplied one by one either way, so all their gradients are bitwise the same. The
+input gradient of a linear layer is a sum over tiles and differs within rounding.
 
 [Note: only those that are used]
-A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed; ranks agree
-for each call which ones are. A grouped product without tokens has a gradient of zeros, so backward is the
-same on all ranks. The module multiplies the same tokens with its next packed parameter, so the tiles of that
-begin to arrive while the last ones of this are computed.
+A tile of experts to which no rank's batch is routed is not read, gathered or computed; ranks agree for each
+call which ones are. A grouped product without tokens has a gradient of zeros, so backward is the same on all
+ranks. The module multiplies the same tokens with its next packed parameter, so the tiles of that begin to
+arrive while the last ones of this are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ _TRANSPOSED = ("T", "mT", "H", "mH")
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """The tiles of a parameter, and how to use them."""
+    """Holds the tiles of a parameter, and how to use them."""
 
     places: Sequence[tuple[Unit, Segment]]  # of each tile, in order
     using: Using
@@ -117,7 +117,7 @@ class TiledWeight:
     def grouped(
         self, product: Callable[..., Tensor], inputs: Tensor, offs: Tensor, transposed: bool, **options: Any
     ) -> Tensor:
-        """``F.grouped_mm`` of ``inputs``, ``(tokens, in)``, where each expert's tokens end at ``offs``."""
+        """Compute ``F.grouped_mm`` of ``inputs``, ``(tokens, in)``; each expert's tokens end at ``offs``."""
         if self.without_values:
             stops = [len(inputs) * (each + 1) // len(offs) for each in range(len(offs))]
         else:
@@ -181,7 +181,7 @@ def _hit(places: Sequence[tuple[Unit, Segment]], hit: Sequence[bool]) -> Sequenc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileView:
-    """A view of packed experts that was asked for, and is not made: operators read tiles through it."""
+    """Stands for a view of packed experts that is not made: operators read tiles through it."""
 
     weight: TiledWeight
     row: int | None = None  # the expert; None: all
@@ -213,7 +213,7 @@ class TileView:
         return self.shape if dim is None else self.shape[dim]
 
     def data_ptr(self) -> int:
-        """An address as aligned as that of every tile."""
+        """Return an address as aligned as that of every tile."""
         return 0
 
     def transpose(self, dim0: int, dim1: int) -> "TileView":

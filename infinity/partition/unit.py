@@ -1,22 +1,22 @@
-"""A unit, parameters that are stored, moved and updated as one flat buffer; and the home of its shard.
+"""Defines units, parameters that are stored, moved and updated as one flat buffer, and homes of shards.
 
 [Note: the flat buffer]
 Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases, norms) last, so
-that one set of hyperparameters covers a long run. Every rank's shard is a whole number of 2,048 elements:
-each field of its state begins on a block of 4,096 bytes, whatever its dtype. Rank r owns slice r. The
-all-gather output *is* the flat buffer, and the parameters are views of it.
+that one set of hyperparameters covers a long run. Rank r owns slice r, its shard: a whole number of 2,048
+elements, so each field of its state begins on a block of 4,096 bytes, whatever its dtype. The all-gather
+output *is* the flat buffer, and the parameters are views of it.
 
 [Note: the released parameter]
-A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape (stride 0).
-Reading by mistake gives NaN, and writing by mistake raises, because the elements share one place in memory.
+A released parameter keeps its shape, dtype and device; its data is one NaN expanded to the shape (stride 0).
+A mistaken read gives NaN, and a mistaken write raises, because the elements share one place in memory.
 
 [Note: stored form]
 The weights of a frozen unit may travel as they are stored (quantized, say). Rank r's shard is then slice r of
-the stored bytes, and what is gathered from all ranks is decoded into the flat buffer.
+the stored bytes; what is gathered from all ranks is decoded into the flat buffer.
 
 [Note: tiles]
-A parameter that is too large to be gathered whole is divided by rows over several units, its tiles. Autograd
-sees a parameter for each tile, the only one of its unit. The model's own parameter is always a placeholder.
+A parameter too large to be gathered whole is divided by rows over several units, its tiles. Autograd sees a
+parameter for each tile, alone in its unit. The model's own parameter is always a placeholder.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ from infinity.planner.updates import ShardUpdate
 
 
 class UpdateFuture(Transfer):
-    """An update in flight; ends when its last write has landed."""
+    """Tracks an update in flight; ends when its last write has landed."""
 
     __slots__ = ("computed", "update")
 
@@ -62,10 +62,7 @@ class UpdateFuture(Transfer):
 
 
 class Home:
-    """The home of a unit's committed shard between uses; this class alone is a tier that is planned.
-
-    The homes of a model in training are :class:`infinity.shards.homes.ShardHome`.
-    """
+    """Says where a unit's shard lives; in training :class:`infinity.shards.homes.ShardHome` stores it."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -80,29 +77,27 @@ class Home:
 
     @property
     def resting_state(self) -> UnitState:
-        """The state of a unit that is nowhere else."""
+        """The state of a unit whose values are only in this home."""
         return UnitState.ON_HOST if self.tier is Tier.HOST else UnitState.ON_NVME
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of the shard's memory, in the form that it travels in; None: nothing holds it."""
+        """The lease of the memory that holds the shard as it travels; None: nothing holds it."""
         return None
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
+        """Whether the newest weights are in accelerator memory, or it was given the work that makes them."""
         return False
 
     def updated_in_place(self) -> Callable[[], object]:
-        """Return a wait for the new weights where they were; without an update there is none."""
+        """Return a call that waits until an update in flight has computed the new weights in place."""
         return (lambda: None) if self.updating is None else self.updating.wait_computed
 
     def read(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading the newest committed shard, after the update in flight that makes it.
 
-        Args:
-            memory: Memory for weights, or for their stored form if the unit has one.
-            start: The first byte of the shard that is read; whole blocks.
+        ``memory`` takes weights, or the unit's stored form if any; ``start``, in bytes, is whole blocks.
         """
         update = self.updating
         if update is None or update.update.speculated:  # which writes the next version
@@ -134,8 +129,7 @@ class Segment:
 
     param: nn.Parameter
     name: str
-    #: Position among the unit's segments. An offset does not identify a segment: the next one of a parameter
-    #: without elements has the same.
+    #: Position among the unit's segments; a parameter without elements shares its offset with the next.
     index: int
     offset: int
     shape: torch.Size
@@ -177,7 +171,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """The stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form]."""
+    """Describes the stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form]."""
 
     nbytes: int  # of all shards
     shard_nbytes: int  # in whole blocks
@@ -187,7 +181,7 @@ class StoredForm:
 
 
 class Unit:
-    """The layout of a unit on every rank, and where its weights are on this one."""
+    """Describes the layout of a unit on every rank, and where its weights are on this one."""
 
     def __init__(
         self, index: int, segments: Sequence[Segment], dtype: torch.dtype, rank: int, world_size: int
@@ -267,7 +261,7 @@ class Unit:
             self.lifecycle.move(home.resting_state)
 
     def attach(self, flat: Tensor) -> None:
-        """Let every parameter view ``flat``, ``(numel,)``, also where :meth:`check_data` raises."""
+        """Let every parameter view ``flat``, ``(numel,)``, even if :meth:`check_data` raises."""
         try:
             self.check_all()
         finally:
@@ -281,7 +275,7 @@ class Unit:
             segment.writes = segment.param._version
 
     def detach(self) -> None:
-        """Give every parameter its placeholder, also where :meth:`check_data` raises."""
+        """Give every parameter its placeholder, even if :meth:`check_data` raises."""
         try:
             self.check_all()
         finally:
@@ -327,10 +321,7 @@ class Unit:
             )
 
     def check_place(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is where it belongs, whatever its values are.
-
-        ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
-        """
+        """Raise unless the parameter's data is in its place; but undo ``model.cpu()`` and the like."""
         param, flat = segment.param, self.flat
         # Once for all its tiles; a parameter of torch's own class has its full values now.
         if segment.is_tile and not segment.first and type(segment.whole) is not nn.Parameter:
@@ -348,7 +339,7 @@ class Unit:
             self._refuse(segment)
 
     def check_memory(self) -> None:
-        """Raise if the flat buffer's storage was moved: an engine reads into its old place, for ever."""
+        """Raise if the flat buffer's storage was moved: an engine would read into its old place for ever."""
         if self.flat is not None and self.flat.data_ptr() != self._address:
             raise StateError(
                 f"{self.name}: its memory was moved by model.share_memory(), so this model cannot go on; "
@@ -378,13 +369,11 @@ class Unit:
             self._raise(segment.whole_name, segment.whole_shape, data)
 
     def _refuse(self, segment: Segment) -> NoReturn:
-        """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
         self._place(self.segments)
         self._raise(segment.name, segment.shape, data)
 
     def _raise(self, name: str, shape: torch.Size, data: Tensor) -> NoReturn:
-        """Raise: ``data`` was put in place of a parameter's, which is back."""
         if data.shape != shape:
             raise StateError(
                 f"{name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "
@@ -400,10 +389,7 @@ class Unit:
 
 
 class UnitIndex(list[Unit]):
-    """The units of one model, in order, and which of them holds which parameter.
-
-    The only answer to "where is this parameter?"; every part of a rank shares one.
-    """
+    """Lists the units of one model in order and finds those of a parameter; shared by all parts of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +438,7 @@ class UnitIndex(list[Unit]):
 
 
 def span(names: Sequence[str]) -> str:
-    """A short name for several parameters: their common module, or first and last."""
+    """Return a short name for several parameters: their common module, or first and last."""
     common: list[str] = []
     for pieces in zip(*(name.split(".") for name in names), strict=False):
         if len(set(pieces)) > 1:
@@ -462,7 +448,7 @@ def span(names: Sequence[str]) -> str:
 
 
 def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Segment]:
-    """Places for ``params`` in a flat buffer: matrices first, each aligned to 64 bytes."""
+    """Return places for ``params`` in a flat buffer: matrices first, each aligned to 64 bytes."""
     align = max(1, _ALIGN_NBYTES // itemsize)
     segments: list[Segment] = []
     offset = 0
@@ -474,7 +460,7 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
 
 
 def layout_tiles(name: str, param: nn.Parameter, rows: int, dtype: torch.dtype) -> list[Segment]:
-    """Places for the tiles of ``param``, ``rows`` rows each, every one in a unit of its own."""
+    """Return places for the tiles of ``param``, ``rows`` rows each, every one in a unit of its own."""
     tiles, width = [], param.shape[1:].numel()
     for first in range(0, len(param), rows):
         shape = torch.Size((min(rows, len(param) - first), *param.shape[1:]))
@@ -487,8 +473,8 @@ def layout_tiles(name: str, param: nn.Parameter, rows: int, dtype: torch.dtype) 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one NaN expanded to ``shape``: see [Note: the released parameter].
 
-    Profilers of operators do not see it. When units are released differs from pass to pass, and what a step
-    itself makes is to be the same bytes in each.
+    It is hidden from profilers of operators: when units are released differs from pass to pass, and the bytes
+    that a step itself makes must be the same in each.
     """
     with no_dispatch(), torch.inference_mode(False):  # parameters keep it for training
         if device.type == "cpu":
@@ -507,7 +493,7 @@ def is_placeholder(data: Tensor) -> bool:
 
 
 def _filled(placeholder: Tensor) -> bool:
-    """Return whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder on the host."""
+    """Return whether ``zero_`` or ``fill_``, which torch does not refuse, wrote to a host placeholder."""
     if placeholder.device.type != "cpu":
         return False
     address = placeholder.untyped_storage().data_ptr()
@@ -518,5 +504,4 @@ def _filled(placeholder: Tensor) -> bool:
 
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))

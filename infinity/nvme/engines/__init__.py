@@ -17,7 +17,7 @@ _PACKAGES = {"kvikio": "'infinity-offload[gds]'"}
 def make_engine(
     name: str, volume: Volume, note: Callable[[str], object] = lambda line: None
 ) -> TransferEngine:
-    """The engine called ``name``; ``auto`` is the fastest that works here.
+    """Return the engine called ``name``; ``auto`` is the fastest that works here.
 
     ``note`` gets a line for people if that is not the one that is fastest elsewhere. Raises a SettingError if
     the engine that was asked for cannot be used here.

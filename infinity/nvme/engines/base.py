@@ -1,15 +1,15 @@
 """The base of every engine: a transfer is cut into requests, queued, and ends with its last request.
 
 [Note: the life of a request]
-An engine takes a queued request, urgent ones first, with :meth:`QueuedEngine.take`, moves its bytes and tells
-:meth:`QueuedEngine.settle` the result, as the kernel gave it: a count, or a negative errno. What is missing
-of the count goes back to the front of the queue. A transfer ends when each of its requests is settled, also
-after an error, because until then the kernel may still touch the memory.
+An engine takes a queued request, urgent ones first, with :meth:`QueuedEngine.take`, moves its bytes, and
+gives :meth:`QueuedEngine.settle` the kernel's result: a count, or a negative errno. Bytes missing from the
+count go back to the front of the queue. A transfer ends when each of its requests is settled, also after an
+error, because until then the kernel may still touch the memory.
 
 [Note: Ctrl-C]
-A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing
-that counts, a single append to a queue; all else happens on threads of the engine, and no moment exists
-in which an interrupt leaves a request that is never settled.
+A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing that
+counts, a single append to a queue; all else happens on threads of the engine. Thus no interrupt can leave a
+request that is never settled.
 """
 
 import errno
@@ -48,7 +48,7 @@ class Move(Transfer):
         self.after: Any = None  # an event of the accelerator that comes first
 
     def end(self) -> None:
-        """Every request is settled; the engine's lock is not held."""
+        """End the transfer, whose requests are settled; the engine's lock is not held."""
         self.memory = None
         self.finish(self.error)
 
@@ -74,7 +74,7 @@ class Request:
 
 
 class QueuedEngine:
-    """Queues, results, counters; an engine adds :meth:`wake`, and the mains of threads.
+    """Queues requests and counts results; an engine adds :meth:`wake`, and the mains of its threads.
 
     ``request_nbytes`` are those of a request; an eighth more where that saves one.
     """
@@ -131,7 +131,7 @@ class QueuedEngine:
             thread.join()
 
     def begin(self, move: Move) -> None:
-        """Look at a move before its first request is queued; on the caller's thread."""
+        """Prepare a move before its first request is queued; on the caller's thread."""
 
     @property
     def waiting(self) -> int:
@@ -147,13 +147,13 @@ class QueuedEngine:
         return request
 
     def put_back(self, request: Request) -> None:
-        """Let a request that was taken go first; the lock is held, on a thread of the engine."""
+        """Put a request that was taken first in the queue; the lock is held, on a thread of the engine."""
         self._taken_nbytes -= request.nbytes
         self._urgent.appendleft(request)
         self.wake()
 
     def settle(self, request: Request, result: int) -> None:
-        """Take in the result of a request: bytes moved, or a negative errno. No lock is held."""
+        """Record the result of a request: bytes moved, or a negative errno. No lock is held."""
         move = request.move
         if self._unfinished(request, result):
             with self.lock:
@@ -173,7 +173,7 @@ class QueuedEngine:
                 self._idle.notify_all()
 
     def _unfinished(self, request: Request, result: int) -> bool:
-        """Return whether the rest of a request has to be asked for again."""
+        """Record the result; return whether the rest of a request has to be asked for again."""
         if result < 0:
             again = -result in (errno.EINTR, errno.EAGAIN)
         else:

@@ -2,8 +2,8 @@
 
 [Note: on streams of our own]
 kvikio's synchronous calls wait for the default stream, and with it for all that computes; its asynchronous
-ones for the stream that they are given. So each thread of the engine has one, which waits for what the
-caller's stream had been given when the transfer was asked for. The thread waits until the bytes have moved.
+ones for the stream they are given. So each thread of the engine has one, which first waits for the work that
+the caller's stream had when the transfer was asked for. The thread waits until the bytes have moved.
 """
 
 import threading
@@ -22,7 +22,7 @@ from infinity.nvme.volume import Volume
 
 
 class GdsEngine:
-    """kvikio's asynchronous cuFile calls for tensors of the accelerator; for host memory what ``host`` makes.
+    """Moves accelerator tensors by kvikio's asynchronous cuFile calls; host memory by ``host``'s engine.
 
     Raises an ImportError without kvikio, and a StateError without an accelerator.
     """

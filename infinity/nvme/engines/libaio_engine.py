@@ -1,7 +1,7 @@
 """Linux's asynchronous I/O: many requests with the kernel, one thread that takes in their results.
 
-One thread sleeps in the kernel until requests are done and submits others in their place; a second
-one submits what comes while the kernel has less than its share. Requests lie in arrays that are made once.
+One thread sleeps in the kernel until requests are done and submits others in their place; a second submits
+what comes while the kernel has less than its share.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _DEPTH = 32
 
 
 def load() -> ModuleType:
-    """Return the package's C layer: an ImportError without it, an OSError without the system's library."""
+    """Return the C layer; raise an ImportError without it, an OSError without the system's library."""
     import libaio.libaio  # imported here: it loads libaio.so.1, which a machine may lack
 
     module: ModuleType = libaio.libaio
@@ -55,7 +55,6 @@ class LibaioEngine(QueuedEngine):
         self._c.io_queue_release(self._context)
 
     def _feed(self) -> None:
-        """Submit what comes while the kernel has less than its share."""
         while True:
             with self.lock:
                 while not (self._slots.free and self.waiting):
@@ -65,7 +64,7 @@ class LibaioEngine(QueuedEngine):
             self._submit_all()
 
     def _submit_all(self) -> None:
-        """Hand over requests as long as there are free slots and what to put there."""
+        """Submit requests as long as there are free slots and queued requests."""
         with self._submitting:
             while True:
                 with self.lock:
@@ -121,7 +120,7 @@ class LibaioEngine(QueuedEngine):
 
 
 class _KernelSlots:
-    """The C structures of the requests that are with the kernel; made once, used again."""
+    """Owns the C structures of requests that are with the kernel; made once, used again."""
 
     def __init__(self, c: Any, count: int) -> None:
         self._c, self.count, self.with_kernel = c, count, 0
@@ -133,7 +132,7 @@ class _KernelSlots:
         self._requests: list[Request | None] = [None] * count
 
     def fill(self, request: Request) -> int:
-        """The slot that now describes what is left of ``request``."""
+        """Return the slot that now describes what is left of ``request``."""
         slot = self.free.pop()
         self._requests[slot] = request
         block, common = self._blocks[slot], self._common[slot]
@@ -152,7 +151,7 @@ class _KernelSlots:
         return request
 
     def pointers(self, slots: list[int]) -> Any:
-        """The argument of io_submit; valid until the next call."""
+        """Return the argument of io_submit; valid until the next call."""
         for at, slot in enumerate(slots):
             self._array[at] = self._pointers[slot]
         return self._array

@@ -13,7 +13,7 @@ _REQUEST_NBYTES = 8 * 2**20
 
 
 class ThreadsEngine(QueuedEngine):
-    """``os.preadv`` and ``os.pwritev``, which let other threads run while they wait."""
+    """Calls ``os.preadv`` and ``os.pwritev``, which let other threads run while they wait."""
 
     name = "threads"
 
