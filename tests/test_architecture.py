@@ -275,7 +275,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 475,
-    "activations": 2332,
+    "activations": 2297,
     "api": 1732,
     "app": 1232,
     "checkpoint": 4093,
@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "observe": 767,
     "optim": 921,
     "partition": 2618,
-    "planner": 3913,
+    "planner": 3873,
     "predict": 2167,
     "recipes": 2068,
     "shards": 4184,

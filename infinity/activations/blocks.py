@@ -1,9 +1,9 @@
-"""The blocks of a model, which cut a forward pass into regions and can be recomputed.
+"""Find the blocks of a model, which cut a forward pass into regions, and recompute them in backward.
 
 [Note: wrapped forwards]
-While a forward pass runs, and only then, ``forward`` of each block is wrapped: the wrapper tells the tensor
-cache the pass's position, and puts the block under ``torch.utils.checkpoint`` where it is to be recomputed. A
-recomputation runs the block's own forward.
+``forward`` of each block is wrapped, only while a forward pass runs. The wrapper tells the tensor cache the
+position of the pass, and puts a block that is to be recomputed under ``torch.utils.checkpoint``; there, and
+in the recomputation, the block's own forward runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +20,16 @@ from infinity.activations.tensor_cache import TensorCache, untraced
 
 
 class NamedBlock(NamedTuple):
-    """A block and its name in the model."""
+    """Names a block of the model."""
 
     name: str
     module: nn.Module
 
 
 def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
-    """Return the members with parameters of every ``nn.ModuleList`` outside other blocks, in order.
+    """Return the members of every ``nn.ModuleList`` that have parameters and are in no other block, in order.
 
-    Blocks may be compiled one by one. A model that is compiled as a whole has none: the pass's position in
-    its graph is unknown.
+    A block may be compiled. A model compiled as a whole has none: the pass's position in it is unknown.
     """
 
     def blocks_in(module: nn.Module, name: str, listed: bool) -> Iterator[NamedBlock]:
@@ -46,7 +45,7 @@ def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
 
 @contextmanager
 def patched(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Let ``module`` itself have ``value`` as its attribute ``name``, whatever its class has."""
+    """Set the attribute ``name`` of ``module`` to ``value``, hiding its class's, until the context ends."""
     before = module.__dict__.get(name)
     module.__dict__[name] = value
     try:

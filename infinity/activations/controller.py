@@ -1,21 +1,17 @@
-"""Decides what one model's activations do: by a rule, or by a plan made from a profile of its own step.
+"""Decide what a model's activations do: by a fixed policy, or by a plan made from a profile of its own step.
 
 [Note: the first passes]
-Under ``plan`` nothing is known before the model has run, and everything kept may not fit. So the first
-passes store all they can. The fifth one is profiled, as if everything were kept; then a plan is made: rank
-0's for all, since ranks that recompute different blocks would gather different units. The second pass under
-the plan is metered, so that predictions can be compared with measurements.
+Under ``plan`` nothing is known before the model has run, and not everything may fit, so the first passes
+store all they can. The fifth is profiled as if everything were kept. Then rank 0 makes the plan for all,
+since ranks that recompute different blocks would gather different units. The second pass under the plan is
+metered, to compare predictions with measurements.
 
-[Note: the pace of a step]
-A recorded pass is slower than others: its operators pass through Python, and wait for its lock while other
-threads store and load. So the step is taken to last as long as the quickest of the passes that end alike,
-from the first one on that found everything compiled and every buffer made; each without its waits and
-without the time that moving its bytes cost.
-
-[Note: passes that can be compared]
-A pass lasts from its forward to the next one, or to the end of its step. Of accumulated micro-batches only
-the last has the update in it. So predictions, which follow from one profiled pass, are compared with the
-passes that end as that one did: with the step, or with the next forward.
+[Note: the time of a pass]
+A pass lasts from its forward to the next one, or to the end of its step; of accumulated micro-batches only
+the last includes the update. So only passes that end as the profiled one did are compared with it. The
+profiled pass itself is slow: its operators go through Python, and wait for its lock while threads store and
+load. So the plan takes a step to last as long as the quickest pass that found everything compiled and every
+buffer made, without its waits and without the time that moving its bytes cost.
 """
 
 import time
@@ -51,14 +47,14 @@ REMEMBERED = 1000
 
 
 class ActivationBudget(Protocol):
-    """Device memory for all that a step allocates itself."""
+    """Tells how much device memory a step itself may allocate."""
 
     def capacities(self) -> Sequence[int | None]:
-        """Bytes that activations may have, the best division of memory first; None: no bound."""
+        """Return the bytes that activations may have, the best division of memory first; None: no bound."""
         ...
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
-        """A plan was made for one of the capacities, and keeps within ``kept_nbytes``."""
+        """Take note that the plan was made for one of the capacities, and takes at most ``kept_nbytes``."""
         ...
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
@@ -67,7 +63,7 @@ class ActivationBudget(Protocol):
 
 
 class FixedBudget:
-    """A budget that nothing else shares; see :class:`ActivationBudget`."""
+    """Gives activations a capacity that nothing else shares."""
 
     def __init__(self, capacity_nbytes: int | None = None) -> None:
         self._capacity_nbytes = capacity_nbytes
@@ -87,7 +83,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """How long a forward pass and its backward took; ``updates``: the step ended with it."""
+    """Records how long a forward pass with its backward took; ``updates``: the step ended with it."""
 
     number: int
     time_s: float
@@ -97,14 +93,12 @@ class PassTime:
     updates: bool
 
     def moving_share(self, s_per_byte: float) -> float:
-        """The share of compute's time that moving bytes took, if each takes ``s_per_byte`` of a core.
-
-        Bytes move while compute waits, too. More than half is not a delay that was measured, but an error.
-        """
+        """Return the share of compute's time that moved bytes took, at ``s_per_byte`` of a core."""
+        # Bytes also move while compute waits: a larger share than half is an error of the estimate.
         return min(0.5, s_per_byte * (self.nbytes_stored + self.nbytes_loaded) / self.time_s)
 
     def compute_s(self, s_per_byte: float) -> float:
-        """Seconds that the pass takes when nothing moves."""
+        """Return the seconds that the pass takes when nothing moves and nothing is waited for."""
         return (self.time_s - self.waited_s) * (1 - self.moving_share(s_per_byte))
 
 
@@ -122,14 +116,14 @@ class PassTimer:
         self._mark = self._figures()
 
     def end(self, *, updates: bool) -> None:
-        """The pass is over; if none runs, nothing happens."""
+        """End the pass that runs, if any."""
         if self._mark is not None:
             time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
             self._mark = None
             self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
-        """Passes from number ``first`` on that ended with their step (``updates``), or without it."""
+        """Return passes from number ``first`` on that ended with their step (``updates``), or without it."""
         return [each for each in self.ended if each.number >= first and each.updates is updates]
 
     def _figures(self) -> tuple[float, int, int, float]:
@@ -141,18 +135,16 @@ class PassTimer:
 
 
 class Activations:
-    """Serves every forward pass that autograd records, from its outermost module on.
+    """Begins and ends the recorded passes of a model, and plans its activations.
 
     Args:
-        hardware: Measures the channels, when a profile is there.
-        decide: Gives all ranks the text that rank 0 makes.
-        units: Moves the shards of units on the channels that activations share; None: nothing does.
+        hardware: Measures the channels, once a profile exists.
+        decide: Gives all ranks, which must call it, the text that rank 0 makes.
+        units: Moves shards of units on the channels that activations share; None: nothing does.
 
     Attributes:
-        planning: The plan, once it is made.
-        passes: Their times.
-        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
-        metered_nbytes: Its peak; None: not yet.
+        meters: Whether one pass is metered, and so slower; see [Note: the first passes].
+        metered_nbytes: Peak of the metered pass; None: not yet.
     """
 
     def __init__(
@@ -173,10 +165,7 @@ class Activations:
         self._attached: tuple[Profiler | MemoryMeter, list[nn.Parameter]] | None = None
 
     def open(self, model: nn.Module) -> ExitStack:
-        """Begin a forward pass of ``model``, which ends when the returned stack is closed.
-
-        Raises BudgetError, which says what would be met and what holds it there, if no plan meets the budget.
-        """
+        """Begin a forward pass of ``model``, until the returned stack closes; BudgetError: no plan fits."""
         self._end_pass(updates=False)
         if self.planning is not None and self.planning.plan.capacity_nbytes is not None:
             self.cache.queue.wait_below(0)  # what an earlier pass was still storing when it ended
@@ -199,14 +188,14 @@ class Activations:
         return stack
 
     def end_step(self) -> None:
-        """The step is over, as far as it is profiled; called again, nothing happens."""
+        """End the step, as far as it is profiled; called again, nothing happens."""
         self._end_pass(updates=True)
 
     def measured(self) -> Outcome | None:
-        """Measured cost of a pass under the plan, to be compared with the prediction; None: too few passes.
+        """Return the measured cost of a pass under the plan; None: too few passes.
 
-        Time and bytes are medians, see [Note: passes that can be compared]; the peak is that of the metered
-        pass. Stalls and recomputation cannot be told from other compute here: they are the predicted ones.
+        Time and bytes are medians, see [Note: the time of a pass]; the peak is that of the metered pass.
+        Stalls and recomputation, which cannot be told from other compute, are the predicted ones.
         """
         alike = self.passes.alike(METERED + 1, updates=self._updates)
         if self.planning is None or self.metered_nbytes is None or not alike:
@@ -220,7 +209,7 @@ class Activations:
         )
 
     def close(self) -> None:
-        """Give back what stored activations hold. A pass that is still recorded is forgotten."""
+        """Give back what stored activations hold; a pass that is still recorded is forgotten."""
         self._detach()
         self.cache.close()
 
@@ -266,7 +255,7 @@ class Activations:
 
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
-        # Seconds of a pass when everything is kept, see [Note: the pace of a step]; waits are left out.
+        # Seconds of a pass when everything is kept, without waits: see [Note: the time of a pass].
         alike = self.passes.alike(_WARM, updates=self._updates)
         recorded_s = profile.step_s * (1 - alike[-1].moving_share(hardware.compute_s_per_byte))
         pace_s = min(recorded_s, *(each.compute_s(hardware.compute_s_per_byte) for each in alike))

@@ -1,20 +1,20 @@
-"""Logits that are computed slice by slice where a cross entropy reads them, so that they never exist whole.
+"""Compute logits slice by slice where a cross entropy reads them, so that they never exist whole.
 
 With a large vocabulary nothing is as large as a batch's logits and what their loss makes of them: an fp32
-copy, its log-softmax, gradients. The loss of a row needs the logits of that row only.
+copy, its log-softmax, gradients. But the loss of a row needs the logits of that row only.
 
 [Note: pending logits]
-While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor that has the
-shape of logits and knows the head's input. What models do to logits before their loss is taken down:
-casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for
-one slice of rows after another, each under ``torch.utils.checkpoint``: backward computes its logits again.
-Anything else that asks for values computes the logits whole, as the model would have.
+While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor with the shape of
+logits that knows the head's input. It records what models do to logits before the loss: casts, rows in
+another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for one slice of rows
+after another, each under ``torch.utils.checkpoint``: backward computes its logits again. Whatever else asks
+for values computes the logits whole, as the model would have.
 
 [Note: numbers]
-The loss of a row and the gradient of its logits are those of whole logits, as far as a product of fewer
-rows gives the same bits. The mean is a sum over rows in fp32. The gradient of the head's weight is a sum over
-slices, from the last to the first, in the weight's dtype, as over micro-batches. Slices follow from shapes
-alone, so a run that is repeated, or goes on, gives the same bits.
+Losses of rows and gradients of their logits are those of whole logits, as far as a product of fewer rows
+gives the same bits. The mean sums rows in fp32. The gradient of the head's weight sums slices, from the last
+to the first, in the weight's dtype. Slices follow from shapes alone, so a repeated or resumed run gives the
+same bits.
 """
 
 import math
@@ -40,8 +40,7 @@ Mode = Literal["auto", "whole", "slices"]
 #: An operator on logits.
 Operator = Callable[[Tensor], Tensor]
 
-#: A slice has this part of the head's width in rows: then its logits, their copies and gradients take about
-#: what the head's weight and its gradients take.
+#: A slice has (head's width / this) rows: its logits and their gradients take about what the head's do.
 _ROWS_PART = 4
 #: The package whose hooks, on every module, use units.
 _OURS = __name__.split(".")[0]
@@ -51,14 +50,11 @@ _OURS = __name__.split(".")[0]
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """Return the linear layer that gives the logits of ``model``, or of a model that it wraps.
-
-    None: there is none, or it is compiled, and torch.compile looks into what pending logits hide.
-    """
+    """Return the linear layer that makes the logits of ``model``; None: there is none, or it is compiled."""
     module: Any
     for module in model.modules():
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-            return None
+            return None  # torch.compile looks into what pending logits hide
         if hasattr(module, "get_output_embeddings"):
             head = module.get_output_embeddings()
             if head is not None and any(map(has_torch_function_unary, head._parameters.values())):
@@ -78,20 +74,20 @@ def rows_of(hidden: Tensor) -> int:
 def least_nbytes(rows: int, width: int, itemsize: int, *, trains: bool) -> int:
     """Return the least bytes that a loss of whole logits takes: these, an fp32 copy, its log-softmax.
 
-    In backward (``trains``): the log-softmax, its gradient, and that of the fp32 copy.
+    Or, if it ``trains`` and backward takes more: the log-softmax, its gradient, and the fp32 copy's.
     """
     return rows * width * max(itemsize + 4 * (itemsize < 4) + 4, 12 * trains)
 
 
 class LogitSlices:
-    """Decides which calls of a model's head are pending; at first, none.
+    """Decides which calls of a model's head are pending; at first none are.
 
     Args:
-        using: Context in which a head runs as a part of the pass that runs, or that ran last.
-        stamp: Changes when the weights of a module do.
+        using: Opens the context in which a head runs as part of the current or latest pass.
+        stamp: Returns a value that changes when the weights of a module do.
 
     Attributes:
-        computing: A head runs whose logits were pending.
+        computing: A head whose logits were pending runs.
         chosen: How ``auto`` had the logits of the last training pass computed.
     """
 
@@ -105,9 +101,9 @@ class LogitSlices:
         self.decide("whole", lambda: None)
 
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
-        """Make pending: nothing (whole), calls in training (slices), or those whose logits do not fit (auto).
+        """Make pending: no calls (whole), calls in training (slices), or those that do not fit (auto).
 
-        ``room`` returns the bytes of device memory that a pass may take.
+        ``room`` returns the bytes of device memory that a pass may take; None: no bound.
         """
         self._mode, self._room = mode, room
         # Of models that ran.
@@ -115,7 +111,7 @@ class LogitSlices:
 
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[None]:
-        """Inside this context, calls of the head of ``model`` may be pending."""
+        """Let calls of the head of ``model`` be pending inside this context."""
         head = None
         if self._mode != "whole" and not self.computing and self._head is None:
             if model not in self._heads:
@@ -144,7 +140,7 @@ class LogitSlices:
         return PendingLogits.make(call, hidden, autocast or hidden.dtype, trained)
 
     def defers(self, module: Any, args: Any) -> bool:
-        """Whether a call of ``module`` with ``args`` is pending."""
+        """Return whether a call of ``module`` with ``args`` is to be pending."""
         if module is not self._head or self.computing or len(args) != 1 or torch.is_inference_mode_enabled():
             return False
         (hidden,) = args
@@ -165,7 +161,7 @@ class LogitSlices:
 
 
 def _changes_in_slices(head: nn.Module) -> bool:
-    """Whether a call draws random numbers, or others have hooks, which would run once more for each slice."""
+    """Return whether a head draws random numbers or has foreign hooks, which would run for each slice."""
     kinds = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
     hooks = [hook for kind in kinds for hook in kind.values()]
     if any(getattr(hook, "__module__", "").split(".")[0] != _OURS for hook in hooks):
@@ -175,7 +171,7 @@ def _changes_in_slices(head: nn.Module) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _HeadCall:
-    """A call of a head that is not made yet. It holds no activations: the graph of a loss holds it."""
+    """Holds a head's call that is not made yet, but no activations, since a loss's graph refers to it."""
 
     slices: LogitSlices
     head: Any
@@ -185,7 +181,6 @@ class _HeadCall:
     sliced: bool = False  # a loss of some members was computed in slices, and is trained on
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits of rows; StateError: the head's weights were updated since."""
         if self.stamp != self.slices.stamp(self.head):
             raise StateError(
                 "logits that were not computed are asked for after the weights of the model's head were "
@@ -220,7 +215,7 @@ _ELEMENTWISE = frozenset((
 
 
 class PendingLogits(Tensor):
-    """Logits, ``(..., vocabulary)``, that nothing has computed yet: see [Note: pending logits]."""
+    """Stands for logits, ``(..., vocabulary)``, that nothing has computed yet; see [Note: pending logits]."""
 
     _call: _HeadCall
     _hidden: Tensor  # the head's input for these rows, (..., width)
@@ -234,7 +229,7 @@ class PendingLogits(Tensor):
         cls, call: _HeadCall, hidden: Tensor, dtype: torch.dtype, trained: bool,
         operators: tuple[Operator, ...] = (), made: "tuple[PendingLogits, Operator] | None" = None,
     ) -> "PendingLogits":  # fmt: skip
-        """Return what ``operators`` make of the head's output for ``hidden``."""
+        """Return, pending, what ``operators`` make of the head's output for ``hidden``."""
         requires_grad, shape = (
             trained and torch.is_grad_enabled(),
             (*hidden.shape[:-1], call.head.out_features),
@@ -280,8 +275,8 @@ class PendingLogits(Tensor):
         raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:
-        """Return the logits, computed as the model would have; StateError: what makes them was written."""
-        # All at once: what is written to one of them now must not be in a cast that was made before.
+        """Return the logits, computed as the model would have; StateError: input or weights have changed."""
+        # Compute all members at once: later writes to one of them must not show in a cast made before.
         for ref in self._call.members if self._whole is None else ():
             each = ref()
             if each is None or each._whole is not None:
@@ -308,7 +303,7 @@ class PendingLogits(Tensor):
     # --- what a model does to logits -----------------------------------------------------------
 
     def _derived(self, func: Any, *args: Any, **kwargs: Any) -> "PendingLogits | None":
-        """Return what a function makes of these, with further arguments; None: it needs values."""
+        """Return the pending result of ``func`` on these logits; None: it needs values."""
         name, dtype, hidden, operators = func.__name__, self.dtype, self._hidden, self._operators
 
         def operator(logits: Tensor) -> Any:
@@ -328,7 +323,7 @@ class PendingLogits(Tensor):
         return self.make(self._call, hidden, dtype, self.requires_grad, operators, (self, operator))
 
     def _rows(self, name: str, args: Any, kwargs: Any) -> Operator | None:
-        """Return what does to the head's input what a function does to rows; None: it does something else."""
+        """Return the operation on the head's input that matches ``name`` on rows of logits; None: none."""
         last = self.dim() - 1
         if name == "contiguous" and not args and not kwargs:
             return lambda hidden: hidden

@@ -1,18 +1,18 @@
 """Record one step: its operators, the storages that they touch, and what autograd saves; or only its peak.
 
 [Note: a step as if everything were kept]
-The step that is recorded may already send its activations away. Then a saved storage vanishes in forward,
-and backward reads another one with the same bytes, which :meth:`Profiler.unpacked` tells;
-:meth:`Profiler.paused` leaves out the cache's own operators, and a slot's storage is given the life that it
-has when nothing moves it.
+The recorded step may already send activations away. Then a saved storage vanishes in forward, and backward
+reads another with the same bytes: :meth:`Profiler.unpacked` says for which one it stands, and the profile
+gives that one the life that it has when nothing moves. :meth:`Profiler.paused` leaves out the cache's own
+operators.
 
 [Note: storages]
-A storage is known by a weak reference, whose end is the moment in which its memory is given back. Addresses
-are used again at once, so an address alone says nothing. Views share a storage.
+A storage is known by a weak reference, which ends when its memory is given back. An address says nothing: it
+is used again at once. Views share a storage.
 
 [Note: the block of a backward operator]
-Autograd numbers its nodes in the order of forward. The numbers at a block's beginning and end tell whose
-forward made the node that runs an operator of backward. Operators that accumulate gradients, and those of a
+Autograd numbers nodes in the order of forward, so the numbers at a block's beginning and end tell whose
+forward made the node that runs a backward operator. Operators that accumulate gradients, and those of a
 recomputed forward, belong to the node before.
 """
 
@@ -53,12 +53,12 @@ NO_NODE = -1
 
 @dataclass(slots=True)
 class Life:
-    """A storage of the step; moments are numbers of operators that had ended.
+    """Records the life of a storage; a moment is the number of operators that had ended.
 
     Attributes:
         died: When its memory was given back; None: it lives.
         returned: When the memory of a storage that stood for it was given back.
-        held: It was still there when another storage came to stand for it.
+        held: It still lived when another storage came to stand for it.
     """
 
     name: str
@@ -71,18 +71,15 @@ class Life:
 
 
 class _Storages:
-    """Every storage of the step by its index; see [Note: storages].
-
-    On any thread ``position`` returns the number of operators that have ended.
-    """
+    """Numbers the storages of the step; see [Note: storages]."""
 
     def __init__(self, position: Callable[[], int]) -> None:
         self.lives: list[Life] = []
-        self._position = position
+        self._position = position  # operators that have ended; called on any thread
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def find(self, tensor: Tensor, kind: Kind, name: str) -> int:
-        """The index of the storage of ``tensor``, which is added if it is new."""
+        """Return the index of the storage of ``tensor``, which is added if it is new."""
         known, storage = self.index(tensor), tensor.untyped_storage()
         if known is not None:
             return known
@@ -92,13 +89,13 @@ class _Storages:
         return len(self.lives) - 1
 
     def index(self, tensor: Tensor) -> int | None:
-        """The index of the storage of ``tensor``; None: it is not known."""
+        """Return the index of the storage of ``tensor``; None: it is not known."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         return known[1] if known is not None and known[0]() is storage else None
 
     def stand_in(self, tensor: Tensor, index: int) -> None:
-        """From now on the storage of ``tensor`` is storage ``index``."""
+        """Let the storage of ``tensor`` count as storage ``index`` from now on."""
         if self.index(tensor) != index:
             self.lives[index].held |= self.lives[index].died is None
             self._remember(tensor.untyped_storage(), index, "returned")
@@ -115,7 +112,7 @@ class _Storages:
 
 
 class Call(NamedTuple):
-    """An operator as it ran; ``node`` is the number of the autograd node that ran it."""
+    """Records an operator that ran; ``node`` is the number of the autograd node that ran it."""
 
     name: str
     times: tuple[Any, Any]  # seconds, or CUDA events
@@ -128,7 +125,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class RegionMark:
-    """A block's forward: the operators and the autograd nodes ``[begin, end)`` that it made."""
+    """Marks a block's forward: its operators ``[begin, end)``, autograd nodes ``[first_node, end_node)``."""
 
     region: int
     name: str
@@ -141,7 +138,7 @@ class RegionMark:
 
 @dataclass(slots=True)
 class SlotMark:
-    """A slot: operators that had ended when it was packed and first unpacked, and nodes that unpacked it."""
+    """Marks when a slot was packed and first unpacked (operators that had ended), and by which nodes."""
 
     storage: int
     packed: int
@@ -150,11 +147,11 @@ class SlotMark:
 
 
 class Recording:
-    """The operators, storages and marks of one step, and the profile that follows from them.
+    """Holds the operators, storages and marks of one step, and makes the profile from them.
 
     Attributes:
-        alive_after, backward_end: Storages that were in memory, and operators that had ended, when backward
-            had; below 0: it has not.
+        alive_after: Storages that were in memory when backward had ended.
+        backward_end: Operators that had ended with backward; below 0: it has not ended.
         traffic: Of units: operators that had ended, bytes read, bytes written.
     """
 
@@ -169,7 +166,7 @@ class Recording:
         self.traffic: list[tuple[int, int, int]] = []
 
     def profile(self, seconds: list[float], step_s: float) -> Profile:
-        """The profile of a step of ``step_s`` whose operators took ``seconds``; backward has ended."""
+        """Return the profile of a step of ``step_s`` whose operators took ``seconds``, after backward."""
         last = max(0, len(self.calls) - 1)
         slots = self._slots(last)
         operators = (
@@ -182,7 +179,7 @@ class Recording:
         return Profile(step_s, tuple(operators), lifetimes, tuple(slots), blocks, tuple(traffic))
 
     def _slots(self, last: int) -> list[SlotUse]:
-        """Slots that backward asked for; the others need not be loaded."""
+        """Return the slots that backward asked for; the others need not be loaded."""
         reads: dict[int, int] = {}  # for each storage the last operator of backward that reads it
         for at, call in enumerate(self.calls[: self.backward_end]):
             if call.phase is Phase.BACKWARD:
@@ -215,7 +212,7 @@ class Recording:
             yield StorageUse(f"{index} {life.name}", life.nbytes, kind, min(life.born, last), min(dies, last))
 
     def blocks(self) -> Iterator[BlockCall]:
-        """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
+        """Yield calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
         regions = [mark for mark in self.regions if mark.end]
         first_nodes = [mark.first_node for mark in regions]
         spans: dict[int, tuple[int, int]] = {}
@@ -237,7 +234,7 @@ class Recording:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Arguments that an operator writes: positions, and names (``out=``, which it does not read)."""
+    """Return the arguments that an operator writes: positions, and names (``out=``, which it only writes)."""
     schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
     written = [
         (position, argument)
@@ -251,9 +248,8 @@ def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 class Profiler(TorchDispatchMode):
     """Records the operators inside ``with``: one micro-batch, with its update or without.
 
-    CPU operators are timed by the clock, those of an accelerator by events, which are read in :meth:`finish`.
-    The autograd engine carries the mode into its own threads. Other threads are not recorded. Marks come
-    from the tensor cache, in the order of execution. Gradients of ``weights`` are found too.
+    CPU operators are timed by the clock, those of an accelerator by events that :meth:`finish` reads.
+    Autograd's own threads are recorded, other threads are not. The tensor cache calls the marks.
     """
 
     supports_higher_order_operators = True
@@ -316,7 +312,7 @@ class Profiler(TorchDispatchMode):
         self._recorded.regions.append(RegionMark(region, name, len(self._recorded.calls), nodes_made()))
 
     def leave_region(self, region: int, inputs: Sequence[Tensor]) -> None:
-        """The forward of the block ended; ``inputs`` came from outside, in the order of a plan's ordinals."""
+        """End a block's forward; ``inputs`` came from outside, in the order of a plan's ordinals."""
         mark = next(mark for mark in reversed(self._recorded.regions) if mark.region == region)
         mark.end, mark.end_node = len(self._recorded.calls), nodes_made()
         found = self._indices(inputs, Kind.INPUT, "input")
@@ -324,13 +320,13 @@ class Profiler(TorchDispatchMode):
         self._recorded.region = region + 1
 
     def packed(self, key: SlotKey, tensor: Tensor) -> None:
-        """Autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
+        """Mark that autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
         if key not in self._recorded.slots:
             index = self._recorded.storages.find(tensor, Kind.INPUT, "input")
             self._recorded.slots[key] = SlotMark(index, len(self._recorded.calls))
 
     def unpacked(self, key: SlotKey, tensor: Tensor) -> None:
-        """The next operator of backward needs slot ``key``, for which ``tensor``'s storage stands now."""
+        """Mark that backward needs slot ``key`` next, for which the storage of ``tensor`` stands now."""
         saved = self._recorded.slots.get(key)
         if saved is not None:
             saved.nodes.append(running_node())
@@ -339,11 +335,11 @@ class Profiler(TorchDispatchMode):
             self._recorded.storages.stand_in(tensor, saved.storage)
 
     def units_move(self, nbytes_read: int, nbytes_written: int) -> None:
-        """Units begin to move bytes on the channels that activations share; on any thread."""
+        """Record that units begin to move bytes on the channels that activations share; on any thread."""
         self._recorded.traffic.append((len(self._recorded.calls), nbytes_read, nbytes_written))
 
     def backward_begins(self) -> None:
-        """The backward pass begins; the first operator of one tells it too."""
+        """Mark the beginning of backward; its first operator does so, too."""
         if self._recorded.phase is Phase.FORWARD:
             self._recorded.forward_end_node = nodes_made()
         self._recorded.phase = Phase.BACKWARD
@@ -357,7 +353,7 @@ class Profiler(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what this thread runs inside."""
+        """Leave what runs inside, and its time, out of the profile."""
         began_s = time.perf_counter()
         self._pauses += 1
         try:
@@ -368,7 +364,7 @@ class Profiler(TorchDispatchMode):
                 self._own_s += time.perf_counter() - began_s
 
     def finish(self) -> Profile:
-        """The profile of a step that takes the time inside ``with``, less recording and pauses."""
+        """Return the profile of a step that takes the time inside ``with``, less recording and pauses."""
         if self._recorded.backward_end < 0:
             self.update_begins()
         times = [call.times for call in self._recorded.calls]
@@ -399,7 +395,7 @@ class Profiler(TorchDispatchMode):
 
 
 def nodes_made() -> int:
-    """How many autograd nodes this thread made, by the number that the next one gets."""
+    """Return how many autograd nodes this thread made, by the number that the next one gets."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
@@ -412,10 +408,7 @@ def running_node() -> int:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of storages that operators make inside ``with`` and that still live.
-
-    Not of those that were there before, nor of memory that no operator made (a unit's buffers).
-    """
+    """Measures the peak of storages that operators make inside ``with``; a unit's buffers do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -432,7 +425,7 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def peak_nbytes(self, without: Sequence[Tensor] = ()) -> int:
-        """The most bytes at one time, without the storages of ``without`` (gradients)."""
+        """Return the most bytes at one time, without the storages of ``without`` (gradients)."""
         left_out = {self._storages.index(tensor) for tensor in without}
         lives = [life for i, life in enumerate(list(self._storages.lives)) if i not in left_out]
         events = [(life.born, life.nbytes) for life in lives]

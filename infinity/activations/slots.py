@@ -1,4 +1,4 @@
-"""Saved storages: where the bytes of each one are, how they leave memory in turn, and how they come back."""
+"""Move saved storages out of memory one after another, and back, and know where the bytes of each are."""
 
 import threading
 import weakref
@@ -20,10 +20,10 @@ class ActivationStats:
     """Counts the bytes of slots in memory, stored and loaded. Any thread may call.
 
     Attributes:
-        forwarded: Reads that found their bytes in memory, before they had been stored.
+        forwarded: Reads of slots in memory whose store had not ended.
         on_demand: Loads that no plan had started.
-        waited_s: Seconds for which the training thread waited for stores and loads.
-        dropped: Of collected slots: what is stored, and bytes in memory; for :meth:`free_dropped`.
+        waited_s: Seconds that the training thread waited for stores and loads.
+        dropped: What :meth:`free_dropped` gives back for collected slots: stored bytes, bytes in memory.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ActivationStats:
         self.dropped: deque[tuple[StoredActivation | None, int]] = deque()
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that a slot takes in memory; below 0: gives back."""
+        """Count bytes that a slot takes in memory, or gives back (negative)."""
         with self._lock:
             self.resident_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.resident_nbytes)
@@ -48,13 +48,12 @@ class ActivationStats:
 
 
 class Slot:
-    """A storage that autograd saves; lives as long as a graph refers to it.
+    """Owns a storage that autograd saves, in memory or stored; lives as long as a graph refers to it.
 
-    While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
-    readers have read it, and can be loaded again as long as the graph lives.
+    It holds its storage while RESIDENT or STORING, and again from each load until all readers have read it.
 
     Attributes:
-        version: How often the storage had been written.
+        version: Autograd's count of writes to the storage when it was saved.
         readers: Saved tensors in it that backward has not read.
     """
 
@@ -110,7 +109,7 @@ class Slot:
             stored.free()
 
     def end_store(self) -> None:
-        """The store has ended well: release the storage, unless backward asked for it."""
+        """End a store that succeeded: release the storage, unless backward asked for it."""
         with self._lock:
             if self._is_wanted:
                 self.lifecycle.move(S.RESIDENT)
@@ -125,7 +124,7 @@ class Slot:
     # --- and back ----------------------------------------------------------------------------
 
     def fetch(self) -> bool:
-        """Start to bring the bytes back if they are away; return whether a load began."""
+        """Start to load the bytes if they are away; return whether a load began."""
         with self._lock:
             self._is_wanted = True
             if self.state is not S.STORED:
@@ -165,17 +164,14 @@ class Slot:
             return self._storage, self._last[1]
 
     def drop(self) -> None:
-        """Release bytes that can be loaded again; all readers have read them."""
+        """Release the storage, which all readers have read, if its bytes can be loaded again."""
         with self._lock:
             if self.state is S.RESIDENT and self._stored is not None:
                 self._release()
 
 
 class StoreQueue:
-    """Stores slots in the order of packing, ``in_flight_nbytes`` at one time, at least one slot.
-
-    A slot that waits can be cancelled; one that is in flight cannot.
-    """
+    """Stores slots in the order of packing, at least one and up to ``in_flight_nbytes`` at one time."""
 
     def __init__(self, stats: ActivationStats, in_flight_nbytes: int = 64 * 2**20) -> None:
         self._stats, self.most_nbytes = stats, in_flight_nbytes
@@ -189,7 +185,7 @@ class StoreQueue:
         self._error: Exception | None = None
 
     def put(self, slot: Slot, store: ActivationStore) -> int:
-        """Store ``slot`` in its turn; return its number, which grows. DiskError: no room."""
+        """Store ``slot`` when its turn comes; return its number, which grows. DiskError: no room."""
         self.check()
         slot.reserve(store)
         with self._lock:
@@ -199,7 +195,7 @@ class StoreQueue:
         return number
 
     def cancel(self, slot: Slot) -> None:
-        """Keep ``slot`` in memory if it still waits."""
+        """Keep ``slot`` in memory if it still waits; a store in flight goes on."""
         with self._lock:
             waited = self._waiting.pop(weakref.ref(slot), None) is not None
         if waited:
@@ -212,7 +208,7 @@ class StoreQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait or are in flight."""
+        """Return the bytes that wait or are in flight."""
         with self._lock:
             waiting = (nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None)
             return self.in_flight_nbytes + sum(waiting)
@@ -224,20 +220,17 @@ class StoreQueue:
             return all(before > number for before in (*self._in_flight, *waiting))
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Return when ends of stores make ``is_over()`` true, or nothing is in flight; then :meth:`check`."""
+        """Wait until ends of stores make ``is_over()`` true, or nothing is in flight; then :meth:`check`."""
         with self._lock:
             self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
         self.check()
 
     def wait_below(self, nbytes: int) -> None:
-        """Return when at most ``nbytes`` wait or are in flight; raises as :meth:`check`."""
+        """Wait until at most ``nbytes`` wait or are in flight; then :meth:`check`."""
         self.wait_until(lambda: self.nbytes <= nbytes)
 
     def check(self) -> None:
-        """Raise the error of a failed store, once, after all others have ended or were dropped.
-
-        The bytes are still in memory.
-        """
+        """Raise the error of a failed store, once, when no store is in flight; its slot stays in memory."""
         if self._error is not None:
             self.drain()
             error, self._error = self._error, None
@@ -247,13 +240,13 @@ class StoreQueue:
                 del error  # an error whose frame holds it keeps the step's graph alive
 
     def drain(self) -> None:
-        """Return when nothing is in flight; slots that wait are not stored."""
+        """Wait until nothing is in flight; slots that wait are not stored."""
         with self._lock:
             self._waiting.clear()
             self._changed.wait_for(lambda: not (self._in_flight or self._starting))
 
     def _start(self) -> None:
-        """Start stores; one thread at a time, so that one that ends at once does not start the next."""
+        """Start stores, on one thread at a time, so that stores that end at once do not recurse."""
         with self._lock:
             if self._starting:
                 return
@@ -269,7 +262,7 @@ class StoreQueue:
             del taken, slot  # a drained queue holds no slot
 
     def _take(self) -> tuple[int, Slot] | None:
-        """Take the next slot that may go, and whose graph still lives, into flight; None: there is none."""
+        """Put in flight the next slot that may go and whose graph still lives; None: there is none."""
         with self._lock:
             while self._waiting:
                 ref, (number, nbytes) = next(iter(self._waiting.items()))

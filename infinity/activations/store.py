@@ -1,18 +1,18 @@
-"""Where activations are stored, NVMe or host memory, and how their bytes get there and back.
+"""Store activations on NVMe or in host memory, and load them again.
 
 [Note: no copy]
 Without an accelerator the engine writes an activation from where it lies. The drive wants whole blocks at
-addresses that are multiples of a block, and an allocator gives neither: so the few bytes before the first
-and after the last whole block stay in memory, and as many blocks move wherever the activation lies, so that a
-plan's bytes are exact. It comes back into fresh memory that begins at the same place of a block, so that
-alignment, which some kernels look at, stays the same.
+addresses that are multiples of a block, which an allocator does not give: so the few bytes before the first
+and after the last whole block stay in memory. How many blocks move depends on the size alone, so that a
+plan's bytes are exact. A load's fresh memory begins at the same offset in a block, since some kernels look at
+alignment.
 
 [Note: staging]
-Other ways go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One thread
-stores and another one loads, each in the order of the calls and each on a stream of its own: copies out
-overlap with copies in, and both with compute. A copy waits for what compute had been given when its tensor
-was packed, or its memory allocated, and for nothing after that. Compute may use the bytes of a load as soon
-as the copies are on their way, since its stream waits for them. Memory is held until they have ended.
+Other stores go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One
+thread stores and another loads, each in the order of calls and on its own stream: copies out overlap with
+copies in, and both with compute. A copy waits for what compute had been given when its tensor was packed or
+allocated, and for nothing later. Compute may use loaded bytes as soon as their copies are issued, since its
+stream waits for them. Memory is held until copies have ended.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ Storage = torch.UntypedStorage
 
 
 class Loading(NamedTuple):
-    """A storage that holds the bytes from ``offset_nbytes`` on as soon as ``transfer`` has ended."""
+    """Names a storage that holds the bytes, from ``offset_nbytes`` on, once ``transfer`` has ended."""
 
     storage: Storage
     offset_nbytes: int
@@ -60,7 +60,7 @@ class Loading(NamedTuple):
 
 
 class StoredActivation:
-    """Room for one storage, which ``give_back`` gives back, on any thread: freed, and nothing in flight."""
+    """Owns room for one storage; when freed, with nothing in flight, ``give_back`` runs, on any thread."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._lock = threading.Lock()  # guards what follows
@@ -69,15 +69,15 @@ class StoredActivation:
         self._is_unwanted = False
 
     def store(self, storage: Storage) -> Transfer:
-        """Start storing ``storage``, once; it is held until the transfer has ended, and no longer."""
+        """Start storing ``storage``, at most once; it is held until the transfer has ended."""
         raise NotImplementedError
 
     def load(self) -> Loading:
-        """Start loading; the store has ended well."""
+        """Start loading; the store must have succeeded."""
         raise NotImplementedError
 
     def free(self) -> None:
-        """Give the room back as soon as nothing is in flight. May be called twice, from any thread."""
+        """Give the room back as soon as nothing is in flight; may be called twice, from any thread."""
         self._is_unwanted = True
         self._end(None)
 
@@ -102,13 +102,12 @@ class StoredActivation:
 def open_stores(
     device: torch.device, pool: Pool, piece_nbytes: int, volume: Volume | None, engine: TransferEngine | None
 ) -> "dict[Place, ActivationStore]":
-    """Open the stores that there are for activations on ``device``.
+    """Open the stores for activations on ``device``: NVMe if there is a ``volume``, and host memory.
 
-    Without an accelerator activations are in host memory already: only NVMe is farther away.
+    Without an accelerator, activations are in host memory already, and there is only NVMe.
 
     Args:
         piece_nbytes: Bytes of ``pool`` that are staged at one time.
-        volume: None: there is no NVMe.
     """
     stores: dict[Place, ActivationStore] = {}
     if device.type != "cpu":
@@ -126,9 +125,9 @@ def measure_hardware(
     """Measure the channels of this rank; takes some tenths of a second.
 
     Args:
-        directories: On NVMe, one for each drive; none: nothing can be stored there.
+        directories: On NVMe, one for each drive; empty: nothing can be stored there.
         host_nbytes: Host memory that activations may take.
-        gds: They go from ``device`` to NVMe by GPUDirect Storage.
+        gds: Activations go from ``device`` to NVMe by GPUDirect Storage.
 
     Raises:
         DiskError: A file system is full, or a drive reports an error.
@@ -149,7 +148,7 @@ def measure_hardware(
 
 
 def _host_bytes_per_s(device: torch.device) -> float:
-    """The slower of the two directions between an accelerator and pinned memory."""
+    """Measure the slower direction between an accelerator and pinned memory."""
     there, buffer = torch.empty(64 * _MIB, dtype=torch.uint8, device=device), HostBuffer(64 * _MIB, device)
     here, slowest = buffer.tensor, float("inf")
     try:
@@ -169,7 +168,7 @@ def _host_bytes_per_s(device: torch.device) -> float:
 
 
 class DirectStore:
-    """NVMe for storages in host memory; see [Note: no copy]."""
+    """Stores storages in host memory on NVMe; see [Note: no copy]."""
 
     padding_nbytes = BLOCK_NBYTES  # what a storage takes beyond its size once it has been loaded
 
@@ -185,7 +184,7 @@ class DirectStore:
 
 
 def directly_moved_nbytes(nbytes: int) -> int:
-    """Return the bytes that move of a storage of ``nbytes`` in host memory: see [Note: no copy]."""
+    """Return how many of the ``nbytes`` of a storage in host memory move; see [Note: no copy]."""
     return max(0, nbytes // BLOCK_NBYTES - 1) * BLOCK_NBYTES
 
 
@@ -217,7 +216,7 @@ class _Direct(StoredActivation):
 
 
 def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
-    """``nbytes`` from ``start`` on of a storage in host memory, which the caller keeps alive."""
+    """Return ``nbytes`` from ``start`` on of a storage in host memory, which the caller keeps alive."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(storage.data_ptr() + start)).cast("B")
 
 
@@ -227,10 +226,10 @@ def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
 def copying(
     thread: ThreadPoolExecutor, move: Callable[[], object], after: torch.Event | None, device: torch.device
 ) -> tuple[StreamTransfer, Transfer]:
-    """Run ``move()`` on a thread that copies; its work on the accelerator comes after an event.
+    """Run ``move()`` on a thread that copies; its work on the accelerator waits for an event.
 
     Returns:
-        Its copies are on their way; they have ended, and nothing of what moved is held any more.
+        A transfer that ends when the copies are issued, and one when they have ended and hold no memory.
     """
     issued, ended, moves = StreamTransfer(), Transfer(), [move]
     del move
@@ -260,7 +259,7 @@ Move = Callable[[Tensor], object]
 
 
 class _Staged(StoredActivation):
-    """A storage that a thread stores and another one loads, each by one of two moves."""
+    """Stores a storage on one thread and loads it on another, each by one of two moves."""
 
     def __init__(
         self,
@@ -288,12 +287,12 @@ class _Staged(StoredActivation):
 
 
 class StagedStore:
-    """Host memory, or NVMe behind it; see [Note: staging].
+    """Stores in host memory, or on NVMe behind it; see [Note: staging].
 
     Args:
-        volume: None: bytes stay in ``pool``.
+        volume: On NVMe; None: bytes stay in ``pool``.
         engine: With GPUDirect Storage it takes tensors, after what the thread's stream waits for.
-        piece_nbytes: Bytes that one buffer may take; larger ones than 16 MiB gain nothing.
+        piece_nbytes: Bytes that one buffer may take; more than 16 MiB gain nothing.
     """
 
     padding_nbytes = 0
@@ -379,5 +378,5 @@ class StagedStore:
                 lease.record_use()
 
 
-#: NVMe or host memory, as far as activations are concerned.
+#: Stores activations on NVMe or in host memory.
 ActivationStore = DirectStore | StagedStore

@@ -1,23 +1,22 @@
-"""The tensor cache: packs what autograd saves as references to slots, and unpacks it bitwise.
+"""Pack what autograd saves as references to slots, and unpack it bitwise: the tensor cache.
 
 [Note: identity]
-An address is used again as soon as its memory is free, so identity is the storage object itself, which torch
-keeps as long as the memory lives; we hold it weakly. Views and transposes share it.
+An address is used again as soon as its memory is free. So a storage is identified by its object, held weakly,
+which torch keeps as long as the memory lives. Views and transposes share it.
 
 [Note: versions]
-Autograd refuses to read a saved tensor that was modified in place since, but only where no hooks are. So
-hooks compare versions themselves, also after the bytes have left memory: a tensor without bytes that shares
-the counter of writes stays behind. Writes that torch does not count (through ``.data``, numpy or a kernel of
-one's own) reach the backward pass only while the storage is in memory.
+Autograd refuses to read a saved tensor that was modified in place since, but not where hooks are. So hooks
+compare versions themselves, also after the bytes have left: a tensor without bytes that shares the count of
+writes stays behind. Writes that torch does not count (through ``.data``, numpy or a kernel of one's own)
+reach backward only while the storage is in memory.
 
 [Note: one record per forward pass]
 Several forward passes may be in flight (interleaved micro-batches); backward of each asks its own record what
-to load. A slot belongs to graphs: it lives as long as one of them refers to it, so a step that is left
-half-way leaves nothing behind.
+to load. A slot lives as long as a graph refers to it, so a step left half-way leaves nothing behind.
 
 [Note: readers]
-Several operators save one storage. It is loaded once, held until each of them has read it, and then dropped.
-A graph that is kept (``retain_graph``) reads again: then it is loaded again.
+Several operators may save one storage. It is loaded once, held until each has read it, and then dropped. A
+graph that is kept (``retain_graph``) loads it again.
 """
 
 import math
@@ -58,13 +57,13 @@ def untraced(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
-    """What slots and blocks do while the model runs.
+    """Says what slots and blocks do while the model runs.
 
     Attributes:
-        loads: The slots to load when backward first asks for one; by None, when it begins. No mapping: those
-            that were packed before the one that is asked for.
+        loads: Slots to load when backward first asks for a key, or begins (None). No mapping: load those
+            that were packed before the one asked for.
         waits: The slot up to which all must have been stored when one is packed (False) or asked for (True).
-        keeps_budget: Bytes of stores that have not ended count.
+        keeps_budget: Whether bytes of stores that have not ended count in a budget.
     """
 
     place: Callable[[SlotKey], Place]
@@ -84,9 +83,9 @@ def planned(plan: ActivationPlan) -> ActivationPolicy:
 
 
 def uniform(place: Place, *, recompute: bool = False, last: int = -1) -> ActivationPolicy:
-    """Return the policy that treats all slots and blocks alike, but those from region ``last`` on.
+    """Return the policy that treats all slots and blocks alike, except those from region ``last`` on.
 
-    Backward begins with these. Below 0, as of a model without blocks: there are none.
+    Backward begins with these, so they stay. Below 0, as of a model without blocks: no exception.
     """
     end = math.inf if last < 0 else last
     return ActivationPolicy(
@@ -95,14 +94,14 @@ def uniform(place: Place, *, recompute: bool = False, last: int = -1) -> Activat
 
 
 class PassRecord:
-    """One forward pass: its position, and its slots in the order of packing.
+    """Knows the position of a forward pass, and its slots in the order of packing.
 
     Attributes:
         region: 2n - 1 in the n-th call of a block, 2n after it.
         packed: Keys, which grow.
-        stores: The number that the queue gave to a slot's store.
-        asked, fetched: Slots that the backward pass asked for, and that were loaded ahead of it.
-        backward: The backward pass that runs now, by the number that autograd gave it.
+        stores: The number that the queue gave to each slot's store.
+        asked, fetched: Slots that backward asked for, and slots that were loaded ahead.
+        backward: Autograd's number of the backward pass that runs.
     """
 
     def __init__(self, policy: ActivationPolicy) -> None:
@@ -130,7 +129,7 @@ class PassRecord:
         return SlotKey(self.region, self._ordinal - 1)
 
     def was_empty(self, kv_cache: Any) -> bool:
-        """Whether a cache of keys and values was empty when the pass came to it first."""
+        """Return whether a cache of keys and values was empty when the pass first came to it."""
         if kv_cache not in self._empty:
             try:
                 self._empty[kv_cache] = not int(kv_cache.get_seq_length())
@@ -144,7 +143,7 @@ class PassRecord:
         self.region_nbytes[slot.key.region] += slot.nbytes
 
     def packed_before(self, key: SlotKey) -> list[SlotKey]:
-        """Slots packed before ``key`` in this pass, latest first, as many bytes as the largest region has."""
+        """Return slots packed before ``key``, latest first, as many bytes as the largest region has."""
         position, found = bisect_left(self.packed, key), []
         is_own = position < len(self.packed) and self.packed[position] == key
         left = max(self.region_nbytes.values()) if is_own else 0
@@ -168,11 +167,7 @@ class KeptTensor:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def check(self) -> Tensor:
-        """Return what counts the tensor's writes: it itself, if its memory stays.
-
-        Raises:
-            RuntimeError: It was modified in place since it was saved; as autograd raises it without hooks.
-        """
+        """Return the tensor, or what a slot keeps of it; RuntimeError: it was modified since it was saved."""
         counter, wanted = self._tensor, self._version
         if counter._version != wanted:
             raise RuntimeError(
@@ -203,19 +198,19 @@ class SlotHandle(KeptTensor):
         return f" {list(self._size)}"
 
     def view(self, storage: torch.UntypedStorage, offset_nbytes: int) -> Tensor:
-        """The tensor, if the bytes of its slot begin ``offset_nbytes`` into ``storage``."""
+        """Return the tensor, whose slot's bytes begin ``offset_nbytes`` into ``storage``."""
         empty = torch.empty(0, dtype=self._tensor.dtype, device=storage.device)
         offset = self._offset + offset_nbytes // empty.itemsize
         return empty.set_(storage, offset, self._size, self._stride)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
-    """The storages of ``tensors``, as long as these live: see [Note: identity]."""
+    """Return the storages of ``tensors``, held weakly; see [Note: identity]."""
     return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory of its own kind, so that storage and view describe all of it."""
+    """Return whether storage, offset, sizes and strides describe all of a tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -232,12 +227,12 @@ class TensorCache:
 
     Args:
         device: Tensors elsewhere pass through.
-        wait: Runs a function that waits, and counts its seconds as a stall.
+        wait: Runs a function that waits, and counts its time as a stall.
 
     Attributes:
         backlog_nbytes: Bytes that may wait to be stored before packing waits; None: any.
-        exempt: Storages that pass through: parameters and buffers, which live anyway.
-        record: Of the forward pass that runs; None: none does, and everything is kept.
+        exempt: Storages that pass through: those of parameters and buffers, which live anyway.
+        record: That of the forward pass that runs; None: none does, and everything is kept.
     """
 
     def __init__(
@@ -304,9 +299,11 @@ class TensorCache:
 
     @untraced
     def unpack(self, packed: KeptTensor) -> Tensor:
-        """Return the tensor that was packed, bitwise; RuntimeError: it was modified in place since.
+        """Return the packed tensor, bitwise.
 
-        DiskError: its bytes could not be read back, or a store failed.
+        Raises:
+            RuntimeError: It was modified in place since.
+            DiskError: Its bytes could not be read back, or a store failed.
         """
         self.queue.check()
         backward = torch._C._current_graph_task_id()
@@ -375,7 +372,7 @@ class TensorCache:
     # --- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is in flight. Graphs that still live can read only bytes that are in memory."""
+        """Finish what is in flight; graphs that still live can then read only bytes that are in memory."""
         self.queue.drain()
         self.stats.free_dropped()
         for store in self.stores.values():

@@ -1,12 +1,12 @@
-"""Lifetimes and inactive periods of one step's storages, also of a step that recomputes some blocks.
+"""Compute lifetimes and inactive periods of a step's storages, also if some blocks are recomputed.
 
 A lifetime lasts from the operator that makes a storage to the last one that uses it; an inactive period is
 the gap between the last use of a saved storage in forward and its first use in backward.
 
 [Note: keys of recomputed blocks]
-A plan names a saved storage by its region and its ordinal there. A recomputed block packs only its inputs,
-without those that an earlier region packed. Where that moves a storage into a region that does not recompute,
-the ordinals of that region are unknown before it has run: its storages are kept, and a plan cannot name them.
+A plan names a saved storage by its region and its ordinal there. A recomputed block packs only those inputs
+that no earlier region packed. Where that moves a storage into a region that is not recomputed, the ordinals
+there are unknown before it has run: a plan cannot name its storages, and they are kept.
 
 Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
@@ -27,7 +27,7 @@ MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
 
 
 def operator_times(profile: Profile) -> np.ndarray:
-    """Seconds of each operator, ``(operators,)``; time between operators is spread over them."""
+    """Return the seconds of each operator, ``(operators,)``; time between operators is spread over them."""
     times = np.array([operator.time_s for operator in profile.operators], dtype=float)
     measured = float(times.sum())
     if measured <= 0:
@@ -36,7 +36,7 @@ def operator_times(profile: Profile) -> np.ndarray:
 
 
 def memory(profile: Profile) -> np.ndarray:
-    """Bytes of the step's own storages during each operator if all are kept, ``(operators,)``."""
+    """Return the bytes of the step's own storages during each operator if all stay, ``(operators,)``."""
     change = np.zeros(len(profile.operators) + 1, dtype=np.int64)
     for storage in profile.storages:
         if storage.kind in MADE:
@@ -47,7 +47,7 @@ def memory(profile: Profile) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class InactivePeriod:
-    """The gap between forward's last use of a saved storage and backward's first; in positions of the step.
+    """Describes the gap between a saved storage's last use in forward and its first in backward (positions).
 
     Attributes:
         packed_at: Its store may start after this position.
@@ -74,7 +74,7 @@ class InactivePeriod:
 
 
 class Recomputation(NamedTuple):
-    """Positions ``[begin, end)`` in which a block runs its forward again."""
+    """Marks the positions ``[begin, end)`` in which a block runs its forward again."""
 
     block: BlockCall
     begin: int
@@ -83,9 +83,7 @@ class Recomputation(NamedTuple):
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """A step as the planner sees it.
-
-    Positions are operators; a recomputed block's forward has its own in front of the block's backward.
+    """Describes a step by position: its operators, with recomputed forwards in front of their backwards.
 
     Attributes:
         times: Seconds of each position.
@@ -93,10 +91,7 @@ class Lifetimes:
         memory: Bytes of the step's own storages during each position if nothing is stored.
         periods: In the order in which backward needs the storages.
         backward: First position of backward, recomputations included.
-        traffic: What units move, by position.
         operators: Operator of each position; of a recomputation, the one before which it runs.
-        recomputations: In the order of positions.
-        padding_nbytes: As in the profile.
     """
 
     times: np.ndarray
@@ -121,9 +116,9 @@ Places = Mapping[int, Place]
 def least_memory(
     lifetimes: Lifetimes, places: Iterable[int], loads: Mapping[int, int] = MappingProxyType({})
 ) -> np.ndarray:
-    """Bytes by position if the storages of ``places``, as in :data:`Places`, were stored in no time.
+    """Return bytes by position if the storages of ``places``, as in :data:`Places`, were stored in no time.
 
-    ``loads`` are positions in which loads start; others start when they are needed.
+    ``loads``: positions at which loads start; those of other storages start when they are needed.
     """
     change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
     for index in places:
@@ -137,7 +132,7 @@ def least_memory(
 
 
 class ProfileIndex:
-    """Lookups in a profile for its lifetimes, whatever is recomputed.
+    """Looks up in a profile what lifetimes need, whatever is recomputed.
 
     Attributes:
         last_use: By storage: the last operator of forward that touches it.
@@ -197,18 +192,17 @@ class ProfileIndex:
 
 
 def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> Lifetimes:
-    """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``."""
+    """Return the lifetimes of the profiled step if backward recomputes the blocks of these regions."""
     return ProfileIndex(profile).lifetimes(recomputed)
 
 
 class _Packing:
-    """What the tensor cache packs, region by region, if backward recomputes ``blocks``.
+    """Finds what the tensor cache packs, region by region, if backward recomputes ``blocks``.
 
     Attributes:
-        packed: By storage: its slot; whether its key is known; and where the backward of recomputed blocks
-            that need it begins.
+        packed: By storage: its slot; whether its key is known; where recomputed blocks that need it begin.
         dropped: Slots that a block does not save any more, each with the block.
-        twice: Likewise, but backward needs them besides: they are made a second time.
+        twice: Likewise, but something else needs them as well, so they are made a second time.
     """
 
     def __init__(self, index: ProfileIndex, blocks: Sequence[BlockCall]) -> None:
@@ -252,7 +246,7 @@ class _Packing:
             self.packed.setdefault(slot.storage, (slot, not moved, []))
 
     def memory(self) -> np.ndarray:
-        """Bytes by operator if nothing is stored."""
+        """Return bytes by operator if nothing is stored."""
         resident, storages = self._index.memory.copy(), self._storages
         for slot, block in self.dropped:
             gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born) + 1
@@ -267,7 +261,7 @@ class _Packing:
         return resident
 
     def memory_again(self, block: BlockCall, following: int) -> np.ndarray:
-        """Bytes while the block's forward runs again, with its slots and its working storages."""
+        """Return bytes while the block's forward runs again, with its slots and its working storages."""
         storages, born, (begin, end) = self._storages, self._index.born, block.forward
         fresh = sum(storages[index].nbytes for index in born[block.backward[0]])
         slots = {slot.storage for slot, of in (*self.dropped, *self.twice) if of is block}

@@ -1,21 +1,21 @@
-"""Plan of fetches and releases at each position of a recorded step, in a bounded memory. Without torch.
+"""Plan which units a recorded step fetches and releases at each position, in bounded memory; without torch.
 
 [Note: keep, then look ahead]
-*What should stay between two uses?* Whatever saves the most fetches: when room is short, the unit whose next
-use is farthest goes (Belady). *When should the others come?* As early as there is room, nearest use first,
-but never in the place of something that stays. So a plan is made in two walks over the trace. The first finds
-the uses that are served by what an earlier use left in memory; so that there is room to fetch ahead, it has
-the units of the next :data:`LEAD` uses there, one for each stage of a fetch (disk, bus, other ranks). The
-second releases everything else as soon as its use ends, and fills the room with the nearest future.
+Between two uses stays whatever saves the most fetches: when room is short, the unit whose next use is
+farthest goes (Belady). Other units come as early as there is room, nearest use first, but never in the place
+of one that stays. So the trace is walked twice. The first walk finds the uses that are served by what an
+earlier use left in memory. So that there is room to fetch ahead, it also has the units of the next
+:data:`LEAD` uses there, one for each stage of a fetch (disk, bus, other ranks). The second walk releases
+everything else as soon as its use ends, and fills the room with the units that are used next.
 
-The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit that is
-updated in between may stay, too, where its update can write the new weights into the buffer that it stays in.
+Walks go around: a unit that is used at the end of a pass may stay for the beginning of the next, even if it
+is updated in between, where its update can write the new weights into the same buffer.
 
 [Note: what repeats is walked once]
 A pass of many micro-batches begins with the same events again and again. Two repeats are walked with the rest
-of the pass. Where one ends in the state in which it began, counted from there on, and nothing was looked at
-that the next one does not have, too, any number of further repeats would have the same actions: so they are
-written down, not walked. Else more repeats are walked, at last all.
+of the pass. If one of them ends in the state in which it began, relative to its position, and depends on
+nothing that the next one lacks, any further repeat would have the same actions, which are copied. Otherwise
+more repeats are walked, at last all.
 
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies" 1995
 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section 6.2 (the overlap-centric
@@ -36,10 +36,9 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class ResidentSet(Generic[Item]):
-    """Items that are in memory or on their way there: what has a size and comes and goes as a whole.
+    """Knows the items in memory or on their way there, and decides which go; each goes as a whole.
 
-    Who asks decides what comes; what goes is decided here, in one order for all items. ``release`` is called
-    with an item that goes, and calls :meth:`discard`.
+    ``release`` is called with an item that goes, and calls :meth:`discard`.
     """
 
     def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
@@ -71,14 +70,14 @@ class ResidentSet(Generic[Item]):
         self.pins[item] = self.pins.get(item, 0) + 1
 
     def unpin(self, item: Item) -> bool:
-        """Take back one pin; False: there is none."""
+        """Take back one pin; return whether there was one."""
         if self.pins.get(item, 0):
             self.pins[item] -= 1
             return True
         return False
 
     def release(self, items: Iterable[Item]) -> None:
-        """Release those of ``items`` that are present and not in use."""
+        """Release each of ``items`` that is present and not in use."""
         for item in items:
             if item in self.present and not self.pins.get(item):
                 self._release(item)
@@ -96,24 +95,21 @@ class ResidentSet(Generic[Item]):
         yield from [*self.spare]
 
     def to_go(self) -> Iterator[Item]:
-        """Yield what is present as it is released: what no plan wants, then the least recently used."""
+        """Yield present items in the order of release: what no plan wants, then the least recently used."""
         yield from [*self.spare]
         yield from [*self.present]
 
 
 class Kind(Enum):
-    """Kinds of events in a trace."""
+    """Names the kinds of events in a trace."""
 
     USE = "use"  # its full values are needed from here on
-    UNPIN = "unpin"  # one of those that needed them does so no more
+    UNPIN = "unpin"  # one of its users needs them no more
     DONE = "done"  # its gradients are complete: the update takes the weights away
 
 
 class Event(NamedTuple):
-    """An event at one position of a trace, which records what a pass did to its units, in order.
-
-    Events that change nothing for the plan are kept as well: equal traces mean equal plans.
-    """
+    """Records what a pass did to a unit; traces omit no event, so equal traces have equal plans."""
 
     kind: Kind
     unit: int
@@ -128,7 +124,7 @@ _USE, _UNPIN, _DONE = Kind.USE, Kind.UNPIN, Kind.DONE
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """Actions after an event: release these units, then start fetching those, in this order."""
+    """Names the units to release after an event, and then those to start fetching, in this order."""
 
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
@@ -139,39 +135,36 @@ _NOTHING = Actions()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Frozen decisions for one pass with a certain trace."""
+    """Holds the decisions for a pass with a certain trace."""
 
     events: tuple[Event, ...]
     begin: tuple[int, ...]  # units on their way before the first event, nearest use first
     actions: tuple[Actions, ...]  # after each event
     peak_nbytes: int  # of full buffers
-    stays: frozenset[int] = (
-        frozenset()
-    )  # of ``begin``, what a pass before with the same plan leaves in memory
-    #: Positions of events that could come any number of times more, one copy after the other, with the same
-    #: actions each time; None: none are known.
+    #: Units of ``begin`` that a pass before with the same plan leaves in memory.
+    stays: frozenset[int] = frozenset()
+    #: Positions of events that could come any number of times more with the same actions; None: none known.
     repeats: range | None = None
 
     def fetched(self) -> Iterator[int]:
-        """The units that a pass fetches, in order, when the pass before followed the same plan."""
+        """Yield the units that a pass fetches, in order, if the pass before followed the same plan."""
         yield from (unit for unit in self.begin if unit not in self.stays)
         for actions in self.actions:
             yield from actions.fetch
 
 
 class Run(NamedTuple):
-    """Uses of one unit with no use of another between them."""
+    """Joins uses of one unit that have no use of another between them."""
 
     unit: int
     first: int  # position of its first use
     last: int  # position of its last use
-    #: Index of the unit's next run. In the next pass it counts on from this one's runs; infinite when the
-    #: unit is updated before that and cannot stay.
+    #: Index of the unit's next run, counted on into the next pass; infinite: an update comes before it.
     following: float
 
 
 def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Run, ...]:
-    """The runs of a pass, in order; units of ``can_stay`` may be updated where they are."""
+    """Return the runs of a pass, in order; units of ``can_stay`` may be updated where they are."""
     uses = ((event.unit, position) for position, event in enumerate(events) if event.kind is Kind.USE)
     grouped = ((unit, [position for _, position in each]) for unit, each in groupby(uses, itemgetter(0)))
     spans = [(unit, positions[0], positions[-1]) for unit, positions in grouped]
@@ -186,7 +179,7 @@ def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Ru
 
 
 class Memory:
-    """Units that are present while a trace is walked, and where in the trace we are."""
+    """Tracks which units are present while a trace is walked, and the place in the trace."""
 
     def __init__(
         self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
@@ -198,8 +191,7 @@ class Memory:
         self.present_nbytes = self.peak_nbytes = 0
         self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
-        #: For the beginning of each repeat the runs that had begun, the first one that nothing had looked at
-        #: yet, and the state on which, with the runs that are looked at, all that follows depends.
+        #: At each repeat: runs begun, the first run not yet looked at, the state that decides what follows.
         self.marks: list[tuple[int, int, object]] = []
 
     def load(self, unit: int, run: float) -> None:
@@ -223,7 +215,7 @@ class Memory:
         return held
 
     def make_room(self, nbytes: int, held: set[int]) -> list[int]:
-        """Drop the farthest next uses until ``nbytes`` fit, or only ``held`` ones are left."""
+        """Drop units, the farthest next use first, until ``nbytes`` fit, or only ``held`` ones are left."""
         dropped: list[int] = []
         staying: list[tuple[float, int]] = []
         while self.present_nbytes + nbytes > self.capacity_nbytes and self._farthest:
@@ -258,12 +250,12 @@ class Memory:
                 self.drop(unit)
 
     def mark(self, seen: int) -> None:
-        """Note where a repeat begins; the runs before ``seen`` have been looked at."""
+        """Mark the beginning of a repeat; the runs before ``seen`` have been looked at."""
         state = {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
         self.marks.append((self.index, seen, state))
 
     def steady(self, fetched: set[int], period: int) -> set[int]:
-        """The repeats, of ``period`` events, of which more would be walked alike."""
+        """Return the repeats, of ``period`` events, of which any number more would be walked alike."""
         runs, found = self.runs, set()
         for at, ((begin, seen, before), (end, seen_next, after)) in enumerate(pairwise(self.marks)):
             count = end - begin
@@ -287,7 +279,7 @@ class Memory:
 
 
 class Keeping(Memory):
-    """The first walk: which runs find their unit in memory. See [Note: keep, then look ahead]."""
+    """Finds the runs that find their unit in memory: the first walk of [Note: keep, then look ahead]."""
 
     def lap(self, events: Sequence[Event], repeats: Collection[int], lead: int) -> None:
         """Walk one pass from what the last one left; ``repeats`` are where each repeat begins."""
@@ -304,7 +296,7 @@ class Keeping(Memory):
                 self.make_room(0, self.held(position))
 
     def wrap(self) -> None:
-        """The next pass begins."""
+        """Begin the next pass with what is present."""
         self.index = 0
         self.marks.clear()
         self.pins.clear()
@@ -313,7 +305,7 @@ class Keeping(Memory):
             self._expect(unit, run - len(self.runs))
 
     def _look_ahead(self, position: int, lead: int) -> None:
-        """Have the next uses' units there, as far as they fit beside what is held."""
+        """Fetch the units of the next ``lead`` runs, as far as they fit beside what is held."""
         coming = [run[0] for run in self.runs[self.index : self.index + lead]]
         if all(map(self.present.__contains__, coming)):
             return
@@ -336,12 +328,12 @@ class Keeping(Memory):
 
 
 class Filling(Memory):
-    """The second walk: fetch as early as there is room, in the order of use."""
+    """Decides the actions, which fetch as early as there is room, in the order of use: the second walk."""
 
     cursor = 0  # runs before it have their unit, or find it kept
 
     def begin(self, first: Mapping[int, int]) -> tuple[int, ...]:
-        """Return what is present before the first event, nearest use first; ``first`` runs by unit."""
+        """Return what is present before the first event, nearest use first; ``first``: runs by unit."""
         for unit, index in first.items():
             if index not in self.fetched:
                 self.load(unit, index)
@@ -349,7 +341,6 @@ class Filling(Memory):
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
     def lap(self, events: Sequence[Event], repeats: Collection[int]) -> tuple[Actions, ...]:
-        """The actions of a pass; ``repeats`` are where each repeat begins."""
         actions = []
         for position, event in enumerate(events):
             if position in repeats:
@@ -358,7 +349,6 @@ class Filling(Memory):
         return tuple(actions)
 
     def play(self, position: int, event: Event) -> Actions:
-        """Play one event, and return what to do after it."""
         kind, unit = event
         release: list[int] = []
         fetch: list[int] = []
@@ -398,7 +388,7 @@ class Filling(Memory):
 
 
 def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
-    """Return how many events a pass repeats from its beginning on, for half of them at least, and how often.
+    """Return the length and number of repeats that a pass begins with and that make up at least half of it.
 
     Source: Gusfield, "Algorithms on Strings, Trees, and Sequences", 1997, section 1.3 (the Z algorithm).
     """
@@ -424,13 +414,13 @@ def make_plan(
     can_stay: Collection[int] = (),
     repeats: tuple[int, int] | None = None,
 ) -> Plan:
-    """The plan for a recorded pass.
+    """Return the plan for a recorded pass.
 
     Args:
-        nbytes: Size of each unit's full buffer (bytes).
+        nbytes: Size of each unit's full buffer.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
-        repeats: Of :func:`repeats_of`, where it is known.
+        repeats: What :func:`repeats_of` returns, if known.
     """
     events = tuple(events)
     period, count = repeats or repeats_of(events)
@@ -454,7 +444,7 @@ def _walk_twice(
     events: tuple[Event, ...], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int,
     can_stay: Collection[int], period: int, count: int,
 ) -> Plan:  # fmt: skip
-    """The plan for a pass that begins with ``count`` repeats of ``period`` events."""
+    """Return the plan for a pass that begins with ``count`` repeats of ``period`` events."""
     runs = runs_of(events, can_stay)
     marks = range(0, count * period + 1, max(1, period))
     keeping = Keeping(runs, nbytes, capacity_nbytes, set())

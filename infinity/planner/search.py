@@ -1,32 +1,31 @@
 """Search for the fastest plan within a budget.
 
-For a budget and a set of recomputed blocks, storages leave where memory is above the budget, the fullest
-position first. Of those that help there the one with the longest inactive period goes, to the place from
-which all that goes there would be back the soonest. The simulator predicts what that costs, and what storing
-whatever can leave does. What remains is how many blocks to recompute: the first so many of a fixed order,
-searched around the number of the next smaller budget.
+For a budget and a set of recomputed blocks, storages leave where memory is above the budget, fullest position
+first. Of those that help there, the one with the longest inactive period goes, to the place from which all
+that goes there would be back the soonest. The simulator predicts the cost of that, and of storing whatever
+can leave. Blocks are recomputed in a fixed order; their number is searched from that of the next smaller
+budget.
 
 Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
 order, a benefit by cost that is valued anew with each choice.
 
 [Note: bytes by operator]
-A timeline holds, for each position, the bytes that fit into its time and are not yet booked. So a transfer
-may use several gaps, and two transfers may share one.
+A timeline holds the bytes that fit into the time of each position and are not booked yet. So a transfer may
+use several gaps, and two transfers may share one.
 
 [Note: backlog]
-A plan that would need more than its budget, because stores end later than they should, gets a bound on the
-bytes that wait to be stored.
+A plan that would exceed its budget because stores end late gets a bound on the bytes that wait to be stored.
 
 [Note: late stores]
-A budget is kept however late stores end, not only as predicted. Memory grows between two calls of the tensor
-cache, the packing of a slot and backward's first request for one; so each of them waits for the slots with
-which memory might not hold until the next: the first that were packed, since stores begin in that order. On
-a drive as fast as measured most of them have gone before.
+A budget is kept however late stores end. The tensor cache is called when a slot is packed, and when backward
+first asks for one. Memory grows between two calls; so each call waits for the slots without whose stores
+memory might exceed the budget before the next: those packed first, since stores begin in that order. On a
+drive as fast as measured most of them have gone before.
 
 [Note: one ladder for every budget]
-The plan for a budget is the fastest one for a rung within it, and rungs depend on the profile and the
-hardware only. They are climbed from the smallest budget that can be met, so the search for one rung does
-not depend on the budget either: more memory never makes a step slower.
+The plan for a budget is the fastest one for a rung within it. Rungs depend on the profile and the hardware
+only, and are climbed from the smallest budget that can be met, so that what is found for a rung does not
+depend on the budget either: more memory never makes a step slower.
 """
 
 import math
@@ -74,11 +73,11 @@ TRIES = 7
 
 
 class ChannelTimeline:
-    """Bytes that one channel can still carry while each operator runs; see [Note: bytes by operator].
+    """Holds the bytes that a channel can still carry by operator; see [Note: bytes by operator].
 
     Attributes:
         latency_nbytes: Bytes of the timeline that a transfer takes beyond its own.
-        beside: A channel of which each byte booked here takes so many bytes.
+        beside: Another channel, and how many of its bytes each byte booked here takes.
     """
 
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
@@ -87,18 +86,18 @@ class ChannelTimeline:
         self.beside: tuple[ChannelTimeline, float] | None = None
 
     def until(self) -> np.ndarray:
-        """Free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
+        """Return the free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
         return np.concatenate(([0], np.cumsum(self._free)))
 
     def earliest_end(self, begin: int, nbytes: int) -> int:
-        """The first operator that finds ``nbytes`` moved if they start with ``begin``; or beyond the end."""
+        """Return the first operator that finds ``nbytes`` moved from ``begin`` on; or one beyond the end."""
         until = self.until()
         return max(begin, int(np.searchsorted(until, until[begin] + nbytes + self.latency_nbytes)))
 
     def book_from(self, begin: int, nbytes: int) -> None:
         """Book ``nbytes`` as early as possible from operator ``begin`` on.
 
-        Bytes without room at the end of the step go on at its beginning, as those of the step before do; what
+        Bytes without room at the end of the step go on at its beginning, as those of the step before do. What
         finds no room in a whole step is dropped.
         """
         order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
@@ -113,7 +112,7 @@ class ChannelTimeline:
 def channel_timelines(
     times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
 ) -> dict[Channel, ChannelTimeline]:
-    """Timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
+    """Return timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
     made = {
         channel: ChannelTimeline(times, rate, hardware.latency_s)
@@ -135,7 +134,7 @@ def channel_timelines(
 
 
 def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
-    """Let storages leave, fullest position first, until memory fits or nothing can leave any more."""
+    """Choose storages that leave, fullest position first, until memory fits or nothing more can leave."""
     chosen: dict[int, Place] = {}
     periods = lifetimes.periods
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
@@ -148,7 +147,6 @@ def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int
     given = Counter[Place]()
 
     def soonest(nbytes: int) -> Place | None:
-        """The place from which ``nbytes`` more would be back the soonest; None: no place has room."""
         possible = (place for place in s_per_byte if given[place] + nbytes <= most[place])
         return min(possible, key=lambda place: (given[place] + nbytes) * s_per_byte[place], default=None)
 
@@ -193,8 +191,8 @@ def with_loads(
     """Make the plan that stores ``places`` and loads them as late as channels and memory allow.
 
     Each load starts when backward asks for something, in the order of need. With a capacity, memory stays
-    within it if :func:`least_memory` does: the storage needed first has the first right to room, and a load
-    without room starts later, at worst when it is needed. The plan has no budget yet.
+    within it if :func:`least_memory` does: the storage needed first gets room first, and a load without room
+    starts later, at worst when it is needed. The plan has no budget yet.
     """
     periods = lifetimes.periods
     triggers: dict[int, SlotKey | None] = {p.end: p.key for p in reversed(periods) if p.is_named}
@@ -221,7 +219,7 @@ def with_loads(
 
 
 def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
-    """The latest positions from which the loads need not be waited for, in the order of need."""
+    """Return the latest positions from which loads need not be waited for, in the order of need."""
     timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
     until = {place: timelines[channel].until() for place, channel in LOAD.items()}
     left = {place: int(free[-1]) for place, free in until.items()}  # before the loads that are needed later
@@ -241,10 +239,7 @@ def within(
     lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
     limit_s: float = float("inf"),
 ) -> tuple[ActivationPlan, Outcome] | None:  # fmt: skip
-    """Bound the plan's backlog if it needs that to keep the capacity; see [Note: backlog].
-
-    None if no backlog helps, or a step takes ``limit_s`` or more.
-    """
+    """Bound the backlog if the capacity needs it ([Note: backlog]); None: it fails or takes ``limit_s``."""
     simulator = Simulator(lifetimes, plan, hardware)
     outcome = simulator.run()
     if outcome.step_s >= limit_s:
@@ -271,7 +266,7 @@ def within(
 def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
     """Make a plan keep its capacity on a drive slower than measured, too; see [Note: late stores].
 
-    Without a capacity twice the bytes that wait for the measured drive may wait to be stored.
+    Without a capacity, twice the bytes that wait for the measured drive may wait to be stored.
     """
     lifetimes = lifetimes_of(profile, plan.recomputed)
     if plan.capacity_nbytes is not None:
@@ -282,14 +277,14 @@ def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Activ
 
 
 def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> tuple[np.ndarray, dict[int, int]]:
-    """Bytes by position if every store took no time; and where loads start, by index of inactive periods."""
+    """Return bytes by position if stores took no time, and where loads start, by index of the period."""
     asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
     starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
     return least_memory(lifetimes, [lifetimes.index[key] for key in plan.places], starts), starts
 
 
 def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
-    """The waits with which memory stays within the capacity whenever stores end."""
+    """Yield the waits with which memory stays within the capacity whenever stores end."""
     # Positions before which the tensor cache is called, and by what: the last of those packed together, and
     # the first of those asked for together.
     calls: dict[int, tuple[bool, SlotKey]] = {}
@@ -322,7 +317,7 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
 
 
 class Candidate(NamedTuple):
-    """A plan and its predicted cost."""
+    """Pairs a plan with its predicted cost."""
 
     plan: ActivationPlan
     outcome: Outcome
@@ -341,7 +336,7 @@ class PlanSearch:
         self.keep = self._simulated(ActivationPlan("plan"))
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:
-        """Lifetimes with the lowest peak that a plan can reach, and memory by position."""
+        """Return the lifetimes with the lowest peak that a plan can reach, and memory by position."""
         found = (
             (self._lifetimes(blocks), least_memory(self._lifetimes(blocks), self._everything(blocks)))
             for blocks in self._some_sets()
@@ -352,7 +347,7 @@ class PlanSearch:
         return int(self.lowest()[1].max(initial=0))
 
     def frontier(self, capacity_nbytes: int) -> Iterator[Candidate]:
-        """The fastest plans that were found for rungs up to a capacity, smallest rung first.
+        """Yield the fastest plans that were found for rungs up to a capacity, smallest rung first.
 
         Once a plan is as fast as keeping everything, the rungs between it and the highest, which moves the
         fewest bytes, are left out. See [Note: one ladder for every budget].
@@ -368,7 +363,7 @@ class PlanSearch:
                 return
 
     def without_slowdown(self) -> Candidate:
-        """The plan of the smallest rung, its budget left out, that does not slow the step down."""
+        """Return the plan of the smallest rung that does not slow the step down, without its budget."""
         best = self.keep
         allowed_s = best.outcome.step_s * (1 + NO_SLOWDOWN)
         rungs = self._rungs()
@@ -391,13 +386,13 @@ class PlanSearch:
         return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
 
     def _some_sets(self) -> Iterator[frozenset[int]]:
-        """Sets of recomputed blocks that may reach the lowest peak."""
+        """Yield the sets of recomputed blocks that may reach the lowest peak."""
         yield frozenset()
         if min(self._hardware.read_bytes_per_s, self._hardware.write_bytes_per_s) <= 0:
             yield from (frozenset(self._order[: count + 1]) for count in range(len(self._order)))
 
     def _rungs(self) -> list[int]:
-        """Budgets, growing; the first is the smallest that can be met."""
+        """Return budgets in growing order; the first is the smallest that can be met."""
         least = self.smallest_budget()
         most = max(least, int(self._lifetimes(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
@@ -407,7 +402,7 @@ class PlanSearch:
         return candidate is not None and candidate.outcome.step_s <= limit_s
 
     def _best(self, rung: int) -> Candidate | None:
-        """The fastest plan for this budget, with about as many recomputed blocks as for the rung below."""
+        """Return the fastest plan for this budget, searched from the recomputed blocks of the rung below."""
         order = self._order
         found = self._faster(None, rung, frozenset(order[: self._count]))
         step = max(1, len(order) // 32 if self._count else len(order) // 4)
@@ -426,7 +421,7 @@ class PlanSearch:
         return found
 
     def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
-        """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
+        """Return the fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
         lifetimes, hardware = self._lifetimes(recomputed), self._hardware
         everything = self._everything(recomputed)
         if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
@@ -443,7 +438,7 @@ class PlanSearch:
 
 
 def _order(profile: Profile) -> tuple[int, ...]:
-    """Regions of blocks in the order in which they are recomputed: by worth, and evenly spread."""
+    """Return regions of blocks in the order of recomputation: by worth, and evenly spread."""
     blocks = {block.region: block for block in profile.blocks}
     nbytes = Counter[int]()
     for slot in profile.slots:
@@ -461,7 +456,7 @@ def _order(profile: Profile) -> tuple[int, ...]:
 
 
 def _radical_inverse(number: int) -> float:
-    """The bits mirrored at the point: 0, 1/2, 1/4, 3/4, ... (van der Corput), evenly spread prefixes."""
+    """Return the number's bits mirrored at the point (van der Corput): prefixes are evenly spread."""
     return int(f"{number:b}"[::-1], 2) / (1 << max(1, number.bit_length()))
 
 
@@ -472,10 +467,9 @@ Policy = Callable[[Profile, Hardware, int | None], ActivationPlan]
 
 
 def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
-    """The fastest plan that was found within the budget; without one, the lowest peak for 3 % of the step.
+    """Return the fastest plan found within the budget; without one, the lowest peak for 3 % of the step.
 
-    The plan's ``capacity_nbytes`` is the rung of the ladder that it was made for, at most the budget: see
-    [Note: one ladder for every budget].
+    The plan's ``capacity_nbytes`` is its rung, at most the budget: see [Note: one ladder for every budget].
 
     Raises:
         BudgetError: No plan keeps the budget; says the smallest that can be kept, and what holds it there.
@@ -496,7 +490,7 @@ def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = Non
 def _uniform(
     policy: str, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
 ) -> ActivationPlan:
-    """The plan that recomputes every block, or stores on NVMe what regions save up to one's last."""
+    """Return the plan that recomputes every block, or stores on NVMe what regions up to a last one save."""
     again = frozenset(block.region for block in profile.blocks if policy == "recompute")
     lifetimes, last = lifetimes_of(profile, again), -1.0
     if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
@@ -516,9 +510,9 @@ def _uniform(
 
 
 def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> int:
-    """The last block such that everything before it is written before its backward, and it is back by then.
+    """Return the last block up to which storing makes compute wait for no drive; -1: there is none.
 
-    So compute never waits for the drive. -1: there is none.
+    All up to it is written, and its own activations can be read back, before its backward begins.
 
     Source: SSDTrain (arXiv:2408.10013), section 3.3.3.
     """
@@ -548,7 +542,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def smallest_budget(profile: Profile, hardware: Hardware) -> int:
-    """Bytes of the smallest budget that :func:`plan` keeps, however slowly."""
+    """Return the smallest budget that :func:`plan` keeps, however slowly."""
     return PlanSearch(profile, hardware).smallest_budget()
 
 
@@ -582,10 +576,7 @@ _LOGITS = {
 def device_error(
     profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int, logits: str | None = None
 ) -> BudgetError:
-    """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
-
-    ``logits`` is how ``memory.logits=auto`` had them computed.
-    """
+    """Describe why no plan keeps within what units, at least ``units_nbytes``, leave of ``memory.device``."""
     least = smallest_budget(profile, hardware)
     return BudgetError(
         f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
@@ -597,7 +588,7 @@ def device_error(
 
 
 def _fullest_operator(profile: Profile, hardware: Hardware) -> str:
-    """The operator that takes the most even if all storages leave that can, and its largest storages."""
+    """Name the operator that takes the most even if all leaves that can, and its largest storages."""
     lifetimes, memory = PlanSearch(profile, hardware).lowest()
     at = int(np.argmax(memory))
     operator = int(lifetimes.operators[at])

@@ -2,23 +2,22 @@
 
 [Note: a simulated step]
 Compute runs the positions of a step in order; between them the tensor cache packs, stores, loads and
-releases. Packing waits while more than the plan's backlog waits to be stored, and packing and asking wait for
-the stores that the plan says: nothing else holds compute back where memory is short. When backward asks for
-a storage, the loads tied to it start, and its own if that has not; then compute waits for it. Stores that are
-left at the end do not count.
+releases. Where memory is short, only two things hold compute back: packing waits while more than the plan's
+backlog waits to be stored, and packing and asking wait for the stores that the plan says. When backward asks
+for a storage, the loads tied to it start, and its own if that has not; then compute waits for it. Stores that
+are left at the end do not count.
 
 [Note: where bytes are]
 A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
-when its store has ended and forward has used it for the last time, and is taken again as soon as its load is
-asked for. A slot that is asked for before it has left stays; a store that still waits for others is cancelled
-(here all but the first wait; the cache has a few in flight). Storing what other code holds frees nothing.
-Host memory is taken when a slot is packed, and given back when backward has used it for the last time, or its
-store is cancelled.
+when its store has ended and forward is done with it, and is taken again as soon as its load is asked for. A
+slot that is asked for before it has left stays, and its store is cancelled if it waits for others (here all
+but the first wait; the cache has a few in flight). Storing what other code holds frees nothing. Host memory
+is taken when a slot is packed, and given back when backward is done with it, or its store is cancelled.
 
 [Note: stops]
 The simulator stops only at positions where something is to be done; in between compute runs as far as
-transfers allow. Of the positions that run meanwhile the fullest counts, with what was away before them. With
-a timeline it stops at every position, which changes nothing else.
+transfers allow, and the fullest position counts, with what was away before. With a timeline it stops at every
+position, which changes nothing else.
 """
 
 from bisect import bisect_left
@@ -37,7 +36,7 @@ from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
 
 class Interval(NamedTuple):
-    """What took from ``begin_s`` to ``end_s`` of the step."""
+    """Names what took from ``begin_s`` to ``end_s`` of the step."""
 
     begin_s: float
     end_s: float
@@ -45,7 +44,7 @@ class Interval(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """From ``at_s`` on, ``nbytes`` are in device memory."""
+    """Records that from ``at_s`` on ``nbytes`` are in device memory."""
 
     at_s: float
     nbytes: int
@@ -53,14 +52,11 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class StepTimeline:
-    """Everything that happens in a simulated micro-batch with its update, for pictures.
+    """Records what happens in a simulated micro-batch with its update, for pictures.
 
     Attributes:
         memory: Bytes of the step's own storages on the device; a step function.
         channels: Transfers of each channel that moved something, in order.
-        stalls: When compute waited, and for which slot.
-        recomputed: When a block's forward ran again.
-        backward_s: When backward began.
     """
 
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
@@ -109,8 +105,6 @@ def play_in_detail(
 
 
 class _Gauge:
-    """Bytes that rise and fall."""
-
     def __init__(self) -> None:
         self.nbytes = self.peak_nbytes = 0
 
@@ -121,12 +115,12 @@ class _Gauge:
 
 @dataclass(slots=True)
 class _Slot:
-    """A storage that a plan stores; see [Note: where bytes are].
+    """Tracks a storage that a plan stores; see [Note: where bytes are].
 
     Attributes:
         is_away: The bytes are not in memory: the slot is STORED, and forward is done with it.
         is_wanted: Backward has asked for it; a store that ends now frees nothing.
-        is_released: Backward is done with it, and its store is not.
+        is_released: Backward is done with it before its store has ended.
     """
 
     period: InactivePeriod
@@ -141,13 +135,12 @@ class _Slot:
 
 
 class _Slots:
-    """The slots that a plan stores, by index of their inactive period.
+    """Moves the slots that a plan stores as the tensor cache would; by index of their inactive period.
 
     Attributes:
         loads: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
         away_nbytes: Device memory that slots do not take.
         backlog: Bytes whose store has not ended.
-        host: Bytes in host memory.
         nbytes_stored, nbytes_loaded: Written to NVMe, and read from there.
     """
 
@@ -176,12 +169,11 @@ class _Slots:
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
-        """Whether the slot and all that were packed before it need not be stored any more."""
+        """Return whether no store of the slot, or of one packed before it, is still to end."""
         last = self.all[index].period.key
         return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
 
     def end_forward_use(self, index: int) -> None:
-        """Free the slot's memory if it has been stored."""
         slot = self.all[index]
         if slot.state is SlotState.STORED and not slot.is_away:
             self._leave(slot)
@@ -203,7 +195,6 @@ class _Slots:
             self.host.add(-slot.nbytes_at(Place.HOST))
 
     def end(self, channel: int, index: int, at: int) -> None:
-        """A transfer has ended after the stop at position ``at``."""
         slot = self.all[index]
         if channel == LOAD[slot.place]:
             slot.state = SlotState.RESIDENT
@@ -221,7 +212,7 @@ class _Slots:
             self._leave(slot)
 
     def fetch(self, index: int) -> None:
-        """Bring the slot back, or let it stay; backward will need it."""
+        """Start the slot's load, or let it stay; backward will need it."""
         slot = self.all.get(index)
         if slot is None or slot.is_released:
             return
@@ -252,7 +243,6 @@ class Simulator:
 
     Args:
         lifetimes: In the step that recomputes the plan's blocks; has all slots that the plan names.
-        timeline: Filled while the step runs.
 
     Raises:
         RecipeError: The plan uses a channel that moves nothing.
@@ -319,7 +309,7 @@ class Simulator:
     # --- between positions -------------------------------------------------------------------
 
     def _actions(self, waits: Iterable[StoreWait]) -> dict[int, list[Callable[[], None]]]:
-        """What is to be done before each position: pack, leave, release, wait, begin backward, ask."""
+        """Return what to do before each position: pack, leave, release, wait, begin backward, ask."""
         lifetimes, slots = self._lifetimes, self.slots
         found: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         packed = sorted(slots.all.items(), key=lambda item: item[1].period.key)
@@ -393,7 +383,7 @@ class Simulator:
                 self.slots.end(channel, index, self._at)
 
     def _note(self, nbytes: int) -> None:
-        """The device would hold ``nbytes`` if nothing were away."""
+        """Note that the device would hold ``nbytes`` if nothing were away."""
         there = nbytes - self.slots.away_nbytes
         self._peak_nbytes = max(self._peak_nbytes, there)
         if self._timeline is not None and there != self._timeline.memory[-1].nbytes:

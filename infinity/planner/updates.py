@@ -1,45 +1,43 @@
-"""Decisions about updates, without threads: when a gradient is complete, what follows, and where.
+"""Decide about updates, without threads: when a gradient is complete, what follows, and where.
 
-Training drives them with threads, streams and engines (:mod:`infinity.shards.updates`,
+Training drives these decisions with threads, streams and engines (:mod:`infinity.shards.updates`,
 :mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.planner.clock`). Both tell what
-has happened, and carry out the actions that follow from it.
+has happened, and carry out the actions that are returned.
 
-[Note: when gradients are complete] When every trainable parameter of the unit has fired, or when the backward
-pass ends. Then the unit's weights have no reader left in this step and go to the update with the gradient.
-Where there may be one, it is later:
+[Note: when gradients are complete] A unit's gradient is complete when all its trainable parameters have
+fired, or backward ends. Then nothing in this step reads the unit's weights any more, and they go to the
+update with the gradient. So it is later:
 
-- What is gathered as one (a leaf) is complete when backward leaves its module.
-- A recomputed forward reads all parameters of a unit, also those whose gradients have come. If some of them
-  are frozen, the last gradient is not the last read: such a unit waits for the end of the pass.
-- Under ``no_sync`` no gradient of the step is complete, only that of a micro-batch.
+- for what is gathered as one (a leaf): when backward leaves its module;
+- for a unit that is recomputed and partly frozen: at the end of the pass, since the recomputed forward reads
+  all parameters, and the last gradient is not the last read;
+- under ``no_sync``: only a micro-batch's gradients are complete, no gradient of the step is.
 
-[Note: when an update starts] With two versions a unit's update starts as soon as its gradient exists, inside
-backward: it reads the committed version and writes the next, which ``step`` publishes. Otherwise updates
-start at ``step``. Either way they lag into the next forward, in the order in which that needs units: a unit's
-next fetch waits for its own update.
+[Note: when an update starts] With two versions a unit's update starts inside backward, as soon as its
+gradient exists: it reads the committed version and writes the next, which ``step`` publishes. Otherwise
+updates start at ``step``. Either way they lag into the next forward, in the order in which it needs units: a
+unit's next fetch waits for its own update.
 
-[Note: speculation] The clip coefficient, which depends on the norm of all gradients, is known at ``step``
-only. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it is
-not, or ``param_groups`` changed meanwhile, they are rolled back and start again from the committed version.
-So gradients are kept until ``step``; an optimizer that never clips gives them back as soon as they were read.
-While the prediction is that speculation will not be right, updates start at ``step``.
+[Note: speculation] The clip coefficient depends on the norm of all gradients, which is known at ``step``
+only. An update inside backward takes it to be 1. If it is, ``step`` validates the update. If it is not, or
+``param_groups`` changed meanwhile, the update is rolled back and starts again from the committed version. So
+gradients are kept until ``step``, except by an optimizer that never clips. While speculation is predicted to
+be wrong, updates start at ``step``.
 
-[Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, some units' are
-written to NVMe as soon as they are complete; memory is given back when an update inside backward has read it
-there, too. An update that starts at ``step`` reads its gradient from NVMe, chunk by chunk, so that no memory
-grows with the shard.
+[Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, those of some
+units are written to NVMe as soon as they are complete; their memory is given back when an update inside
+backward has read it, too. An update at ``step`` reads its gradient from NVMe, chunk by chunk, so that no
+memory grows with the shard.
 
 [Note: chunks in flight] A chunk is a part of a shard that fits one staging buffer; up to ``depth`` of them
-are in flight. The first chunk of the job with the lowest priority number starts next; of the chunks whose
-reads have ended, the most urgent is computed next, one at a time. What was read for a cancelled job is
-dropped, and it has ended when its writes in flight have landed, so that the next job may write to the same
-extents.
+are in flight. The first chunk of the most urgent job (lowest priority number) is read next. Of the chunks
+that have been read the most urgent is computed, one at a time. A cancelled job drops what was read for it,
+and ends when its writes have landed, so that the next job may write to the same extents.
 
-[Note: what may be read ahead] The state of a committed version changes only by the unit's own update, so it
-can be read as soon as the earlier update has landed, in the order in which jobs will come, and only into
-buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A job takes what was read for
-it only where it reads the same source. Code that writes states in another way (``load_state_dict``) lets
-nothing be expected first.
+[Note: what may be read ahead] The state of a committed version changes only by the unit's own update. So it
+can be read once the earlier update has landed, in the order in which jobs will come, into buffers that leave
+:data:`RESERVE` chunks for jobs that come in another order. A job takes what was read ahead only if it reads
+the same source. Before code writes states in another way (``load_state_dict``), it lets nothing be expected.
 """
 
 from bisect import insort
@@ -53,19 +51,18 @@ from infinity.planner.prefetch_plan import Event, Kind
 
 
 class StepOrder:
-    """The order in which a step uses its units and completes their ``gradients``, as was seen."""
+    """Learns the order in which a step uses its units and completes their ``gradients``."""
 
     def __init__(self) -> None:
         self._first_uses: dict[int, int] = {}
         self.gradients: tuple[int, ...] = ()  # empty while unknown
 
     def learn(self, events: Sequence[Event]) -> None:
-        """Take in a training pass's trace."""
         self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
         self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
 
     def first_use(self, unit: int) -> int:
-        """Return the position of a unit's first use in a step; its index while unknown."""
+        """Return the position of a unit's first use in a step, or the unit's index while unknown."""
         return self._first_uses.get(unit, unit)
 
 
@@ -89,7 +86,7 @@ class Completions:
         self.reset()
 
     def fire(self, unit: int, parameter: int) -> bool:
-        """Take note of one parameter's gradient; return whether the unit's is complete with it."""
+        """Take note of one parameter's gradient; return whether it completes the unit's."""
         self.in_backward = True
         if unit not in self._fired:
             self._fired[unit] = set(), *self._parameters(unit)
@@ -100,8 +97,8 @@ class Completions:
         return trainable == parameters or not self._recomputed(unit)
 
     def left(self, units: Iterable[int]) -> list[int]:
-        """Return those of the units that are complete now, whatever has not fired: backward leaves them."""
-        # None where a pass accumulates nothing (torch.autograd.grad).
+        """Return those of ``units``, which backward leaves, whose gradients this completes."""
+        # A pass that accumulates nothing (torch.autograd.grad) completes none.
         return [unit for unit in units if self.in_backward and unit not in self.delivered]
 
     def left_at_end(self, trained: Iterable[int], opened: Collection[int]) -> list[int]:
@@ -109,14 +106,13 @@ class Completions:
         return sorted({*opened, *(self.left(trained) if self.syncing else ())})
 
     def complete(self, unit: int) -> None:
-        """A unit's gradient of this pass is complete, and that of the step unless more follow."""
+        """Mark a unit's gradient of this pass as complete, and that of the step unless more follow."""
         self.passed.add(unit)
         self._fired.pop(unit, None)
         if self.syncing:
             self.delivered.add(unit)
 
     def end_backward(self) -> None:
-        """All gradients of a pass are complete."""
         self.synced, self.accumulated = self.syncing, not self.syncing
         self._begin_pass()
 
@@ -135,9 +131,9 @@ class Completions:
 
 @dataclass(kw_only=True)
 class Speculation:
-    """Whether the updates of a step start before its norm is known: see [Note: speculation].
+    """Predicts whether updates that start before the norm is known will be right; see [Note: speculation].
 
-    A saturating counter of two bits, 0 to 3, predicts whether they will be right: from 2 on.
+    They will if a saturating counter of two bits, 0 to 3, is at least 2.
 
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
     """
@@ -154,13 +150,13 @@ class Speculation:
         return self.two_versions and self.counter >= 2
 
     def learn(self, started: int, *, right: bool) -> None:
-        """Take in what a step showed: whether its updates had, or would have had, the right numbers."""
+        """Count a step whose updates had, or would have had, the right numbers, or not."""
         self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
         self.started, self.rolled_back = started, 0 if right else started
 
 
 class Do(Enum):
-    """An action that the driver of an update carries out when the update returns it."""
+    """Names an action of an update, which its driver carries out."""
 
     STORE = "write the gradient to its place on NVMe; then call stored()"
     START = "compute the new weights and state; call computed() when they exist, landed() when it has ended"
@@ -170,12 +166,12 @@ class Do(Enum):
 
 
 class ShardUpdate:
-    """The update of one shard from its complete gradient to the end of its step; events return what follows.
+    """Tracks a shard's update from its gradient to the end of the step; methods return the actions due.
 
     Args:
-        early: It starts inside backward: see [Note: when an update starts].
-        keeps: The step may clip, so the gradient is kept until then: see [Note: speculation].
-        spills: See [Note: gradients on NVMe].
+        early: It starts inside backward; see [Note: when an update starts].
+        keeps: The step may clip, so the gradient is kept until then; see [Note: speculation].
+        spills: The gradient is written to NVMe; see [Note: gradients on NVMe].
     """
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:
@@ -196,16 +192,16 @@ class ShardUpdate:
 
     @property
     def reads_stored_gradient(self) -> bool:
-        """Whether it reads its gradient from NVMe, once it has started."""
+        """Return whether it reads its gradient from NVMe, once it has started."""
         return self._spills and not self.speculated
 
     @property
     def holds_fetches(self) -> bool:
-        """Return whether the unit's next fetch waits until it has landed: it writes the committed version."""
+        """Return whether the unit's next fetch waits for it, since it writes the committed version."""
         return self.in_flight and not self.speculated
 
     def complete(self, *, finite: bool = True) -> tuple[Do, ...]:
-        """The gradient is complete; if it is not finite the step will be skipped, and nothing reads it."""
+        """Take the complete gradient; if it is not ``finite``, the step will be skipped, so drop it."""
         if not finite:
             return self.drop()
         self._storing = self._spills
@@ -213,29 +209,29 @@ class ShardUpdate:
         return actions + (self._start(UpdateState.SPECULATED) if self._early else ())
 
     def stored(self) -> tuple[Do, ...]:
-        """The gradient is on NVMe, or the write has failed."""
+        """Take the end of the gradient's write to NVMe, which may have failed."""
         self._storing = False
         return self._free()
 
     def computed(self) -> tuple[Do, ...]:
-        """The new weights exist: what the update was given is read no more."""
+        """Take note that the new weights exist: what the update was given is read no more."""
         self._reading = False
         weights = (Do.FREE_WEIGHTS,) if self._has_weights else ()
         self._has_weights = False
         return weights + self._free()
 
     def landed(self) -> tuple[Do, ...]:
-        """The last byte is written; of an update that is rolled back: the last one in flight."""
+        """Take note that the last byte is written, or the last one in flight of a rolled-back update."""
         self.in_flight = self._reading = False
         return self.roll_back() if self._rolling_back else self._free()
 
     def validate(self) -> tuple[Do, ...]:
-        """The step has the numbers that the update took for granted."""
+        """Confirm the numbers that the update assumed about the step."""
         self._lifecycle.move(UpdateState.VALIDATED)
         return self._free()
 
     def roll_back(self) -> tuple[Do, ...]:
-        """The step has other numbers, or is forgotten: what was written to the next version is void."""
+        """Void what was written to the next version: the step has other numbers, or is forgotten."""
         self._rolling_back = self.in_flight
         if self.in_flight:
             return (Do.CANCEL,)
@@ -243,11 +239,11 @@ class ShardUpdate:
         return self._free()
 
     def commit(self) -> tuple[Do, ...]:
-        """The step is committed: an update that does not stand starts, for the first time or again."""
+        """Commit the step: an update that was not validated starts, for the first time or again."""
         return () if self.state is UpdateState.VALIDATED else self._start(UpdateState.VALIDATED)
 
     def drop(self) -> tuple[Do, ...]:
-        """The step is forgotten, and nothing is in flight."""
+        """Forget the step; nothing is in flight."""
         freed = [Do.FREE_WEIGHTS] if self._has_weights else []
         freed += [Do.FREE_GRADIENT] if self._has_gradient and not self._storing else []
         self._has_weights, self._has_gradient = False, self._has_gradient and self._storing
@@ -270,13 +266,13 @@ class ShardUpdate:
         return (Do.FREE_GRADIENT,)
 
 
-#: Chunks in flight that what is read ahead never takes from jobs that have come.
+#: Chunks in flight that are kept for jobs that have come, and never used to read ahead.
 RESERVE = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """The computation of one shard's update, which has come or is expected."""
+    """Describes the computation of one shard's update, which has come or is expected."""
 
     name: str  # that of the unit
     chunks: int = 0  # their number; a cancelled job has as many as are written
@@ -292,7 +288,7 @@ class Job:
 
 
 class Stage(Enum):
-    """The stage of a chunk in flight."""
+    """Names the stage of a chunk in flight."""
 
     READING = "its state (and its weights and gradient, where they are not at hand) flies into the buffer"
     COMPUTING = "the rule runs over the buffer"
@@ -302,7 +298,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class ChunkInFlight:
-    """A chunk in flight, which has a buffer."""
+    """Tracks a chunk in flight, which has a buffer."""
 
     name: str  # this, source and index are those of its job
     source: Any
@@ -318,7 +314,7 @@ class ChunkInFlight:
 
 
 class Move(Enum):
-    """An action on a chunk in flight, and the last two on a job, that the driver of a queue carries out."""
+    """Names an action on a chunk in flight, or (the last two) on a job, for a queue's driver."""
 
     READ = "lease a buffer, and read the state; of a job that has come the rest, too; no buffer: refuse()"
     REST = "the job of a chunk that was read ahead has come: read what only the job knows"
@@ -347,7 +343,7 @@ class ChunkQueue:
         return not self.jobs and not self.in_flight
 
     def state(self) -> tuple[object, ...]:
-        """Return what the next decisions follow from, in values that can be compared."""
+        """Return what the next decisions depend on, in values that can be compared."""
         jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs]
         flying = [(each.index, each.stage, each.moving, each.ahead) for each in self.in_flight]
         return tuple(self._expected), jobs, flying
@@ -358,7 +354,7 @@ class ChunkQueue:
         return self._drop([chunk for chunk in self.in_flight if chunk.ahead])
 
     def submit(self, job: Job) -> Moves:
-        """A job has come: it takes what was read ahead for it, which are its first chunks."""
+        """Add a job, which takes the chunks, its first ones, that were read ahead for it."""
         self._refused = False
         insort(self.jobs, job, key=lambda each: each.priority)  # behind those that came before
         self._expected.pop(job.name, None)
@@ -373,7 +369,7 @@ class ChunkQueue:
         return moves if job.chunks else [*moves, (Move.COMPUTED, job), *self._end(job)]
 
     def cancel(self, job: Job) -> Moves:
-        """A job is not wanted any more: see [Note: chunks in flight]."""
+        """Cancel a job; see [Note: chunks in flight]."""
         if job not in self.jobs or job.cancelled:
             return []
         mine = [chunk for chunk in self.in_flight if chunk.job is job]
@@ -386,13 +382,13 @@ class ChunkQueue:
         return moves + (self._end(job) if job.landed == job.chunks else [])
 
     def refuse(self, chunk: ChunkInFlight) -> Moves:
-        """There is no buffer for a chunk that was to be read: it is tried again after the next event."""
+        """Take back a chunk to be read, for which no buffer is free, until the next event."""
         self._refused = True
         self.in_flight.remove(chunk)
         if chunk.job is None:
             return []
         chunk.job.started -= 1
-        # Where others hold the reserve a job that has come goes before those that will come.
+        # If only chunks that were read ahead hold buffers, they make room for the job that has come.
         return self.expect(()) if all(each.ahead for each in self.in_flight) else []
 
     def moved(self, chunk: ChunkInFlight) -> Moves:
@@ -409,7 +405,6 @@ class ChunkQueue:
         return [(Move.FREE, chunk), *(self._end(job) if job.landed == job.chunks else [])]
 
     def computed(self, chunk: ChunkInFlight) -> Moves:
-        """The new values of a chunk exist."""
         job = chunk.job
         chunk.stage = Stage.WRITING
         job.computed += 1
@@ -417,7 +412,7 @@ class ChunkQueue:
         return [(Move.WRITE, chunk), *([(Move.COMPUTED, job)] if ends else [])]
 
     def next(self) -> Moves:
-        """Return what begins now, a read or a computation; empty: nothing can until something happens."""
+        """Return the read or computation that begins now; empty: none can before the next event."""
         read = None if self._refused or len(self.in_flight) >= self.depth else self._next_read()
         if read is not None:
             self.in_flight.append(read)
