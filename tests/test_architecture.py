@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2297,
     "api": 1732,
     "app": 1232,
-    "checkpoint": 4093,
+    "checkpoint": 4121,
     "comm": 865,
     "core": 2144,
     "device": 1059,

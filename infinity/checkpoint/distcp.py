@@ -14,9 +14,12 @@ of the record.
 import io
 import os
 import pickle
+import pickletools
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short  # also of what holds itself a million times
 from typing import Any
 
 import numpy as np
@@ -56,7 +59,7 @@ class DistributedCheckpoint(StoredTensors):
         if record.nbytes > _MOST_OBJECT_NBYTES:
             raise CheckpointError(f"{self.path}: {key} has {record.nbytes} bytes; wanted a number or a text")
         with library_errors(CheckpointError, f"{self.path}: {key} is no plain value"), record.open() as file:
-            _members(file)  # none is compressed
+            _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
             return torch.load(file, map_location="cpu", weights_only=True)
 
     # --- the metadata ------------------------------------------------------------------------
@@ -70,7 +73,7 @@ class DistributedCheckpoint(StoredTensors):
             )
         with readable(self.path / METADATA):
             raw = read_file(self.path / METADATA, _MOST_METADATA_NBYTES)
-        what = f"the checkpoint's {METADATA} is refused, as loading it would run code"
+        what = f"{self.path / METADATA} is refused: it is damaged, or loading it would run code"
         with library_errors(CheckpointError, what):
             return _MetadataUnpickler(raw).load()
 
@@ -96,7 +99,7 @@ class DistributedCheckpoint(StoredTensors):
     def _tensor(self, key: str, entry: Any, records: Mapping[Any, Any]) -> "ChunkedTensor":
         dtype, shape = entry.properties.dtype, _numbers(entry.size)
         if not isinstance(dtype, torch.dtype) or shape is None:
-            raise ValueError(f"{key} has dtype {dtype!r}")
+            raise ValueError(f"{key} has dtype {short(dtype)}")
         chunks = []
         for chunk in entry.chunks:
             offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
@@ -129,8 +132,8 @@ class DistributedCheckpoint(StoredTensors):
         size = file.nbytes
         if type(offset) is not int or type(nbytes) is not int or not 0 <= offset <= offset + nbytes <= size:
             raise CheckpointError(
-                f"{file.path} has {size} bytes; the metadata names {nbytes!r} bytes at {offset!r}. The "
-                "checkpoint is damaged: copy it again, or take an earlier one"
+                f"{file.path} has {size} bytes; the metadata names {short(nbytes)} bytes at {short(offset)}. "
+                "The checkpoint is damaged: copy it again, or take an earlier one"
             )
         return _Record(file, offset, nbytes)
 
@@ -213,20 +216,26 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
         with record.open() as opened:
-            members = _members(opened)
-            if members["data.pkl"] > _MOST_PICKLE_NBYTES:
-                raise ValueError(f"its description has {members['data.pkl']} bytes")
+            described, members = _members(opened, _MOST_PICKLE_NBYTES)
+            for opcode, name, _ in pickletools.genops(described):
+                known = opcode.name != "GLOBAL" or _ALLOWED.fullmatch(str(name))
+                if opcode.name not in _OPCODES or not known:
+                    raise ValueError(f"its description has {opcode.name} {str(name)[:100]}")
             with FakeTensorMode():  # so nothing is read but the description
                 found = torch.load(opened, weights_only=True)
         if not isinstance(found, Tensor) or (found.dtype, found.shape, found.layout) != (
             dtype, torch.Size(sizes), torch.strided
         ):  # fmt: skip
-            raise ValueError(f"it holds {found!r:.200}, wanted {dtype} of shape {sizes}")
+            held = (found.dtype, *found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"it holds {held}, wanted {dtype} of shape {sizes}")
         storage: Any = found.untyped_storage()
+        [stored] = (member for name, member in members.items() if name.startswith("data/"))
         start, nbytes = record.offset + storage._checkpoint_offset, storage.nbytes()
-        stored_nbytes = sum(size for name, size in members.items() if name.startswith("data/"))
-        if nbytes > stored_nbytes or not record.offset <= start <= record.offset + record.nbytes - nbytes:
-            raise ValueError(f"{stored_nbytes} bytes of values are stored, wanted {nbytes}")
+        if nbytes != stored.file_size or not record.offset <= start < record.offset + record.nbytes - nbytes:
+            raise ValueError(f"{stored.file_size} bytes of values are stored, wanted {nbytes}")
+        follows = (b"PK\7\x08",) if stored.flag_bits & 8 else (b"PK\3\4", b"PK\1\2")
+        if bytes(file.read_bytes(start + nbytes, 4)) not in follows:
+            raise ValueError("its values end elsewhere than they should")
         if found.is_contiguous():
             return FileTensor(file, dtype, found.shape, start + found.storage_offset() * dtype.itemsize)
         # A transposed parameter, for instance; mapped, not read as a whole.
@@ -235,22 +244,41 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
         return MemoryTensor(flat.as_strided(found.shape, found.stride(), found.storage_offset()))
 
 
-def _members(opened: io.BufferedReader) -> dict[str, int]:
-    """Return the sizes of an archive's members, by name without the folder; raise if one is compressed."""
-    sizes = {}
+def _members(opened: io.BufferedReader, most: int) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+    """Return an archive's description, and its members by name without the folder; none is compressed."""
+    members, read = {}, dict[str, bytes]()
     with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():
-            name = member.filename.partition("/")[2]
+            name = member.filename.partition("/")[2].lower()  # as torch looks for it
             if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
                 raise ValueError(f"{member.filename[:100]!r} is compressed")
-            if name == "byteorder" and archive.read(member) != b"little":
-                raise ValueError("its bytes are in the other order")
-            sizes[name] = member.file_size
+            if name in members:
+                raise ValueError(f"{member.filename[:100]!r} stands there twice")
+            members[name] = member
+            if name in ("data.pkl", "byteorder"):
+                if member.file_size > most:
+                    raise ValueError(f"its description has {member.file_size} bytes")
+                if not member.CRC:  # torch can be told to write none
+                    del member.CRC
+                read[name] = archive.read(member)
+        if read.get("byteorder", b"little") != b"little":
+            raise ValueError("its bytes are in the other order")
     opened.seek(0)
-    return sizes
+    return read["data.pkl"], members
 
 
 # --- pickles -----------------------------------------------------------------------------------------
+
+#: All that describing a tensor takes: no dictionary, whose keys could hash for ever, and no bytearray.
+_OPCODES = {
+    "PROTO", "GLOBAL", "BINPUT", "LONG_BINPUT", "BINGET", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "EMPTY_TUPLE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINPERSID", "NEWTRUE", "NEWFALSE",
+    "REDUCE", "STOP",
+}  # fmt: skip
+_ALLOWED = re.compile(
+    r"torch\._utils _rebuild_tensor_v[23]|collections OrderedDict|torch\.storage UntypedStorage"
+    r"|torch (\w+Storage|[a-z]+\d\w*)"
+)
 
 _FORMAT = "torch.distributed.checkpoint."
 #: The names that a metadata may use; stand-ins replace them.
@@ -305,5 +333,5 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, tuple) or any(type(item) is not int or item < 0 for item in value):
-        raise TypeError(f"wanted sizes or offsets, got {value!r:.100}")
+        raise TypeError(f"wanted sizes or offsets, got {short(value)}")
     return tuple(value)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config
 
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.core.errors import CheckpointError
@@ -61,6 +62,18 @@ def test_all_that_torch_saves_is_read(tmp_path: Path) -> None:
             assert (checkpoint[key].shape, checkpoint[key].dtype) == (value.shape, value.dtype)
             assert torch.equal(read(checkpoint, key), value.reshape(-1))
         assert {key: checkpoint.value(key) for key in checkpoint.objects} == objects
+
+
+@pytest.mark.parametrize(("option", "value"), [("compute_crc32", False), ("storage_alignment", 4096)])
+def test_options_of_torchs_writer_are_read(option: str, value: Any, tmp_path: Path) -> None:
+    small = torch.ones(3, 4).to(torch.float8_e4m3fn)
+    state = {"t": torch.randn(7, 5), "view": torch.randn(9, 4)[2:7].t(), "small": small}
+    with config.patch({f"save.{option}": value}):
+        path = save(tmp_path / "out", state | {"number": 1.5})
+    with DistributedCheckpoint(path) as checkpoint:
+        for key, tensor in state.items():
+            assert torch.equal(read(checkpoint, key).float(), tensor.reshape(-1).float())
+        assert checkpoint.value("number") == 1.5
 
 
 # --- directories by hand -------------------------------------------------------------------------
@@ -182,6 +195,12 @@ def set_entry(**fields: Any) -> Callable[[Metadata], None]:
     return lambda metadata: vars(metadata.state_dict_metadata["t"]).update(fields)
 
 
+#: Whose text would have 2^60 numbers.
+NESTED: Any = (1,)
+for _ in range(60):
+    NESTED = NESTED, NESTED
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,6 +222,8 @@ def set_entry(**fields: Any) -> Callable[[Metadata], None]:
         (set_chunks(Box((0,), (12,))), "another number of dimensions"),
         (set_entry(size=(4, -3)), "wanted sizes or offsets"),
         (set_entry(size=None), "has dtype"),
+        (set_entry(size=NESTED), "wanted sizes or offsets"),
+        (set_info(length=NESTED), "names .* bytes at"),
         (set_entry(chunks=None), "TypeError"),
         (set_entry(properties=3), "AttributeError"),
         (lambda m: setattr(m, "storage_data", None), "AttributeError"),
@@ -265,7 +286,24 @@ def pickled(value: Any) -> bytes:
         return archive.read("archive/data.pkl")
 
 
+def with_member(raw: bytes, name: str, content: bytes) -> bytes:
+    out = io.BytesIO(raw)
+    with zipfile.ZipFile(out, "a") as archive:
+        archive.writestr(f"archive/{name}", content)
+    return out.getvalue()
+
+
+def moved(raw: bytes) -> bytes:
+    """A record whose values begin 16 bytes later, to believe what stands before them."""
+    changed = bytearray(raw)
+    changed[raw.index(b"archive/data/0") - 2] ^= 16
+    return bytes(changed)
+
+
 T = torch.randn(4, 3)
+MUCH = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2**34).to_bytes(5, "little") + b"\x85R."
+KEYS = b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."  # a key that takes 2^60 steps to hash
+SAME = b"\x80\x02)" + b"q\x01h\x01\x86" * 60 + b"."
 
 
 @pytest.mark.parametrize(
@@ -273,17 +311,25 @@ T = torch.randn(4, 3)
     [
         (repacked(record(T), unchanged, zipfile.ZIP_DEFLATED), "is compressed"),
         (repacked(record(T), replaced("data.pkl", pickle.dumps(Evil(Path("made")), 2))), "mkdir"),
-        (repacked(record(T), replaced("data.pkl", pickle.dumps([1], 2))), "it holds"),
+        (repacked(record(T), replaced("data.pkl", pickle.dumps((1,), 2))), "it holds tuple"),
         (repacked(record(T), replaced("data.pkl", b"\x80" * 2**17)), "its description has 131072 bytes"),
         (repacked(record(T), replaced("data.pkl", pickled(T.t().clone()))), r"of shape \(4, 3\)"),
         (repacked(record(T), replaced("data.pkl", pickled(T.double()))), "wanted torch.float32"),
         (repacked(record(T), replaced("data/0", b"\0" * 8)), "8 bytes of values are stored, wanted 48"),
         (repacked(record(T), replaced("byteorder", b"big")), "in the other order"),
         (record(torch.randn(40)[3:15].view(4, 3).t().contiguous().t())[:500], "damaged"),
+        (repacked(record(T), replaced("data.pkl", MUCH)), "description has GLOBAL builtins bytearray"),
+        (repacked(record(T), replaced("data.pkl", KEYS)), "description has EMPTY_DICT"),
+        (repacked(record(T), replaced("data.pkl", SAME)), "it holds tuple, wanted torch.float32"),
+        (record(torch._neg_view(T)), "description has EMPTY_DICT"),
+        (moved(record(T)), "its values end elsewhere than they should"),
+        (with_member(repacked(record(T), replaced("data/0", b"12345678")), "data/1", b"1" * 99), "damaged"),
+        (with_member(record(T), "DATA.pkl", pickled(T)), "'archive/DATA.pkl' stands there twice"),
+        (record(T).replace(b"K\x04K\x03", b"K\x03K\x04", 1), "Bad CRC-32"),
         (b"x" * 3000, "is damaged: File is not a zip file"),
         (b"", "is damaged"),
     ],
-    ids=range(11),  # archives have the time in them
+    ids=range(19),  # archives have the time in them
 )  # fmt: skip
 def test_a_record_that_is_not_what_the_metadata_says_is_refused(
     raw: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
