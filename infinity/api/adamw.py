@@ -20,22 +20,20 @@ from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.norm import LossScaler
 
-#: The largest buffers of which a first copy is kept (bytes).
+#: Largest buffer of which a first copy is kept (bytes).
 _SMALL_NBYTES = 2**20
 
 
 class StepState:
     """Holds the state of a step beside weights and moments: generators, written buffers, followed objects.
 
-    Learning-rate schedulers step after the optimizer, so their state is taken when the next forward pass
-    begins.
+    Learning-rate schedulers step after the optimizer, so theirs is taken when the next forward begins.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:
         self._model, self._device = model, device
         self._followed: dict[str, Stateful] = {}
-        #: Buffers as they were first. Batch norm writes its running means without torch counting it, so
-        #: small ones are compared, too.
+        #: Identity and version of buffers, with a copy if small: batch norm writes its means uncounted.
         self._unwritten = {
             name: (id(each), each._version, each.detach().clone() if each.nbytes <= _SMALL_NBYTES else None)
             for name, each in model.named_buffers()
@@ -73,7 +71,7 @@ class StepState:
         return {name: each.state_dict() for name, each in self._followed.items() if _is_scheduler(each)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`now` returned, with :meth:`late` as ``late``."""
+        """Restore what :meth:`now` returned, with what :meth:`late` did as ``late``."""
         saved = {**state["follow"], **state.get("late", {})}
         if saved.keys() != self._followed.keys():
             names = [", ".join(sorted(each)) or "nothing" for each in (saved, self._followed)]
@@ -96,7 +94,6 @@ class StepState:
 
 
 def _is_scheduler(each: Stateful) -> bool:
-    """Return whether an object is a scheduler of learning rates, or Accelerate's wrapper of one."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler)
 
@@ -232,7 +229,7 @@ class AdamW(torch.optim.Optimizer):
         self._state.add(more)
 
     def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
-        """Return the small state, and a function that returns its rest once schedulers have stepped."""
+        """Return the small state, and a function that returns the rest once schedulers have stepped."""
         state = {**self._state.now(), "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
@@ -243,7 +240,7 @@ class AdamW(torch.optim.Optimizer):
         return {"late": self._state.late(), "param_groups": groups}
 
     def load_committed(self, state: dict[str, Any]) -> None:
-        """Put back the small state of a commit, for :func:`infinity.resume`."""
+        """Restore the small state of a commit, for :func:`infinity.resume`."""
         if len(state["param_groups"]) != len(self.param_groups):
             raise StateError(
                 f"the interrupted run has {len(state['param_groups'])} parameter groups, this optimizer "
@@ -263,7 +260,6 @@ class AdamW(torch.optim.Optimizer):
             param.grad = None
 
     def _totals(self) -> tuple[float, dict[str, float], int, int]:
-        """Return the present time, stalls by cause, bytes read and bytes written."""
         engine = self.runtime.storage.engine
         read, written = (engine.nbytes_read, engine.nbytes_written) if engine else (0, 0)
         return time.perf_counter(), dict(self.runtime.stalls.seconds), read, written
@@ -288,14 +284,14 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def budgets(self) -> dict[str, int | None]:
-        """The bytes that each tier may take; None where the disk is the only limit."""
+        """Return the bytes that each tier may take; None: only the disk limits it."""
         storage, device_nbytes = self.runtime.storage, self.runtime.executor().budget.division.total
         nvme = {"nvme": None} if storage.volume else {}
         return {"device": device_nbytes, "host": storage.host_nbytes, **nvme}
 
     @property
     def timeline(self) -> Timeline:
-        """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
+        """Return the spans of compute and transfers; empty unless the recipe sets ``observe.timeline``."""
         return self.runtime.stalls.timeline
 
     def synchronize(self) -> None:
@@ -358,7 +354,7 @@ class AdamW(torch.optim.Optimizer):
             self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
-        """Go on after ``steps`` steps, with hyperparameters of each group; the state is in place."""
+        """Continue after ``steps`` steps with hyperparameters of each group; the states are restored."""
         for group, found in zip(self.param_groups, numbers, strict=True):
             _check_numbers({**group, **found})
         for group, found in zip(self.param_groups, numbers, strict=True):
@@ -407,7 +403,7 @@ def _is_number(value: Any, valid: Valid) -> bool:
 
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Raise unless the parameter groups of a saved dictionary are AdamW's, and like an optimizer's own."""
+    """Raise unless the groups of a saved dictionary are AdamW's and match the optimizer's."""
     theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
     if theirs != ours:
         raise StateError(

@@ -1,4 +1,4 @@
-"""Public functions that build models, and that read, change and close them between steps."""
+"""Builds models, and reads, changes and closes them between steps: public functions."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ def is_served(model: nn.Module) -> bool:
 
 
 def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before an optimizer that is not infinity's writes to a parameter that a unit holds."""
+    """Raise before another optimizer writes to a parameter that a unit holds."""
     if not open_runtimes or hasattr(optimizer, "runtime"):
         return
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -40,7 +40,7 @@ def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
+    """Raise before a wrapper that copies or reduces parameters itself writes to those that a unit holds."""
     kinds = ("DistributedDataParallel", "DeepSpeedEngine")
     if type(wrapper).__name__ in kinds and module is not None and is_served(module):
         raise StateError(
@@ -83,7 +83,7 @@ def resume(model: nn.Module, optimizer: AdamW) -> int:
 
 
 class Init:
-    """Context manager in which parameters are sharded and stored as they are created.
+    """Context manager that shards and stores parameters as they are created.
 
     With more than one process, torch.distributed is initialized from the variables of torchrun, srun or
     mpirun unless it is already. Every rank must build the same model with the same seed. An error in the
@@ -139,7 +139,7 @@ class Init:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager in which gradients accumulate; the first backward pass after it completes them.
+    """Context manager that accumulates gradients; the first backward pass after it completes them.
 
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
@@ -194,7 +194,7 @@ def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
 
 
 def close(model: nn.Module, *, keep: bool = False) -> None:
-    """Release the files, memory and threads that serve ``model``; its weights are gone afterwards.
+    """Release the files, memory and threads that serve ``model``; its weights are lost.
 
     Waits for updates in flight, needs no other rank, and may be called after any error, and twice. On the way
     out of an exception, or with ``keep``, the files of a named run stay on disk after its first step, and the

@@ -12,19 +12,16 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one ``Init``.
+    """Holds the settings of one ``Init``.
 
     Attributes:
-        memory: Budgets and directories.
         partition: The way in which ranks share the model.
         durability: The failures that a committed step survives.
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
-        device: The device of this rank, such as ``cpu`` or ``cuda:1``; None: the accelerator with its number
-            on the machine, if there is one.
+        device: This rank's, such as ``cuda:1``; None: the accelerator with its number on the machine, if any.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
-        resume: Whether a run of that name that was interrupted goes on; never: it begins anew; must: it is
-            an error if there is none.
+        resume: Whether an interrupted run of that name goes on; must: it is an error if there is none.
         timeline: Record when everything moves and computes.
         layer_schedule: All micro-batches go through a block before the next, which recomputes blocks.
     """
@@ -42,7 +39,7 @@ class EngineConfig:
 
 
 class HasEngineConfig(Protocol):
-    """A larger configuration that contains the engine's, such as a recipe."""
+    """Describes a larger configuration that contains the engine's, such as a recipe."""
 
     @property
     def engine(self) -> EngineConfig: ...

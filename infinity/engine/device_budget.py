@@ -1,25 +1,25 @@
-"""Division of one model's budgets, and when they are divided again.
+"""Divides one model's device and host memory, and divides it again when more is known.
 
 [Note: more gradients than before]
-A step is foreseen as one backward, in which what was trainable when the optimizer was made gets a gradient.
-Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a unit that is thawed has a
-gradient that was not counted. Both are known before the forward: the first ``no_sync``, and the first forward
-with thawed weights, divide the budget anew, or say there what is required.
+The first division expects one backward pass, in which the parameters that were trainable when the optimizer
+was made get gradients. Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a
+thawed unit has a gradient that was not counted. So the first ``no_sync``, and the first forward with thawed
+weights, divide again, or raise with what is required.
 
 [Note: units in use at one time]
-A module's units are in use while those that it contains run, and a block that is recomputed in backward uses
-its units from there on until their gradients are complete, or backward has passed them. So the window holds
-at least what the call of a module inside others uses, and, where blocks are recomputed, the largest block.
-That is known beforehand for ``memory.activations`` (a plan may recompute any block) and for transformers'
-``gradient_checkpointing``, which the next forward sees; what other code recomputes is not counted. A
-recomputed unit that is frozen in part has its weights and its gradient until backward ends.
+A module's units are in use while the modules inside it run. A block that is recomputed in backward uses its
+units until their gradients are complete or backward has passed them; one that is frozen in part has its
+weights and its gradient until backward ends. So the window holds at least the units of a module and those
+that it contains, and, where blocks are recomputed, the largest block. Recomputation is known beforehand for
+``memory.activations`` (a plan may recompute any block) and for transformers' ``gradient_checkpointing``,
+which the next forward sees; what other code recomputes is not counted.
 
 [Note: units beside activations]
-Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
-most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too little,
-for what the least that units need leaves. What the plan does not use, units get, and their states come to the
-accelerator only then. Where nothing is planned, states get what units leave of the recipe's
-``memory.device``; of one that was derived, what the first step has left of the device's memory.
+Where activations are planned, ``memory.device`` holds both. Until a step has been profiled, units get at most
+half of it, or the least that they need. The plan gets the rest, or, where that is too little, all but the
+least that units need; units get back what the plan does not use, and only then do states move to the
+accelerator. Where nothing is planned, states get what units leave of the recipe's ``memory.device``, or, if
+that was derived, what the first step has left of the device's memory.
 """
 
 import weakref
@@ -45,7 +45,7 @@ from infinity.shards.tiers import Tiers
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What a division counts on (bytes, and indices of units)."""
+    """Holds what a division counts on (bytes, and indices of units)."""
 
     total: int | None  # memory.device of the recipe; None: derived
     ceiling: int  # the most that a derived budget may be, or that planned activations leave
@@ -112,7 +112,7 @@ class UnitBudget:
             self._find_nested(child, inner)
 
     def _used_together(self, params: Iterable[nn.Parameter]) -> frozenset[int]:
-        """Return units that hold ``params``: of the tiles of one, which are used one by one, the first."""
+        """Return the units that hold ``params``; of tiles, which are used one by one, only the first."""
         holding = self._units.holding(params)
         return frozenset(unit.index for unit in holding if not any(s.first for s in unit.segments))
 
@@ -121,12 +121,12 @@ class UnitBudget:
 
     @property
     def pool_nbytes(self) -> int:
-        """Bytes that gradients, updates and gathered units have together."""
+        """Return the bytes that gradients, updates and gathered units have together."""
         return self.division.total - self.division.states - self._updates_nbytes - self._decoding_nbytes
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes that states have on the accelerator, without what their updates take."""
+        """Return the bytes that states have on the accelerator, without what their updates take."""
         return self.division.states - self._scratch_nbytes if self.division.on_device else 0
 
     @property
@@ -135,7 +135,6 @@ class UnitBudget:
 
     @property
     def _decoding_nbytes(self) -> int:
-        """Bytes that decoding takes of an accelerator's memory, beside pools."""
         scratch = (unit.stored.scratch_nbytes for unit in self._units if unit.stored is not None)
         return max(scratch, default=0) if self._ranks.on_accelerator else 0
 
@@ -168,12 +167,12 @@ class UnitBudget:
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
-        """Return whether :meth:`divide_after_step` would tell what is not known."""
+        """Return whether :meth:`divide_after_step` would learn anything."""
         given = self._given
         return given.states and given.total is None and given.most is None
 
     def divide_after_step(self, left_nbytes: int) -> None:
-        """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
+        """Divide again with the device memory that a whole step has left, the same number on every rank."""
         self._divide(most=min(self._given.ceiling, self.division.total + left_nbytes))
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
@@ -212,7 +211,7 @@ class UnitBudget:
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
     def _divide(self, **changes: Any) -> None:
-        """Divide by what is known now, with ``changes``; the old division stays where there is no room."""
+        """Divide by what is known now and ``changes``; where there is no room the old division stays."""
         given = replace(self._given, **changes)
         sizes = [self._sizes(unit, given) for unit in self._units]
         in_use = set(self._nested)
@@ -291,7 +290,7 @@ _BESIDE_A_PLAN = (
 
 
 def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
-    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up."""
+    """Raise if a memory budget is more than this machine has: otherwise nothing would until it is used up."""
     host = total_host_nbytes() // local_ranks()
     device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
     for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):

@@ -1,8 +1,8 @@
-"""Runs the training steps of one model: builds the parts that serve its units, and plays what a step does.
+"""Runs the training steps of one model: builds the parts that serve its units, and drives a step.
 
 [Note: two executors]
-Without an optimizer a model runs, too: then its executor is made as for clipped gradients. An optimizer that
-says otherwise has another one made, before the first step. Modules keep their hooks.
+A model runs without an optimizer, too: then its executor is made as for clipped gradients. An optimizer that
+does not clip has another one made before the first step. Modules keep their hooks.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from infinity.shards.updates import Updates
 
 @dataclass(slots=True)
 class PassFigures:
-    """Time and bytes of the passes of a step."""
+    """Holds time and bytes of the passes of a step."""
 
     on_demand: int = 0  # uses that no plan foresaw
     tiles_used: int = 0  # tiles of experts that were used, of those that come and go
@@ -114,7 +114,7 @@ class StepExecutor:
         self, rules: Mapping[Tier, Rule], config: EngineConfig, on_failure: Callable[[BaseException], None],
         stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
-        """Make the updates: in host memory by the training thread or beside it, on NVMe by a pipeline."""
+        """Make the updates: in host memory on the training thread or beside it, on NVMe in a pipeline."""
         storage, timeline, pipeline, beside = self.tiers.storage, self.stalls.timeline, None, None
         if self.ranks.on_accelerator:
             beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
@@ -138,7 +138,7 @@ class StepExecutor:
         self, leaves: Mapping[nn.Module, tuple[Unit, ...]], reduce_dtype: torch.dtype,
         stack: contextlib.ExitStack,
     ) -> None:  # fmt: skip
-        """Make what brings weights to modules and takes their gradients, and give it to the hooks."""
+        """Make the parts that bring weights and take gradients, and connect them to the hooks."""
         ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.stalls), None
         if self.host is not None and self.budget.host is not None:
             staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
@@ -168,7 +168,7 @@ class StepExecutor:
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
     def divide_again(self, *, accumulates: bool) -> None:
-        """Make room, between two steps, for gradients that did not wait until now, and for states."""
+        """Divide the device budget again between two steps, for more waiting gradients, and for states."""
         if self.budget.divide_again(accumulates=accumulates):
             self.prefetcher.forget()  # units that travel in a stored form will not do so any more
             self.tiers.settle(self.units)  # units that were thawed get their moments
@@ -188,7 +188,7 @@ class StepExecutor:
             self.tiers.on_device.leave(index)
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
-        """Keep any of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
+        """Keep any one of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
         before = self.budget.division
         window_nbytes = self.budget.window_for(blocks, described)
         self._blocks = blocks, tiles, described
@@ -215,7 +215,6 @@ class StepExecutor:
             self.hold_blocks(*self._blocks)
 
     def _divide_after_step(self) -> None:
-        """Let states have what the first step has left of the device's memory, if its budget was derived."""
         if self.budget.asks_what_a_step_leaves:
             device, pool = self.ranks.device, self.device_pool
             free, total = memory_nbytes(device)
@@ -230,7 +229,7 @@ class StepExecutor:
         return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
 
     def _resize_host_pools(self) -> None:
-        """Give each part of the host budget its bytes; the rest is for residents, chunks and activations."""
+        """Give each part of the host budget its bytes; residents, chunks and activations have the rest."""
         division, storage = self.budget.host, self.tiers.storage
         if division is None or self.host is None:
             return
@@ -239,7 +238,7 @@ class StepExecutor:
         self.host.resize(division)
 
     def _can_stay(self) -> set[int]:
-        """Units that may be updated where they are; on an accelerator they have a copy in host memory."""
+        """Return units that may be updated in place; with an accelerator they have a copy in host memory."""
         on_nvme = [unit for unit in self.units if unit.home.tier is Tier.NVME]
         if self.budget.host is None:
             return {unit.index for unit in on_nvme}
@@ -251,7 +250,7 @@ class StepExecutor:
         return fitting
 
     def capacities(self) -> Sequence[int | None]:
-        """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""
+        """Return ``memory.device`` less what units have, and less the least that they need (bytes)."""
         if self.budget.device_nbytes is None:
             return [None]
         division = self.budget.division
@@ -259,7 +258,6 @@ class StepExecutor:
         return [self.budget.device_nbytes - total for total in totals]
 
     def _pass_nbytes(self) -> int:
-        """Return what a forward and backward pass may take beside units (bytes)."""
         planned = self.capacities()[-1] if self.activations.policy == "plan" else None
         if planned is not None:
             return planned
@@ -273,13 +271,13 @@ class StepExecutor:
             self._apply_division()
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
-        """Return the error of a ``memory.device`` that leaves no plan enough beside units."""
+        """Return the error for a ``memory.device`` that leaves no activation plan enough room."""
         assert self.budget.device_nbytes is not None
         least, logits = self.budget.division.least, self.hooks.logits.chosen
         return device_error(profile, hardware, self.budget.device_nbytes, least, logits)
 
     def reduce(self) -> float | None:
-        """Return the global norm of this step's gradients, which have come; None when there were none."""
+        """Return the global norm of this step's gradients, and wait for them; None: there were none."""
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
@@ -315,7 +313,6 @@ class StepExecutor:
         order.gradients = tuple(unit for unit in order.gradients if unit in updated)
 
     def _choose_interval(self, updated: Container[int]) -> None:
-        """Decide, on all ranks alike, which steps are recorded."""
         records, interval = self.updates.records, self.updates.records.interval
         if interval.chosen or records.commits is None:
             return
@@ -333,12 +330,11 @@ class StepExecutor:
             interval.chosen = True
 
     def _count_step(self) -> None:
-        """Let collectives belong to the next step from now on: a rank that is a step behind is found."""
+        """Tag collectives from now on with the next step's number, to find a rank that is a step behind."""
         if self.ranks.collectives is not None:
             self.ranks.collectives.step += 1
 
     def _conclude_pass(self) -> None:
-        """Keep the figures of the pass that ended; begin the next."""
         planned, training = self.updates.records.planned, self.prefetcher.training
         before, moved = self.figures.moved, (planned["read"], planned["write"])
         self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
@@ -350,7 +346,7 @@ class StepExecutor:
         self.prefetcher.end_training_pass()
 
     def retire(self) -> None:
-        """Give back what is held: another executor takes this one's place."""
+        """Release all that this executor holds, since another one takes over."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
         self.updates.stored_gradients.place(frozenset(), ())
@@ -378,7 +374,7 @@ _CALLERS = 4
 
 
 def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
-    """Return where ``rule`` updates units of each home; drives are measured."""
+    """Return the update rule for each tier of home that units have; measures the drives."""
     # Units on NVMe are updated beside training.
     threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
     if ranks.on_accelerator:  # all are, on all cores but those that feed the accelerator
@@ -409,7 +405,7 @@ def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torc
 
 
 def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
-    """Return what rules take of an accelerator's memory, the most of any rank."""
+    """Return the accelerator memory that rules take (bytes): the most of any rank."""
     if not ranks.on_accelerator:
         return 0
     nbytes = sum(rule.nbytes for rule in rules if isinstance(rule, DeviceRule))

@@ -1,4 +1,4 @@
-"""Full values of parameters: ``gathered``, ``state_dict``, ``load_state_dict``, optimizer state.
+"""Reads and writes full values of parameters: ``gathered``, state dictionaries of model and optimizer.
 
 Everything here works unit by unit, so it needs one unit of memory beside what it returns. Every rank
 must take part, because full values are gathered from all of them.
@@ -27,10 +27,8 @@ from infinity.shards.tiers import Tiers
 class FullValues:
     """Reads and writes the full values of one model's parameters.
 
-    ``executor`` returns what runs the model, made if there was none.
-
-    Attributes:
-        every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
+    ``executor`` returns what runs the model, and makes it if there is none. With ``every_rank`` every rank,
+    not only rank 0, gets the values of ``state_dict()``.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full_tiles(self, param: nn.Parameter, modify: bool) -> Iterator[None]:
-        """Let a parameter in tiles have its full values, those of an outer block if it is inside one."""
+        """Hold the full values of a parameter in tiles, or use those of an outer block."""
         placeholder, outer = param.data, type(param) is nn.Parameter
         try:
             if not outer:
@@ -89,7 +87,6 @@ class FullValues:
                 compute_in_tiles(param)
 
     def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
-        """Return the full values of a parameter in tiles, which are gathered one after the other."""
         places = self.units.places(param)
         values = torch.empty(places[0][1].whole_shape, dtype=places[0][0].dtype, device=device)
         for unit, segment in places:
@@ -99,7 +96,7 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        """Let a unit have its full values; what the block wrote until it raised is dropped."""
+        """Hold the full values of a unit; what the block wrote is dropped if it raises."""
         executor, before, stored = self._executor(), None, False
         prefetcher = executor.prefetcher
         streams = prefetcher.streams(unit.index)
@@ -143,7 +140,7 @@ class FullValues:
         unit.allow_writes()
 
     def check_step_over(self) -> None:
-        """Raise if an update may have started, or will start, from the state of the optimizer until now."""
+        """Raise if an update may have started, or will start, from the present state of the optimizer."""
         if self._executor().gradients.received:
             raise StateError(
                 "the model has gradients of a step that is not over: save a checkpoint, load the state of an "
@@ -200,7 +197,7 @@ class FullValues:
             return param.detach().to("cpu", copy=True) if wanted else None
 
     def _begin_load(self, module: nn.Module, assign: bool) -> None:
-        """``load_state_dict`` is about to copy into this module's own parameters."""
+        """Prepare for ``load_state_dict``, which is about to copy into this module's own parameters."""
         self.end_load()  # of the parent: its own parameters come before its children's
         if assign:
             raise StateError(
@@ -214,17 +211,14 @@ class FullValues:
                 self._loading = stack.pop_all()
 
     def end_load(self) -> None:
-        """Store what was copied; also after a load that raised on its way."""
+        """Store what ``load_state_dict`` copied, also if it raised midway."""
         if self._loading is not None:
             with uninterrupted:
                 stack, self._loading = self._loading, None
                 stack.close()
 
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
-        """Return the state of parameters that are trained now, or were, by their ``id``; on rank 0.
-
-        Step counts, exact weights and moments. Every rank must call.
-        """
+        """Return counts, exact weights and moments by parameter ``id``, on rank 0; every rank must call."""
         self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
         for unit in self.units:
@@ -242,7 +236,7 @@ class FullValues:
         return out
 
     def clear_optimizer_fields(self) -> None:
-        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay."""
+        """Set moments and step counts to zero, as in a new optimizer; exact weights stay."""
         if self._executor().updates.hypers.groups:
             self.check_step_over()
         trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
@@ -256,7 +250,7 @@ class FullValues:
                 segment.steps = 0
 
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
-        """Replace step counts and moments, and exact weights where they are given; the model follows."""
+        """Replace step counts, moments and, where given, exact weights; the model's weights follow."""
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
         for unit in self.units:

@@ -1,22 +1,22 @@
 """Gradients of one model's step: collected by unit, reduced, and given to the updates when they are complete.
 
 [Note: micro-batches]
-With one rank a micro-batch adds to the flat gradient, in the compute dtype, as ``p.grad`` would. With several
-ranks each micro-batch is reduced at once and its shard is added up: full gradients of a model larger than
+With one rank a micro-batch adds to the flat gradient in the compute dtype, as ``p.grad`` would. With several
+ranks each micro-batch is reduced at once and the shards are summed: full gradients of a model larger than
 memory could not be kept.
 
 [Note: parameters without a gradient]
-A parameter that no backward pass of this step reached, on any rank, is left alone, as one whose ``grad`` is
-None is by torch's optimizers: its weight, its moments and its step count stay. A unit without any other has
-no update. Where another rank used the parameter, or another tile of it has one, its gradient is zero.
+A parameter that no backward pass of this step reached on any rank is left alone, as torch's optimizers leave
+one whose ``grad`` is None: weight, moments and step count stay. A unit of only such parameters has no update.
+Where another rank used the parameter, or another tile of it has a gradient, its own is zero.
 
 [Note: gradients that pass]
-Without an accelerator a unit is reduced while the next one computes, and not later: the training thread waits
-for the reduction before, as FSDP2 does, and for the last one of a micro-batch when the next backward begins.
-Memory of a complete gradient, and of its reduction, is given back when the next gradient has begun, or
+Without an accelerator a unit is reduced while the next one computes, and no later: the training thread waits
+for the previous reduction, as FSDP2 does, and for the last one of a micro-batch when the next backward
+begins. Memory of a complete gradient, and of its reduction, is given back when the next gradient has begun or
 backward has ended, however soon it is read. So what gradients take does not depend on the pace of collectives
-and updates, and is what :mod:`infinity.planner.clock` says. On an accelerator streams order reductions, and
-their memory is lent again as soon as they were issued.
+and updates, and :mod:`infinity.planner.clock` can predict it. On an accelerator streams order reductions, and
+memory is lent again as soon as they are issued.
 
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
@@ -29,9 +29,9 @@ hook, or the thread of collectives, gives the norm's stream its work, too, and `
 once. Another thread would need the interpreter's lock from the one that computes, and get it every 5 ms.
 
 [Note: gradients borrow from the window]
-Budgets have room for one gradient that is open and one on its way to its update. More are open at one time
-where units have parameters of modules that run inside each other: then they borrow room of the units' window.
-Several ranks decide alike, since they begin and complete the same units; leaves have room of their own.
+Budgets have room for one gradient that is open and one on its way to its update. Where units have parameters
+of modules inside each other, more are open at a time and borrow room of the units' window. Ranks begin and
+complete the same units, so they decide alike; leaves have room of their own.
 """
 
 import functools
@@ -63,10 +63,7 @@ from infinity.shards.updates import Updates, Weights
 
 
 class UnitGradient:
-    """The flat gradient of one unit, ``(numel,)`` in the compute dtype, until its reduction or update.
-
-    It blocks for memory while updates hold too much.
-    """
+    """Collects one unit's gradient, ``(numel,)`` in the compute dtype; blocks while updates hold too much."""
 
     def __init__(self, unit: Unit, pool: Pool | CountingPool) -> None:
         self.unit, self.lease = unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
@@ -74,7 +71,7 @@ class UnitGradient:
         self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
 
     def add(self, segment: Segment, grad: Tensor) -> None:
-        """Take in one parameter's gradient of this backward, as ``p.grad`` would."""
+        """Add one parameter's gradient of this backward, as ``p.grad`` would."""
         if grad.is_sparse:
             raise StateError(
                 f"{segment.name} got a sparse gradient; wanted a dense one. Build the embedding "
@@ -114,10 +111,7 @@ _SHAPES = frozenset(
 
 
 class ReleasedGradient(torch.Tensor):
-    """Stands for ``p.grad`` while the gradient is in its unit: it has the shape, and no values.
-
-    Any operation on it raises, in place of giving NaN or doing nothing.
-    """
+    """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -141,7 +135,7 @@ class ReleasedGradient(torch.Tensor):
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ReleasedGradient":
-        """Return the one of this shape: parameters may share it, since nothing can be read or written."""
+        """Return the placeholder for this shape, which parameters share: it is never read or written."""
         with torch.inference_mode(False):
             return placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
 
@@ -166,7 +160,7 @@ TakesWeights = Callable[[], Weights]
 
 
 class HostPools(NamedTuple):
-    """Pinned host memory beside an accelerator: see :class:`infinity.core.budget.HostBudget`."""
+    """Holds pinned host memory beside an accelerator: see :class:`infinity.core.budget.HostBudget`."""
 
     gradients: HostPool
     weights: HostPool
@@ -179,7 +173,7 @@ class HostPools(NamedTuple):
 
 @dataclass(slots=True)
 class ShardGradient:
-    """The gradient of one shard, added up over micro-batches; ``used`` on any rank, by segment."""
+    """Sums the gradient of one shard over micro-batches; ``used``: which segments any rank has used."""
 
     lease: Lease
     dtype: torch.dtype
@@ -187,7 +181,7 @@ class ShardGradient:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, ``(shard_numel,)``, ordered after every earlier use of its buffer."""
+        """Return the gradient, ``(shard_numel,)``, ordered after every earlier use of its buffer."""
         return self.lease.tensor.view(self.dtype)
 
 
@@ -214,9 +208,9 @@ class GradientPath:
             self._offload_thread = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
 
     def send(self, unit: Unit, gradient: UnitGradient | None, weights: TakesWeights | None) -> None:
-        """Start a complete gradient of a backward pass on its way; None: there is none, with one rank only.
+        """Send a complete gradient of a backward pass to its update; None: there is none (one rank only).
 
-        ``weights`` gives those that the update starts from; None: another micro-batch follows.
+        ``weights`` returns the weights that the update starts from; None: another micro-batch follows.
         """
         total = None
         if gradient is not None:
@@ -237,7 +231,7 @@ class GradientPath:
             self._reducing = None
 
     def read_norms(self) -> None:
-        """Tell the updates the norms of gradients that stayed on the accelerator; waits for it, once."""
+        """Report the norms of gradients that stayed on the accelerator to the updates; blocks once."""
         if self._unread:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
@@ -262,7 +256,7 @@ class GradientPath:
             self.pool.hold_back(lease)
 
     def _reduce(self, gradient: UnitGradient, weights: TakesWeights | None) -> None:
-        """Start to reduce a gradient; what follows runs when every rank's has arrived."""
+        """Start to reduce a gradient; the rest runs when every rank's has arrived."""
         assert self.collectives is not None
         self.wait_for_reduction()
         unit, flat = gradient.unit, gradient.lease
@@ -289,7 +283,7 @@ class GradientPath:
         self._reducing = pending if self.mover.staging is None else None
 
     def _offload(self, unit: Unit, call: Callable[[], None]) -> None:
-        """Run ``call`` on this thread (training's or that of collectives), or where gradients leave."""
+        """Run ``call`` on this thread, or on the one that copies gradients off the accelerator."""
         if self._offload_thread is None or unit.index in self.updates.chosen:
             call()
             return
@@ -306,7 +300,7 @@ class GradientPath:
         self._offload_thread.submit(left.run, run)
 
     def _add_up(self, unit: Unit, reduced: ShardGradient, weights: TakesWeights | None) -> None:
-        """Add a micro-batch's gradient to those of earlier ones; hand over the last sum."""
+        """Add a micro-batch's gradient to the step's sum; hand the sum over after the last one."""
         earlier = self._shards.get(unit.index)
         if not any(reduced.used):
             reduced.lease.release()
@@ -346,7 +340,6 @@ class GradientPath:
         self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
 
     def _submit_device_update(self, unit: Unit, total: ShardGradient, used: tuple[Segment, ...]) -> None:
-        """Give a step's gradient to an update on its accelerator; waits for nothing."""
         with on_stream(self._norms):
             grad = total.grad
             self._unread[unit.index] = norm_on_device(grad)
@@ -355,12 +348,7 @@ class GradientPath:
 
 
 class Gradients:
-    """The gradients of one model's step on this rank.
-
-    Args:
-        leaves: Indices of units that are reduced when backward leaves their module.
-        hold_weights: Keep a unit's weights for its update, in place of reading them again.
-    """
+    """Collects and completes the gradients of one model's step on this rank."""
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
@@ -397,7 +385,7 @@ class Gradients:
             self._complete(unit)
 
     def check(self) -> None:
-        """Raise if a received gradient was dropped or replaced, or a weight's ``data``."""
+        """Raise if a received gradient, or the ``data`` of a weight, was dropped or replaced."""
         for segment in self.received.values():
             check_placeholder(segment)
         for unit in self.units:
@@ -405,12 +393,12 @@ class Gradients:
                 unit.check_all()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
-        """Complete the gradients of these units, whatever has not fired."""
+        """Complete the gradients of these units, even if some parameters have none."""
         for index in self.completions.left(unit.index for unit in units if unit.trainable):
             self._complete(self.units[index])
 
     def end_backward(self) -> None:
-        """Complete all gradients at the end of a graph, whatever has not fired."""
+        """Complete all gradients at the end of a graph, even if some parameters have none."""
         if not self.completions.in_backward:
             return  # torch.autograd.grad: nothing was accumulated
         self._fill_tiles()
@@ -422,7 +410,7 @@ class Gradients:
         self.path.pool.give_back()
 
     def _fill_tiles(self) -> None:
-        """Give tiles without a gradient one of zeros, if another tile of their parameter has one."""
+        """Give zeros to tiles without a gradient if another tile of their parameter has one."""
         used = {id(segment.whole) for segment in self.received.values() if segment.is_tile}
         for unit, segment in self.units.segments() if used else ():
             waiting = unit.index not in self._open and unit.index not in self.completions.passed
@@ -434,7 +422,7 @@ class Gradients:
                     self._complete(unit)
 
     def reset(self, *, committed: bool = False) -> None:
-        """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
+        """Drop the remaining gradients of this step, which is ``committed`` or forgotten."""
         self.path.updates.wait_for_gradients()
         self.path.pool.give_back()
         for gradient in self._open.values():
@@ -460,7 +448,7 @@ class Gradients:
         return gradient
 
     def _complete(self, unit: Unit) -> None:
-        """Reduce what this backward pass gave ``unit``; after the last micro-batch hand its gradient over."""
+        """Reduce the gradient of ``unit`` from this backward; after the last micro-batch hand it over."""
         self.completions.complete(unit.index)
         if unit.index not in self._open and self.path.collectives is not None:
             self._begin(unit)  # another rank may have one
@@ -482,7 +470,7 @@ class Gradients:
         self.path.send(unit, gradient, weights)
 
     def _take_weights(self, unit: Unit) -> TakesWeights:
-        """Keep this rank's weights for the update, as far as they are in memory."""
+        """Keep this rank's weights that are in memory for the update."""
         if not self.prefetcher.streams(unit.index):
             return Weights
         mover, host, kept = self.path.mover, self.path.host, None
@@ -507,7 +495,7 @@ class Gradients:
         return Weights if kept is None else lambda: Weights(kept.tensor.view(unit.dtype), kept)
 
     def borrow(self, opened: Sequence[Unit]) -> None:
-        """Borrow from the window what gradients of these units need, and give back what they do not."""
+        """Borrow window memory that the gradients of these units need, and give back what they do not."""
         several, lent = self.path.collectives is not None, self.prefetcher.residents.borrowed_nbytes
         opened = [unit for unit in opened if not (several and unit.index in self._leaves)]
         if len(opened) < (2 if several else 3) and not lent:
@@ -523,7 +511,7 @@ class Gradients:
             self.prefetcher.lend(beyond)
 
     def _others_nbytes(self) -> int | None:
-        """Return what gradients may take beside those that are open (bytes); None: there is room for all."""
+        """Return the bytes that other gradients than the open ones may take; None: there is room for all."""
         updates, completions = self.path.updates, self.completions
         spilled = updates.stored_gradients.chosen
         early = updates.early and not updates.speculation.clips  # else they are kept until step

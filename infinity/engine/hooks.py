@@ -1,31 +1,32 @@
-"""Module and autograd hooks: calls of modules and saved tensors become uses of units.
+"""Turns calls of modules, and what autograd saves, into uses of units.
 
 [Note: handles in place of weights]
-Autograd must never hold a unit's buffer. Saved tensors that live in one are packed as a :class:`Handle`;
-unpacking gathers the unit if it is not there and views it. So backward asks for exactly the weights that it
-reads, and buffers can be reused meanwhile. Everything else that autograd saves goes to the tensor cache.
+Autograd must never hold a unit's buffer. Saved tensors in one are packed as a :class:`Handle`; unpacking
+gathers the unit if needed and views it. So backward asks for exactly the weights that it reads, and buffers
+are reused meanwhile. All else that autograd saves goes to the tensor cache.
 
 [Note: forwards inside a backward]
 Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass, where
-checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used stays pinned
-until its gradients are complete; one that is frozen in part may be read after its last gradient, so its are
-complete when backward ends. A frozen unit stays until backward has passed every call that reads it, which the
-gradient of the call's input tells; where an input needs no gradient, or cannot be seen, until backward ends.
+checkpoint's own hooks see the saved tensors and ours stay closed. A unit that is used there stays pinned
+until its gradients are complete; one that is frozen in part may be read after its last gradient, so its
+gradients are complete when backward ends. A frozen unit stays until backward has passed every call that reads
+it, which the gradient of the call's input tells, or, if that input needs no gradient or cannot be seen, until
+backward ends.
 
 [Note: a leaf on several ranks]
-Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
-happens inside changes nothing. Backward goes from the latest operator to the earliest: the first weight or
-gradient of a leaf opens it, and the first of anything else shows that it is over. Then all its gradients are
-complete; experts that no rank used are left alone. Of a leaf that ran several times, they are at the end.
+Ranks use different experts. So entering a leaf uses all its units in the order of the model, whatever happens
+inside. In backward the first weight or gradient of a leaf opens it, and the first of anything else ends it:
+then all its gradients are complete, and experts that no rank used are left alone. Gradients of a leaf that
+ran several times are complete at the end of backward.
 
 [Note: logits in slices]
-A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
-loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
-whole logits, and the same on every rank, though with ``auto`` ranks may differ. An inference pass whose
-logits are pending goes on until they are read once, or another pass begins; so long stay the units of the
-calls that the head's was in, since calls release theirs after its unit. Backward recomputes all slices
-together; so a head is kept as for one autograd node, not until its gradients are complete, which with tied
-weights would be the whole backward pass.
+A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. All
+slices are one use where the loss is computed, in the model's forward or after it: so the order of uses is
+that of whole logits, the same on every rank, even where ranks differ under ``auto``. An inference pass with
+pending logits goes on until they are read once, or another pass begins; units of the calls around the head
+stay until then, since calls release theirs after its unit. Backward recomputes all slices together, so the
+head is kept for one autograd node, not until its gradients are complete: with tied weights that would be the
+whole backward pass.
 
 [Note: tiles]
 Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`). What they
@@ -34,10 +35,10 @@ not stay until the backward pass of a recomputed forward.
 
 [Note: the outermost module]
 Submodules are called on their own, and forward runs twice before one backward. So the outermost module of a
-call opens the saved-tensor hooks and closes them. PyTorch calls no hook after a forward that
-``KeyboardInterrupt`` ended: so the outermost call keeps the Python frame in which it runs, and only a frame
-that has ended can be cleared. What such a call holds is given back before the next call, visit, backward pass
-or step; units that stayed pinned would keep weights from before their updates.
+call opens and closes the saved-tensor hooks. PyTorch calls no hook after a forward that ``KeyboardInterrupt``
+ended: so the outermost call keeps its Python frame, and only a frame that has ended can be cleared. What such
+a call holds is given back before the next call, visit, backward pass or step; pinned units would keep weights
+from before their updates.
 
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
 look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
@@ -86,7 +87,7 @@ class Handle:
 
 @dataclass(slots=True)
 class Frame:
-    """A module whose forward is running, and the units that it keeps."""
+    """Holds a module whose forward is running, and the units that it keeps."""
 
     module: nn.Module
     pinned: list[int]
@@ -100,7 +101,7 @@ class Frame:
 
 
 class Ended:
-    """Stands for a part that has ended: whatever is asked of it raises :class:`StateError`."""
+    """Stands in for a part that has ended: any use of it raises :class:`StateError`."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -111,7 +112,7 @@ class Ended:
 
 @dataclass(slots=True)
 class _Outside:
-    """Uses of units outside any forward."""
+    """Holds the uses of units outside any forward."""
 
     units: list[int] = field(default_factory=list)  # that were touched there
     goes_on: bool = False  # a pass does: a visit of those, or inference whose loss is to follow
@@ -119,10 +120,7 @@ class _Outside:
 
 
 class Hooks:
-    """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
-
-    ``leaves`` are units that are gathered as one, by module.
-    """
+    """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients."""
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
@@ -138,7 +136,7 @@ class Hooks:
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
     def end(self, why: str) -> None:
-        """Raise ``why`` from whatever a module or autograd asks from now on."""
+        """Make every later call from a module or autograd raise ``why``."""
         while self.stack:  # a forward that was left without its hook
             if (contexts := self.stack.pop().contexts) is not None:
                 contexts.close()
@@ -149,7 +147,7 @@ class Hooks:
         self, prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
         begin_forward: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Let these serve the model from now on; between steps.
+        """Connect the hooks to the parts that serve the model; call between steps.
 
         Args:
             attached: Units whose flat buffers exist now, by the address of their storage.
@@ -214,7 +212,7 @@ class Hooks:
                 return
 
     def _close_ended(self) -> None:
-        """Close the frames of an outermost call that was left without its hook."""
+        """Close the frames of an outermost call whose hook never ran."""
         call = self.stack[0].call if self.stack else None
         if call is not None:
             try:
@@ -224,18 +222,18 @@ class Hooks:
             self._unwind(self.stack[0], None)
 
     def _unwind(self, frame: Frame, output: Any) -> None:
-        """Close ``frame``, and those above it, whose calls were left without their hook."""
+        """Close ``frame`` and those above it whose hooks never ran."""
         top = None
         while top is not frame:
             top = self.stack.pop()
             self._close(top, output if top is frame else None)
 
     def serves(self, parameters: object) -> bool:
-        """Return whether ``parameters`` are those of the module that runs, which has been served."""
+        """Return whether ``parameters`` belong to the module that runs, whose units are in use already."""
         return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
-        """Use the unit of ``param``, which a module was asked for by name."""
+        """Use the unit of ``param`` when code reads it as an attribute of a module."""
         place = self.units.find(param)
         if place is None:
             return
@@ -258,7 +256,7 @@ class Hooks:
         unit.check_data(segment)
 
     def release_unscoped_units(self) -> None:
-        """Release the units that were touched outside any forward, and end the pass that goes on there."""
+        """Release the units that were touched outside any forward, and end the pass outside."""
         self._close_ended()
         if self._outside.units:
             self._begin_visit()
@@ -272,7 +270,7 @@ class Hooks:
         self._outside.goes_on = True
 
     def _end_outside(self) -> None:
-        """End the pass that goes on outside any forward; units that were touched there stay."""
+        """End the pass outside any forward; units that were touched there stay."""
         while self._outside.pending:
             self.prefetcher.unpin(self._outside.pending.pop(0))
         if self._outside.goes_on:
@@ -293,7 +291,7 @@ class Hooks:
 
     @contextmanager
     def using_tile(self, unit: Unit, following: Sequence[Unit]) -> Iterator[None]:
-        """Have a tile gathered; see :data:`infinity.partition.tiles.Using`."""
+        """Hold a tile gathered; see :data:`infinity.partition.tiles.Using`."""
         if not self.prefetcher.streams(unit.index):
             with self._saving_handles():
                 yield
@@ -314,7 +312,7 @@ class Hooks:
                 yield
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
-        """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
+        """Return a context in which saved tensors of units become handles, and others go where they went."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not torch.is_grad_enabled() or (outer is not None and outer[0] == self.pack):
             return nullcontext()
@@ -456,7 +454,7 @@ class Hooks:
             self.pins.keep_for(unit.index, node)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Backward is in ``leaf`` (or in none): complete the one that it has left."""
+        """Note that backward is in ``leaf`` (None: in none), and complete the one that it has left."""
         left = self._leaves.move_to(leaf)
         if left:
             self.gradients.complete_together(left)
@@ -472,7 +470,7 @@ class Hooks:
         self._leave_backward()
 
     def _abort_backward(self) -> None:
-        """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
+        """Drop what a failed backward pass left, so that it is not taken for gradients."""
         for _, segment in self.units.segments():
             if type(segment.param.grad) is not ReleasedGradient:
                 segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
@@ -491,7 +489,6 @@ class Hooks:
         self.pins.drop()
 
     def _hook_parameters(self) -> None:
-        """Register gradient hooks of parameters that became trainable."""
         for _, segment in self.units.segments():
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
@@ -539,7 +536,7 @@ def _in_backward() -> bool:
 
 
 def _running_call() -> FrameType | None:
-    """Return Python's frame of the module's call whose hook runs; None: it is called in another way."""
+    """Return the Python frame of the module call whose hook runs; None: it was called in another way."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
@@ -547,7 +544,7 @@ def _running_call() -> FrameType | None:
 
 
 def _reading_node() -> int | None:
-    """The number of the autograd node that runs. Not the node: it would keep its graph, and that us."""
+    """Return the number of the running autograd node, since the node itself would keep its graph alive."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 

@@ -1,17 +1,17 @@
 """Owns the parts of one rank that serve the models of one ``Init``, from the first module to ``close``.
 
 [Note: when something fails]
-An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that wait for something else must
-learn of it, too. So the part that meets an error which ends the run (a collective, the update pipeline,
+An error surfaces at a wait for a disk, a peer or a buffer, and threads and ranks that wait for something else
+must learn of it. So the part that meets an error which ends the run (a collective, the update pipeline,
 ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the
-collectives, and nothing on this rank waits any longer for a buffer that will not come back.
+collectives, and nothing here waits any longer for a buffer that will not come back.
 
 [Note: how a runtime ends]
-By ``close``; with the interpreter; when model and optimizer are collected; and, in a forked child, at once:
-see :mod:`infinity.core.process`. The modules hold the runtime, and it holds them: garbage that Python's
-collector finds, as long as nothing else leads to them. So threads, and hooks of tensors, which torch keeps
-where the collector cannot look, know the runtime weakly. After the end its parameters are placeholders, and
-every use of the model or its optimizer raises :class:`StateError`.
+By ``close``; with the interpreter; when model and optimizer are collected; and at once in a forked child: see
+:mod:`infinity.core.process`. Modules and runtime hold each other, and are collected when nothing else leads
+to them. So threads, and hooks of tensors, which torch keeps where the collector cannot look, know the runtime
+weakly. After the end parameters are placeholders, and every use of model or optimizer raises
+:class:`StateError`.
 """
 
 import atexit
@@ -71,7 +71,7 @@ from infinity.shards.tiers import Tiers
 
 
 class Runtime:
-    """The parts of one rank that serve the models of one ``Init``."""
+    """Owns the parts of one rank that serve the models of one ``Init``."""
 
     def __init__(self, config: EngineConfig) -> None:
         if open_runtimes:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
@@ -153,7 +153,6 @@ class Runtime:
         return [bool(x) for x in self.ranks.collectives.exchange("any", hit, "tiles of experts").amax(0)]
 
     def _choose_dtype(self) -> None:
-        """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
         ranks = self.ranks
         chosen, line = choose_dtype(
             self.config.dtype, ranks.device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
@@ -213,11 +212,11 @@ class Runtime:
 
     @property
     def started(self) -> bool:
-        """Return whether the model ran or has an optimizer: its units are in use."""
+        """Return whether the model ran or has an optimizer, so that its units are in use."""
         return self._executor is not None
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
-        """Return the executor; rebuild it if clipping changed. ``clips`` None: no change."""
+        """Return the executor, rebuilt if ``clips`` (None: no change) changes whether gradients clip."""
         self.check_open()
         if clips is None:
             self.check_resumed()
@@ -243,7 +242,7 @@ class Runtime:
         self.stack.callback(self._executor.stack.close)
 
     def reopen(self) -> None:
-        """Prepare for another block of construction, in which the model is changed."""
+        """Prepare for another ``Init`` block, in which the model is changed."""
         if self._executor is None:
             return
         if self._executor.updates.hypers.groups or self._executor.hooks.hooked:
@@ -293,14 +292,14 @@ class Runtime:
         )
 
     def peak_nbytes(self) -> dict[str, int]:
-        """The most that each tier held at one time (bytes)."""
+        """Return the most bytes that each tier held at one time."""
         storage, executor = self.storage, self.executor()
         pools = {"device": executor.device_pools, "host": [storage.host_pool, *(executor.host or ())]}
         peaks = {tier: sum(pool.peak_nbytes for pool in each) for tier, each in pools.items()}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def forget_step(self) -> None:
-        """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
+        """Drop the gradients of this step, for ``zero_grad()`` without ``step()``."""
         self.check_open()
         if self._executor is not None:
             with uninterrupted:
@@ -312,7 +311,7 @@ class Runtime:
             self._executor.updates.drain()
 
     def resume(self) -> SavedRun | None:
-        """Put the states of the interrupted run into their places; None: there is none. Every rank calls."""
+        """Restore the states of the interrupted run; None: there is none. Every rank must call."""
         self.check_open()
         saved, volume, store = self.storage.saved, self.storage.volume, self.storage.store
         self.storage.keep = True  # unless it is closed: then the run is over
@@ -332,7 +331,7 @@ class Runtime:
         return saved
 
     def check_resumed(self) -> None:
-        """Raise if the run was interrupted and its states are not in their places yet."""
+        """Raise if the run was interrupted and its states are not restored yet."""
         if self.tiers.pending and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
@@ -344,7 +343,7 @@ class Runtime:
         return self.executor().updates.records
 
     def meet(self) -> None:
-        """Return when every rank has built its model, and all are the same; or raise."""
+        """Wait until every rank has built its model; raise unless all are the same."""
         if self.ranks.collectives is not None:
             units = [
                 (unit.home.tier.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units
@@ -354,25 +353,24 @@ class Runtime:
             self.ranks.collectives.check(zlib.crc32(repr(units).encode()), where)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, and everything here that waits, that this rank cannot go on; any thread."""
+        """Tell other ranks, and all that waits here, that this rank cannot go on. Any thread may call."""
         self._give_up(error)
         if self.ranks.collectives is not None:
             self.ranks.collectives.peers.tell(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Let nothing here wait for a buffer that will not come back."""
         self._failure = self._failure or error
         for pool in self._pools():
             pool.fail(self._failure)
 
     def peer_error(self, what: str, error: RuntimeError) -> PeerError:
-        """Return why a collective of the caller's own did not end: ``error``, with the rank at fault."""
+        """Return the error for a collective of the caller's that failed; names the rank at fault."""
         if self.ranks.collectives is None:
             return PeerError(f"{what}: {error}")
         return self.ranks.collectives.peers.explained(what, error)
 
     def check_open(self) -> None:
-        """Raise if the runtime has ended, or a second Ctrl-C has left a section of it."""
+        """Raise if the runtime has ended, or a second Ctrl-C interrupted a section that must be whole."""
         if self._ended:
             raise StateError(self._ended)
         if uninterrupted.broken != self._sections_broken:
@@ -413,10 +411,7 @@ class Runtime:
             raise lost
 
     def _settle(self, error: BaseException | None, keep: bool) -> Exception | None:
-        """Wait for what is in flight, and for the last commit to ``keep``; or end it soon with ``error``.
-
-        Returns why a step that is to be kept is not.
-        """
+        """Wait for what is in flight and, to ``keep``, the last commit; return why a step is not kept."""
         lost: Exception | None = None
         updates = None if self._executor is None else self._executor.updates
         if error is not None and _is_failure(error):
@@ -437,7 +432,7 @@ class Runtime:
         return lost
 
     def end(self, why: str) -> None:
-        """Let every later use raise ``why``; the weights are gone."""
+        """Make every later use raise ``why``; the weights are gone."""
         self._ended = self._ended or why
         if self._executor is not None:
             self._executor.hooks.end(why)
@@ -450,7 +445,6 @@ class Runtime:
         return ", ".join(type(root).__name__ for root in roots) or "a model"
 
     def _pools(self) -> list[Pool]:
-        """The pools of this rank that were made until now."""
         executor = self._executor
         pools: list[Pool] = [] if executor is None else [*executor.device_pools, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
@@ -517,7 +511,7 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
 
 
 def _close_all() -> None:
-    """Leave no thread running while the interpreter goes, and no files of a run behind."""
+    """Close all runtimes at exit, so that no thread and no files of a run stay behind."""
     for runtime in list(open_runtimes):
         with contextlib.suppress(Exception):
             # what ended the program, if it was an exception
@@ -527,7 +521,7 @@ def _close_all() -> None:
 
 
 def _disown_all() -> None:
-    """Leave every model to the parent, in a forked child, which has neither the threads nor the memory."""
+    """In a forked child, which has neither threads nor memory, leave every model to the parent."""
     for runtime in list(open_runtimes):
         runtime.end(_FORKED.format(runtime.named(), os.getppid(), os.getpid()))
     open_runtimes.clear()

@@ -1,4 +1,4 @@
-"""All micro-batches through a block before the next: a step reads every weight twice, not twice for each.
+"""Runs all micro-batches through a block before the next, so that a step reads every weight only twice.
 
 [Note: stand-ins]
 The whole step's batch goes through the model's own forward once, with stand-ins in the places of the modules
@@ -7,10 +7,10 @@ that it calls. A block's stand-in runs the block on one slice of the batch after
 backward, too, finishes all slices of a block before the block below.
 
 [Note: the tail]
-What follows the last block (norm, head, loss) must never see the whole batch: nothing is as large as
-its logits. So the tail runs once for each slice, under checkpoint as well: the model is called again
-with the slice's part of the batch, and what has run already gives back its part of what it gave. Then
-an exception leaves the forward of the whole batch.
+What follows the last block (norm, head, loss) must never see the whole batch, since nothing is as large as
+its logits. So the tail runs once per slice, under checkpoint as well: the model is called again with the
+slice's part of the batch, and modules that have run give back their output's part for that slice. Then an
+exception leaves the forward of the whole batch.
 
 [Note: gradients add up first]
 Autograd adds a parameter's gradients of all slices before the parameter gets their sum. So ranks
@@ -37,14 +37,14 @@ Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Losses(NamedTuple):
-    """``losses``, ``(micro_batches,)``: each slice's loss; ``loss``, ``()``: their mean."""
+    """Holds ``losses``, ``(micro_batches,)``, the loss of each slice, and ``loss``, ``()``, their mean."""
 
     loss: Tensor
     losses: Tensor
 
 
 class Blocks(NamedTuple):
-    """The modules that a model runs one after another, and the name of their list."""
+    """Holds the modules that a model runs one after another, and the name of their list."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -158,7 +158,7 @@ class LayerSchedule:
 
 
 class Finished(Exception):  # noqa: N818 (nothing went wrong)
-    """The last block has run, and every slice's tail: the whole batch's forward has nothing left to do."""
+    """Raised to leave the whole batch's forward after the last block and every slice's tail have run."""
 
     def __init__(self, losses: Tensor) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Finished(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class Forward:
-    """The whole batch's forward: blocks run slice by slice, after the last one the tails.
+    """Runs the whole batch's forward: blocks slice by slice, after the last one the tails.
 
     Autograd's graph holds it until backward, so it must not hold the losses.
     """
@@ -207,7 +207,7 @@ class Forward:
         return outputs
 
     def _end(self, outputs: list[Any]) -> NoReturn:
-        """The last block has given ``outputs``: run the tails, and leave the forward."""
+        """Run the tails on ``outputs`` of the last block, and leave the forward by raising."""
         blocks = self.schedule.blocks
         skipped = len(blocks.modules) - 1 - sum(block in self.given for block in blocks.modules)
         if skipped:
@@ -220,7 +220,7 @@ class Forward:
         raise Finished(torch.stack(losses))
 
     def _tail(self, index: int, batch: Any, *_: Any) -> Tensor:
-        """Return the loss of slice ``index``: what ran before gives back its part of what it gave."""
+        """Run what follows the last block for slice ``index``, and return its loss; see [Note: the tail]."""
         turns: Counter[nn.Module] = Counter()
 
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +245,7 @@ class Forward:
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(self.slices)]
 
     def _joined(self, trees: Sequence[Any], block: nn.Module) -> Any:
-        """Return the tree of the whole batch, from one per slice that ``block`` returned."""
+        """Return the tree of the whole batch from the trees that ``block`` returned, one per slice."""
         if self.slices == 1:
             return trees[0]
         height, joined = self.rows // self.slices, []
@@ -275,7 +275,7 @@ class Forward:
 
 
 class StandIn(nn.Module):
-    """A module's stand-in: calls go to the schedule's caller, everything else to the module."""
+    """Stands in for a module: calls go to the schedule's caller, all else to the module."""
 
     def __init__(self, module: nn.Module, schedule: LayerSchedule) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class StandIn(nn.Module):
 
 
 def _calls(parent: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield the modules that the model around the blocks calls: the blocks, and everything beside them."""
+    """Yield the modules that the model itself calls: the blocks, and all beside them."""
     for name, module in parent._modules.items():
         if module is None:
             continue

@@ -2,14 +2,14 @@
 
 [Note: what is played]
 The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
-waits for units, releases and fetches. Beside it all else goes through the runtime's queues: one for each
-channel, one for the collectives, one for decoding, and a bounded number of chunks of updates in staging
-memory. Device memory is leased and given back as the pools do, and a lease that finds no room waits. All
-ranks do the same, so one is played, with its share of what they have in common.
+waits for units, releases and fetches. All else goes through the runtime's queues: one for each channel, one
+for the collectives, one for decoding, and a bounded number of chunks of updates in staging memory. Device
+memory is leased and given back as the pools do; a lease that finds no room waits. All ranks do the same, so
+one is played, with its share of what they have in common.
 
 [Note: one queue of collectives]
-A gather is queued when its fetch begins, so that all ranks issue collectives in one order, and holds those
-behind it until its shard is there: also reductions, whose gradients wait in device memory meanwhile.
+All ranks issue collectives in one order, so a gather is queued when its fetch begins, and holds those behind
+it until its shard is there: also reductions, whose gradients wait in device memory meanwhile.
 
 [Note: gradients that pass]
 Without an accelerator memory of a complete gradient, and of its reduction, counts until the next gradient has
@@ -19,12 +19,12 @@ begun, or backward has ended; one unit is reduced at a time, and none when a bac
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
 until they repeat, and the last one counts, with the bytes of its own transfers, whenever they move. The first
-one begins with its last micro-batch, which has the updates.
+step begins with its last micro-batch, the one with updates.
 
 [Note: micro-batches that repeat]
-From the second or third micro-batch on, all but the last one have the same plan (``Plan.repeats``). Such a
-one is played until it ends in the state in which it began; then each further one takes what it took. Where
-that does not happen in the first few, it is taken to be so.
+From the second or third micro-batch on, all but the last one have the same plan (``Plan.repeats``).
+Micro-batches are played until one ends in the state in which it began; each further one takes as long. If
+none of the first few does, the last of them is taken to.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from infinity.planner.prefetch_plan import Event, Kind
 from infinity.planner.step import StepScript, StepSetup, StepTrace, Stored, tries
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
 
-#: Steps are played until so many take about as long as each other, and so many at most.
+#: Steps are played until so many in a row take about equally long, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
@@ -61,7 +61,7 @@ def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
 
 @dataclass(slots=True)
 class _Span:
-    """The work of the training thread between two events of the plan: calls, compute, calls."""
+    """Holds the training thread's work between two events of the plan: calls, compute, calls."""
 
     before: list[Callable[[], None]] = field(default_factory=list)
     compute_s: float = 0.0
@@ -69,7 +69,7 @@ class _Span:
 
 
 class _Player:
-    """Plays a step some times; see [Note: what is played]."""
+    """Plays a step several times; see [Note: what is played]."""
 
     def __init__(self, trace: StepTrace, setup: StepSetup) -> None:
         self.trace, self.setup = trace, setup
@@ -112,14 +112,12 @@ class _Player:
     # --- units ---------------------------------------------------------------------------------
 
     def _lease(self, nbytes: int) -> None:
-        """Take device memory; wait until there is room."""
         if not self._memory.has_room(nbytes):
             self._memory.end_turn()
             self._clock.wait(lambda: self._memory.has_room(nbytes), "memory")
         self._memory.take(nbytes)
 
     def _start(self, unit: int) -> None:
-        """Begin to bring a unit's full values."""
         setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
         stayed = unit in self._staying
         # Without drives, an accelerator and other ranks it is decoded from where it lies.
@@ -180,7 +178,7 @@ class _Player:
             self._memory.end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
-        """A unit's gradient of a micro-batch is complete."""
+        """Complete a unit's gradient of a micro-batch; ``ends``: it is the last one."""
         shape, setup = self.setup.units[unit], self.setup
         # It has been copied to the unit's buffer, and its norm is taken.
         self._clock.compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
@@ -271,7 +269,7 @@ class _Player:
     # --- the step ------------------------------------------------------------------------------
 
     def run(self) -> StepCost:
-        """Play some steps and return what the last one took."""
+        """Play some steps and return the cost of the last one."""
         script, setup = self.script, self.setup
         if script.earlier:  # the step begins with its last micro-batch: the others have left these
             for unit in script.present:
@@ -311,7 +309,7 @@ class _Player:
         self._updates.commit()
 
     def _repeat(self, index: int, times: int) -> None:
-        """Play a micro-batch so many times; see [Note: micro-batches that repeat]."""
+        """Play a micro-batch ``times`` times; see [Note: micro-batches that repeat]."""
         before, most = self._state(), tries(self.script.length + 1)
         for left in reversed(range(times)):
             mark = self._mark()
@@ -323,7 +321,7 @@ class _Player:
             before = after
 
     def _state(self) -> tuple[object, ...]:
-        """Return all that the rest of a step follows from, besides what is played; equal up to rounding."""
+        """Return the state of memory, channels and updates: if it repeats, the rest of the step does, too."""
         return (
             self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
             dict(self._ready), self._staying.copy(), dict(self._gradients), dict(self._reduced),
@@ -379,7 +377,7 @@ class _Player:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PlayedUpdate(Job):
-    """The update of a unit whose gradient of this step is complete."""
+    """Tracks the update of a unit whose gradient of this step is complete."""
 
     unit: int
     update: ShardUpdate
@@ -416,7 +414,7 @@ class PlayedUpdates:
         self._play(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
-        """Take in a unit's gradient, with ``nbytes`` of device memory, which was complete in ``turn``."""
+        """Add a unit's gradient with ``nbytes`` of device memory, which was complete in ``turn``."""
         setup = self._setup
         update = ShardUpdate(
             str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,
@@ -430,7 +428,7 @@ class PlayedUpdates:
         self._on(job, update.complete())
 
     def commit(self) -> None:
-        """``optimizer.step()``: publish updates, start those that waited."""
+        """Commit the step: publish updates, and start those that waited for it."""
         ready, self._ready = list(self._ready.values()), {}
         for job in ready:
             if job.update.speculated:
@@ -446,14 +444,14 @@ class PlayedUpdates:
         return unit in self._latest and self._latest[unit].update.holds_fetches
 
     def when_landed(self, unit: int, then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as fetches of the unit need not wait."""
+        """Call ``then`` once the unit's update no longer holds back fetches of the unit."""
         if self.is_landing(unit):
             self._latest[unit].when_landed.append(then)
         else:
             then()
 
     def when_computed(self, unit: int, then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as the unit's latest update has been computed."""
+        """Call ``then`` once the unit's latest update has been computed."""
         calls = self._latest[unit].when_computed if unit in self._latest else None
         if calls is not None:
             calls.append(then)
@@ -461,7 +459,7 @@ class PlayedUpdates:
             then()
 
     def state(self) -> tuple[object, ...]:
-        """Return what is expected and under way."""
+        """Return the state of the queue, the weights that updates keep, and the gradients that wait."""
         held = [(each.unit, each.gradient_nbytes) for each in self._ready.values()]
         return self._queue.state(), self.weights.copy(), held
 
@@ -506,7 +504,7 @@ class PlayedUpdates:
         self._play(self._queue.submit(job))
 
     def _update_in_memory(self, job: _PlayedUpdate) -> None:
-        """Update a shard that is in host memory, or on the device, while nothing else computes."""
+        """Update a shard in host memory, or on the device, while nothing else computes."""
         shape, rates = self._setup.units[job.unit], self._setup.rates
         moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._setup.gradient_nbytes(job.unit)
         there = job.unit in self._memory.updated

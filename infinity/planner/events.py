@@ -1,23 +1,20 @@
-"""The event core of predictions: channels, queues of transfers and of jobs, and a clock on which they end.
-
-The simulator of activations plays on the queues of transfers, that of a step on the clock of a rank.
+"""Provides the clock of predictions, on which compute, transfers and jobs take time and end.
 
 [Note: rates]
-Between two events every rate is constant. A channel moves one transfer after the other, in the order in which
-they were submitted, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was
-submitted, also if it waited for others meanwhile: the cache has several of them on their way. Compute beside
-transfers loses ``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system
-gives it a share of the cores.
+Between two events every rate is constant. A channel moves one transfer after the other in the order of
+submission, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was submitted, even
+if it waited for others meanwhile: the cache has several of them on their way. Compute beside transfers loses
+``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system gives it a share
+of the cores.
 
 [Note: reads beside writes]
 When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
 they can. A byte that is written therefore costs the reads of the same time what they lose while it moves.
 
 [Note: units go first]
-Bytes of units go before bytes of activations. In a real step both are served in the order of submission, but
-there compute waits for a unit that is late, and here it does not, since the measured step has waited for
-units already. So units come when they came, and activations bear the whole delay. Units slow compute no
-more than they did when it was measured.
+Bytes of units go before bytes of activations. In a real step both go in the order of submission, and compute
+waits for a late unit. Here it does not, since the measured step has waited for units already. So units come
+when they came, and activations bear the whole delay. Units slow compute no more than when it was measured.
 
 [Note: shared cores]
 Without an accelerator compute, updates, decoding and collectives run on threads of their own. Where more of
@@ -37,7 +34,7 @@ from infinity.planner.machines import RankRates
 
 
 class Channel(IntEnum):
-    """One direction of one link."""
+    """Names one direction of one link."""
 
     NVME_WRITE = 0
     NVME_READ = 1
@@ -46,7 +43,7 @@ class Channel(IntEnum):
 
     @property
     def label(self) -> str:
-        """Name in tables and pictures."""
+        """Return the name in tables and pictures."""
         return ("NVMe write", "NVMe read", "device to host", "host to device")[self]
 
 
@@ -69,7 +66,7 @@ _LABELS = [channel.label for channel in Channel]
 
 
 def mixed_rates(hardware: Hardware) -> tuple[float, float]:
-    """Bytes per second of reads and of writes while both are busy; see [Note: reads beside writes]."""
+    """Return bytes per second of reads and writes while both are busy; see [Note: reads beside writes]."""
     half = hardware.mixed_bytes_per_s / 2
     write = min(hardware.write_bytes_per_s, half)
     read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
@@ -77,7 +74,7 @@ def mixed_rates(hardware: Hardware) -> tuple[float, float]:
 
 
 def delay_s_per_byte(hardware: Hardware) -> float:
-    """Seconds by which each byte that moves delays compute, bounded so that compute never stands still."""
+    """Return seconds by which each moved byte delays compute, bounded so that compute never stops."""
     read, write = mixed_rates(hardware)
     most = max(read + write, hardware.read_bytes_per_s, hardware.write_bytes_per_s)
     most += 2 * hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
@@ -86,7 +83,7 @@ def delay_s_per_byte(hardware: Hardware) -> float:
 
 @dataclass(slots=True)
 class _Transfer:
-    """Bytes on their way."""
+    """Describes bytes on their way."""
 
     what: Any  # the index of a slot, or the call that follows; None: units
     left_nbytes: float
@@ -95,7 +92,7 @@ class _Transfer:
 
 
 class TransferQueues:
-    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates]."""
+    """Queues the transfers of each channel, and lets time pass in :meth:`advance`; see [Note: rates]."""
 
     def __init__(self, hardware: Hardware) -> None:
         host = hardware.host_bytes_per_s
@@ -115,13 +112,13 @@ class TransferQueues:
         self._moving = None
 
     def submit_units(self, traffic: Traffic) -> None:
-        """Queue what units move; see [Note: units go first]."""
+        """Queue the transfers of units; see [Note: units go first]."""
         self._units[_READ].left_nbytes += traffic.nbytes_read
         self._units[_WRITE].left_nbytes += traffic.nbytes_written
         self._moving = None
 
     def cancel(self, channel: Channel, what: object) -> bool:
-        """Take back a transfer that waits for another one; False: it is the first, on its way."""
+        """Cancel a transfer that waits for another one; False: it is first in its queue, so on its way."""
         queue = self._queues[channel]
         for at, transfer in enumerate(queue):
             if transfer.what == what and at:
@@ -130,26 +127,26 @@ class TransferQueues:
         return False
 
     def state(self) -> list[list[tuple[int, float]]]:
-        """Return the bytes that each channel has to move, and the seconds before they may; rounded."""
+        """Return each channel's queue as bytes left and seconds until they move, rounded to compare."""
         return [
             [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
             for queue in self._queues
         ]
 
     def speed(self) -> float:
-        """Speed of compute beside what moves now, at most 1."""
+        """Return the speed of compute beside what moves now, at most 1."""
         if self._moving is None:
             self._settle()
         return self._speed
 
     def next_s(self) -> float:
-        """Seconds until a transfer ends or rates change; infinite if nothing moves."""
+        """Return the seconds until a transfer ends or rates change; infinite if nothing moves."""
         if self._moving is None:
             self._settle()
         return self._next_s
 
     def moving(self) -> list[tuple[int, _Transfer, float]]:
-        """Return what moves bytes now: channel, transfer and bytes per second."""
+        """Return the transfers that move now, with channel and bytes per second."""
         return self._settle() if self._moving is None else self._moving
 
     def advance(self, passed_s: float) -> list[tuple[int, Any, float]]:
@@ -174,7 +171,7 @@ class TransferQueues:
         return ended
 
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
-        """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
+        """Return what moves now at which rate; set the speed of compute, and the time until that changes."""
         moving: list[tuple[int, _Transfer, float]] = []
         next_s, beside, rates = NEVER_S, 0.0, self.rates
         for channel, queue in enumerate(self._queues):
@@ -206,7 +203,7 @@ class TransferQueues:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A job of a server."""
+    """Describes a job of a server."""
 
     time_s: float
     then: Callable[[], None]
@@ -234,17 +231,17 @@ class Server:
         self._begin()
 
     def ready(self, job: Task) -> None:
-        """Let ``job``, which has what it waited for, begin when its turn comes."""
+        """Mark ``job`` as ready to begin when its turn comes."""
         job.ready = True
         self._begin()
 
     def state(self) -> list[float]:
-        """Seconds that its jobs take, in order."""
+        """Return the seconds that each queued job takes, in order, rounded so that states can be compared."""
         times_s = (job.time_s if job.ready else NEVER_S for job in self._jobs)
         return [round(time_s, _DIGITS) for time_s in (self.left_s, *times_s)]
 
     def end(self) -> Callable[[], None]:
-        """The first job has ended: return what follows."""
+        """Remove the first job, which has ended, and return what follows it."""
         then = self._jobs.popleft().then
         self.left_s = NEVER_S
         self._begin()
@@ -257,7 +254,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The cost of a step on one rank, once steps repeat."""
+    """Holds the cost of a step on one rank, once steps repeat."""
 
     step_s: float
     busy_s: dict[str, float]  # for which each channel, collectives, updates, compute and decoding go on
@@ -267,11 +264,11 @@ class StepCost:
 
     @property
     def bottleneck(self) -> str:
-        """The channel or device that is busy for the largest share of the step."""
+        """Return the channel or device that is busy for the largest share of the step."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     def plus(self, other: "StepCost", times: float) -> "StepCost":
-        """This cost and ``times`` another one; peaks stay."""
+        """Return the sum of this cost and ``times`` times ``other``; the peak of memory is this one's."""
 
         def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
             return {name: a.get(name, 0.0) + times * b.get(name, 0.0) for name in {**a, **b}}
@@ -284,7 +281,7 @@ class StepCost:
 
 
 class VirtualClock:
-    """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it."""
+    """Advances time for a rank's channels, collectives, cores and device, and counts what they do."""
 
     def __init__(self, rates: RankRates) -> None:
         self._rates, self._computing = rates, False
@@ -298,7 +295,7 @@ class VirtualClock:
         self._skipped = StepCost(0.0, {}, {}, {}, 0)  # of micro-batches that were not played
 
     def wait(self, until: Callable[[], bool], cause: str) -> None:
-        """Let time pass until something has happened."""
+        """Let time pass until ``until`` is true, and count it as a stall by ``cause``."""
         began_s = self._queues.now_s
         while not until():
             if self.elapse(NEVER_S) == NEVER_S:
@@ -306,7 +303,7 @@ class VirtualClock:
         self.stall_s[cause] += self._queues.now_s - began_s
 
     def compute(self, work_s: float) -> None:
-        """Let the training thread compute what takes ``work_s`` if nothing else runs."""
+        """Let the training thread compute for ``work_s``, longer if other work shares the cores."""
         self.busy_s[COMPUTE] += work_s
         self._computing = True
         while work_s > 1e-12:
@@ -332,11 +329,11 @@ class VirtualClock:
             then()
 
     def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
-        """Queue what one of the servers does in ``time_s``."""
+        """Queue a job of ``time_s`` on the server ``name``."""
         self.servers[name].submit(Task(time_s, then, threads))
 
     def elapse(self, most_s: float) -> float:
-        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        """Let time pass until something ends, at most ``most_s``; return it (s), infinite if nothing will."""
         share, queues, servers = self._share(), self._queues, self.servers.items()
         passed_s = min(most_s, queues.next_s())
         for _, server in servers:
@@ -361,7 +358,7 @@ class VirtualClock:
         return passed_s
 
     def _share(self) -> float:
-        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
+        """Return the share of full speed at which each running thread works when threads outnumber cores."""
         rates = self._rates
         if not rates.cores:
             return 1.0
@@ -374,11 +371,11 @@ class VirtualClock:
         return played.plus(self._skipped, 1.0)
 
     def skip(self, each: StepCost, times: int) -> None:
-        """Let the same pass some times more."""
+        """Add ``each`` to the account ``times`` times without playing it."""
         self._skipped = self._skipped.plus(each, times)
 
     def state(self) -> tuple[object, ...]:
-        """Return all that is under way, equal up to rounding."""
+        """Return the transfers and jobs that are under way, rounded so that states can be compared."""
         return self._queues.state(), *(server.state() for server in self.servers.values())
 
 
@@ -408,7 +405,7 @@ class DeviceMemory:
             self._passing_nbytes += rounded(nbytes)
 
     def end_turn(self) -> None:
-        """The next gradient has begun."""
+        """Free the memory of earlier gradients, since the next gradient has begun."""
         self.turn += 1
         self._passing_nbytes = 0
 

@@ -1,4 +1,4 @@
-"""Hardware that a plan is made for, as a hardware file has it: nodes, devices, links, host memory, drives.
+"""Describes the hardware that a plan is made for: nodes, devices, links, host memory, drives.
 
 Figures are those of one direction. The rates of one rank follow from them by symmetry: every rank has a
 device of its own, and an equal share of its node's host memory, cores, drives and network.
@@ -16,13 +16,13 @@ _RATE = Valid(least=1.0, most=1e18)
 _COUNT = Valid(least=0, most=10**6)
 #: A dtype of 16 bits is chosen for ``train.dtype=auto`` where it is multiplied at this share of fp32's speed.
 _FAST = 0.7
-#: Submitting a transfer to its first byte (s); of a collective, its header and its launch.
+#: Time from submitting a transfer to its first byte; of a collective, for its header and launch (s).
 LATENCY_S, COLLECTIVE_S = 1e-4, 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesConfig(Config):
-    """The machine as a whole."""
+    """Describes the machine as a whole."""
 
     name: str = setting("this machine", "name in tables")
     count: int = setting(1, "nodes", Valid(1, 10**5))
@@ -33,7 +33,7 @@ class NodesConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig(Config):
-    """The accelerators of a node. Without any, the cores compute, and the device tier is host memory."""
+    """Describes the accelerators of a node; without any, cores compute and the device tier is host memory."""
 
     per_node: int = setting(0, "accelerators in a node; 0: the cores compute", _COUNT)
     name: str = setting("cores", "what computes")
@@ -58,14 +58,14 @@ class DevicesConfig(Config):
             raise SettingError("memory", None, "a size, since devices.per_node is not 0")
 
     def flops_per_s(self, dtype: Dtype) -> float:
-        """Flops per second that a model's matrix products reach in ``dtype``; emulated ones are slow."""
+        """Return the flops per second of a model's matrix products in ``dtype``; emulated dtypes are slow."""
         given: float | None = getattr(self, f"{dtype}_flops_per_s")
         return self.efficiency * (given or self.fp32_flops_per_s / 10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig(Config):
-    """What moves bytes between devices and host memory, devices, and nodes; each way."""
+    """Describes links from devices to host memory, to each other, and between nodes; rates are one-way."""
 
     host_bytes_per_s: float | None = setting(
         None, "between each device and host memory; null: no accelerator", _RATE
@@ -88,7 +88,7 @@ class LinksConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig(Config):
-    """Cores and memory of a node."""
+    """Describes the cores and memory of a node."""
 
     cores: int = setting(1, "cores of a node", Valid(1, 10**5))
     memory: int = setting(2**30, "host memory of a node", Valid(1, 2**60), nbytes=True)
@@ -101,7 +101,7 @@ class HostConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DrivesConfig(Config):
-    """The NVMe drives of a node; all figures are of one drive."""
+    """Describes the NVMe drives of a node; all figures are of one drive."""
 
     per_node: int = setting(0, "drives in a node", _COUNT)
     name: str = setting("NVMe", "name in tables")
@@ -122,7 +122,7 @@ class DrivesConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All sections of a hardware file."""
+    """Holds all sections of a hardware file."""
 
     nodes: NodesConfig = field(default_factory=NodesConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
@@ -146,11 +146,11 @@ class Machine:
 
     @property
     def devices_in_all(self) -> int:
-        """Devices of all nodes; 1 where the cores compute."""
+        """Return the number of devices of all nodes; 1 where the cores compute."""
         return max(1, self.devices.per_node) * self.nodes.count
 
     def choose_dtype(self) -> Dtype:
-        """The dtype that ``train.dtype=auto`` stands for."""
+        """Return the dtype that ``train.dtype=auto`` stands for."""
         bf16 = self.devices.bf16_flops_per_s or 0.0
         return "bf16" if bf16 >= _FAST * self.devices.fp32_flops_per_s else "fp32"
 
@@ -169,7 +169,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """The channels and the compute of one rank."""
+    """Holds the rates of the channels and the compute of one rank."""
 
     channels: Hardware  # its share of the drives, and its link to host memory
     gather_bytes_per_s: float  # full values of a unit; infinite with one rank
@@ -187,7 +187,7 @@ class RankRates:
 
     @property
     def background_threads(self) -> int:
-        """Threads of updates, and of others beside compute on the cores."""
+        """Return the threads of updates and of all else that runs beside compute on the cores."""
         return max(1, int(self.threads) // 2)
 
 

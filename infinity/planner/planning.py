@@ -1,4 +1,4 @@
-"""A plan for activations and all that it was made from; a run saves it, ``infinity plan`` reads it."""
+"""Saves and loads an activation plan with all that it was made from, for ``infinity plan``."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,14 +13,14 @@ from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import MOST_NBYTES, ActivationPlan, Hardware, Outcome, Phase, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 
-#: In a run's folder.
+#: Names of the files in a run's folder.
 FOLDER = "activations"
 PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A plan with the profile and the hardware that it was made from, and its predicted cost."""
+    """Holds a plan with the profile and the hardware that it was made from, and its predicted cost."""
 
     profile: Profile
     hardware: Hardware
@@ -70,7 +70,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A block's times and bytes under a plan."""
+    """Holds a block's times and bytes under a plan."""
 
     name: str
     forward_s: float
@@ -82,12 +82,12 @@ class PlanRow:
 
     @property
     def recomputed_nbytes(self) -> int:
-        """Bytes that are dropped and recomputed."""
+        """Return the bytes that are dropped and recomputed."""
         return max(0, self.saved_nbytes - self.kept_nbytes - self.host_nbytes - self.nvme_nbytes)
 
 
 def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
-    """Say how many blocks a plan treats in which way; one of which any byte leaves counts as stored."""
+    """Return in words how many blocks a plan treats in which way; with any byte stored: as stored."""
     regions = {block.region for block in profile.blocks}
     recomputed = regions & plan.recomputed
     placed = [(key.region, place) for key, place in plan.places.items() if key.region in regions - recomputed]
@@ -110,7 +110,7 @@ def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
 
 
 def load_measured(folder: Path) -> Outcome | None:
-    """Measured cost of the plan in ``folder``; None: the run did not get that far.
+    """Return the measured cost of the plan in ``folder``; None: the run did not get that far.
 
     Raises:
         RecipeError: The file was not written by :func:`save_measured`.
@@ -124,7 +124,7 @@ def load_measured(folder: Path) -> Outcome | None:
 
 
 def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
-    """Time and bytes of each block, in the order of forward, between two rows for operators outside blocks.
+    """Return time and bytes of each block in forward order, between two rows for operators outside blocks.
 
     Times add up to the profile's step without its update. Operators between two blocks are in the last row.
     """

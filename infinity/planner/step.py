@@ -1,4 +1,4 @@
-"""A training step before it runs: what it uses in which order, and what that takes.
+"""Describes a training step before it runs: what it uses in which order, and what that takes.
 
 The runtime's own plan, a :class:`StepScript`, follows from a micro-batch as hooks see it, sizes of units and
 the division of the memory budgets; :mod:`infinity.planner.clock` plays it.
@@ -15,18 +15,15 @@ from infinity.core.nbytes import format_nbytes
 from infinity.planner.machines import RankRates
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 
-#: Micro-batches of which it is tried whether they repeat, whatever that takes.
+#: The least micro-batches that are played before they are taken to repeat.
 _LEAST = 3
-#: Of steps with more events fewer micro-batches and steps are played, and updates in larger chunks.
+#: Longer steps (events) are played with fewer micro-batches and steps, and updates in larger chunks.
 _MANY_EVENTS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Sizes of a unit on one rank.
-
-    A frozen unit may travel as it lies in a checkpoint: then it is decoded after the gather.
-    """
+    """Holds sizes of a unit on one rank; a frozen one may travel in stored form, decoded after the gather."""
 
     name: str
     shard_numel: int  # padding included
@@ -48,12 +45,12 @@ class UnitShape:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Device memory of the full buffer, and of what it is decoded from."""
+        """Return the device memory of the full buffer, and of what it is decoded from."""
         return rounded(self.nbytes) + rounded(self.stored_nbytes)
 
     @property
     def resident_nbytes(self) -> int:
-        """Host memory that the shard takes with all that training needs of it."""
+        """Return the host memory that the shard takes with all that training needs of it."""
         return self.kept_nbytes + (self.trained_nbytes if self.trainable else 0)
 
 
@@ -101,7 +98,7 @@ def choose_homes(
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An activation that leaves device memory; positions are counts of events before."""
+    """Describes an activation that leaves device memory; positions count the events before."""
 
     nbytes: int
     packed_at: int  # forward has made it
@@ -112,7 +109,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """The forward and the backward of one micro-batch.
+    """Holds the forward and the backward of one micro-batch.
 
     Operators are given by arrays of equal length; an operator at position ``p`` runs after ``p`` events.
     """
@@ -131,7 +128,7 @@ class StepTrace:
     measured_s: np.ndarray | None = None  # on the machine that is planned for; not a number: unknown
 
     def operator_s(self, rates: RankRates) -> np.ndarray:
-        """Seconds of each operator: as measured, or by the roofline."""
+        """Return the seconds of each operator: as measured, or by the roofline."""
         rate = np.where(self.fp32, rates.fp32_flops_per_s, rates.flops_per_s)
         each = np.maximum(self.flops / rate, self.nbytes / rates.memory_bytes_per_s)
         each = np.maximum(each, rates.operator_s)
@@ -140,15 +137,11 @@ class StepTrace:
         return np.where(np.isnan(self.measured_s), each, self.measured_s + rates.operator_s)
 
     def times_s(self, rates: RankRates) -> np.ndarray:
-        """Seconds of compute at each position, ``(events + 1,)``."""
+        """Return the seconds of compute at each position, ``(events + 1,)``."""
         return np.bincount(self.position, self.operator_s(rates), minlength=len(self.events) + 1)
 
     def accumulated(self) -> tuple[tuple[Event, ...], list[int]]:
-        """Events of a micro-batch that another one follows: units are released, not updated.
-
-        Returns:
-            The events, and for each position of this trace the position among them.
-        """
+        """Return the events if another micro-batch follows (no updates), and each position among them."""
         pins: dict[int, int] = {}
         events: list[Event] = []
         places = [0]
@@ -165,7 +158,7 @@ class StepTrace:
         return tuple(events), places
 
     def scaled(self, factor: int) -> "StepTrace":
-        """Return the same with ``factor`` times as many tokens, where every operator takes so much longer."""
+        """Return the trace of ``factor`` times as many tokens, where every operator takes so much longer."""
         return replace(
             self,
             flops=self.flops * factor,
@@ -181,7 +174,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepSetup:
-    """Everything that a step follows from, besides its trace."""
+    """Holds all that a step follows from, besides its trace."""
 
     units: tuple[UnitShape, ...]
     rates: RankRates
@@ -198,13 +191,13 @@ class StepSetup:
     spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
 
     def gradient_nbytes(self, unit: int) -> int:
-        """Bytes of this rank's shard of a unit's gradient."""
+        """Return the bytes of this rank's shard of a unit's gradient."""
         return self.units[unit].shard_numel * self.reduce_itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class StepScript:
-    """The runtime's own plan of one step, with as many of its micro-batches as are played."""
+    """Holds the runtime's own plan of one step, with as many of its micro-batches as are played."""
 
     plan: Plan
     earlier: int  # micro-batches before the last one
@@ -217,7 +210,7 @@ class StepScript:
 
     @property
     def is_long(self) -> bool:
-        """Whether fewer steps are played, and updates in larger chunks."""
+        """Return whether fewer steps are played, and updates in larger chunks."""
         return len(self.plan.events) > _MANY_EVENTS
 
     @classmethod
@@ -250,7 +243,7 @@ class StepScript:
 
 
 def tries(events: int) -> int:
-    """Micro-batches of so many events of which it is tried whether they repeat, before they are taken to."""
+    """Return how many micro-batches of so many events are played before they are taken to repeat."""
     return max(_LEAST, _MANY_EVENTS // max(1, events))
 
 

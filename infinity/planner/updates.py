@@ -97,7 +97,7 @@ class Completions:
         return trainable == parameters or not self._recomputed(unit)
 
     def left(self, units: Iterable[int]) -> list[int]:
-        """Return those of ``units``, which backward leaves, whose gradients this completes."""
+        """Return which of ``units`` have a gradient that is complete once backward leaves them."""
         # A pass that accumulates nothing (torch.autograd.grad) completes none.
         return [unit for unit in units if self.in_backward and unit not in self.delivered]
 
@@ -197,7 +197,7 @@ class ShardUpdate:
 
     @property
     def holds_fetches(self) -> bool:
-        """Return whether the unit's next fetch waits for it, since it writes the committed version."""
+        """Return whether the unit's next fetch waits for this update of the committed version."""
         return self.in_flight and not self.speculated
 
     def complete(self, *, finite: bool = True) -> tuple[Do, ...]:

@@ -1,9 +1,9 @@
-"""A recipe's model without values: its units, its budgets and one recorded micro-batch.
+"""Runs a recipe's model without values, for its units, its budgets and one recorded micro-batch.
 
 [Note: nothing is read and nothing computed]
-The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
+The model is built on the meta device from ``config.json`` alone, and cut by the runtime's own builder. One
 micro-batch then runs on fake tensors, which have shapes and no memory: torch says what operators would make,
-the runtime's own hooks and prefetcher what units they use. A model whose forward depends on values (experts
+the runtime's own hooks and prefetcher which units they use. A model whose forward depends on values (experts
 in a Python loop) cannot be planned.
 """
 
@@ -60,18 +60,18 @@ DAY_S = 86_400.0
 
 
 class Layout:
-    """A model's units with their homes on one rank of a machine, and budgets, divided as the runtime does."""
+    """Holds a model's units with their homes on one rank, and its budgets, divided as the runtime does."""
 
     def __init__(self, model: ModelWithoutValues, recipe: Recipe, machine: Machine) -> None:
         self.model, self.recipe, self.machine = model, recipe, machine
         memory, dtype, ranks = recipe.memory, DTYPES[model.dtype], model.ranks
         self.local = max(1, ranks // machine.nodes.count)  # ranks of a node
         self.host_nbytes = memory.host or machine.host.memory // self.local // 2
-        #: Memory of the device that budgets may have.
+        #: Device memory that budgets may have.
         self.device_nbytes = machine.host.memory // self.local
         if machine.on_accelerator:
             self.device_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
-        #: Of activations.
+        #: Policy of activations.
         self.policy = memory.activations or ("keep" if memory.device is None else "plan")
         if self.layered:
             self.policy = "recompute"
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def layered(self) -> bool:
-        """Whether each block takes all micro-batches before the next one."""
+        """Return whether each block takes all micro-batches before the next one."""
         return self.recipe.train.schedule == "layer"
 
     def _place_units(self, tiers: Tiers, rank: Ranks) -> tuple[UnitShape, ...]:
@@ -140,12 +140,11 @@ class Layout:
 
     @property
     def _base_buffers(self) -> BaseBuffers | None:
-        """Buffers through which a frozen base is read where it lies; None: there is none."""
         has_base = self.model.values.base is not None and self.recipe.memory.nvme
         return BaseBuffers.within(self.host_nbytes) if has_base else None
 
     def read_where_they_lie(self) -> tuple[UnitShape, ...]:
-        """Return the units, with what is read of those that lie in a checkpoint."""
+        """Return the units, with the bytes that fetches read of those that lie in a checkpoint."""
         model, host, buffers = self.model, self.budget.host, self._base_buffers
         if buffers is None:
             return self.placed
@@ -159,7 +158,7 @@ class Layout:
         return tuple(found)
 
     def divide(self) -> DeviceBudget:
-        """Return the division of the device budget, with the window that a layer schedule has."""
+        """Return the division of the device budget, with the window that a layer schedule needs."""
         if not self.layered:
             return self.budget.division
         blocks = Blocks.of(self.model.module)
@@ -177,7 +176,7 @@ class Layout:
 
 
 class DryRun(Layout):
-    """The model, its budgets and its trace: all that a plan is made from, and what its step costs.
+    """Holds the model, its budgets and its trace: all that a plan is made from, and what its step costs.
 
     Attributes:
         trace: One micro-batch, or all of them where they go through each block together.
@@ -220,7 +219,7 @@ class DryRun(Layout):
         return DryRun(self.model, recipe, machine)
 
     def least_host_nbytes(self) -> int:
-        """Return the least ``memory.host`` with which the model can be trained."""
+        """Return the least ``memory.host`` with which the model can be trained (bytes)."""
         if not self.recipe.memory.nvme:
             return all_resident_nbytes(self.units)
         low, high = 0, self.host_nbytes
@@ -236,7 +235,7 @@ class DryRun(Layout):
         return high
 
     def least_activations_nbytes(self) -> int:
-        """Return the least that activations take beside units, however they are planned."""
+        """Return the least bytes that activations take beside units, however they are planned."""
         if self.policy != "plan":
             return self.trace.peak_nbytes
         return smallest_budget(self.profile, self.channels())
@@ -259,7 +258,7 @@ class DryRun(Layout):
 
     @property
     def spilled_nbytes(self) -> int:
-        """Bytes of gradients that wait on NVMe in each step."""
+        """Return the bytes of gradients that wait on NVMe in each step."""
         return sum(self.units[index].shard_numel for index in self.budget.spilled) * self.reduce_itemsize
 
     @property
@@ -274,7 +273,7 @@ class DryRun(Layout):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step on all ranks."""
+        """Return the tokens of a step on all ranks."""
         return self.trace.tokens * self.micro_batches * self.model.ranks
 
     @property
@@ -283,18 +282,18 @@ class DryRun(Layout):
 
     @property
     def flops_per_s(self) -> float:
-        """Flops per second of one rank, without those of recomputation."""
+        """Return the flops per second of one rank, without those of recomputation."""
         return self.trace.model_flops * self.micro_batches / self.cost.step_s
 
     @property
     def mfu(self) -> float:
-        """``flops_per_s`` as a share of what the device's datasheet says."""
+        """Return ``flops_per_s`` as a share of the device's datasheet figure."""
         devices = self.machine.devices
         peak = devices.flops_per_s(self.model.dtype) / devices.efficiency
         return self.flops_per_s / (peak * (1.0 if devices.per_node else 1 / self.model.ranks))
 
     def disk_nbytes(self) -> int:
-        """Bytes on a node's drives: versions, commits of host memory; gradients and activations that wait."""
+        """Return the bytes on a node's drives: versions, commits, waiting gradients and activations."""
         memory = self.recipe.memory
         if not memory.nvme:
             return 0
@@ -311,22 +310,22 @@ class DryRun(Layout):
         return total * self.local
 
     def written_per_day(self) -> float:
-        """Bytes written to the drives of a node in a day of training."""
+        """Return the bytes written to the drives of a node in a day of training."""
         return self.cost.nbytes.get("NVMe write", 0) * self.local * DAY_S / self.cost.step_s
 
     def drives_last_s(self) -> float | None:
-        """Time until the drives' endurance is used up; None: it is not known, or never."""
+        """Return the seconds until the drives' endurance is used up; None: unknown, or never."""
         drives, written = self.machine.drives, self.written_per_day()
         if drives.written_bytes is None or not written or not drives.per_node:
             return None
         return drives.per_node * drives.written_bytes / written * DAY_S
 
     def over_nbytes(self) -> int:
-        """Bytes of device memory that units and activations take beyond what there is."""
+        """Return the bytes of device memory that units and activations need beyond what there is."""
         return self.division.total + self.trace.peak_nbytes - self.device_nbytes
 
     def missing(self) -> Iterator[str]:
-        """Yield what the plan takes beyond what its machine has."""
+        """Yield a line about each thing that the plan needs beyond what its machine has."""
         drives, on_accelerator = self.machine.drives, self.machine.on_accelerator
         if on_accelerator and (over := self.over_nbytes()) > 0:
             yield f"{format_nbytes(over)} of device memory"
@@ -342,7 +341,6 @@ class DryRun(Layout):
     # --- activations -------------------------------------------------------------------------
 
     def _choose_plan(self) -> ActivationPlan:
-        """Return the plan that the runtime would make from this profile."""
         profile, hardware, budget = self.profile, self.channels(), self.budget
         if self.policy == "offload":
             if not self.recipe.memory.nvme:
@@ -381,7 +379,6 @@ class DryRun(Layout):
     # --- the record --------------------------------------------------------------------------
 
     def _record(self) -> tuple[StepTrace, Profile]:
-        """Return one micro-batch: its trace, and its profile."""
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
         batch = Batch((train.batch_size, self.recipe.model.seq_len), logits, self.recipe.data.packing)
@@ -399,7 +396,7 @@ class DryRun(Layout):
         return trace, record.profile(times.tolist())
 
     def _auto_logits(self) -> Mode | None:
-        """Return how the logits of a micro-batch are computed; None: that is not left to memory."""
+        """Return how memory lets logits be computed; None: the recipe says it, or there is no head."""
         recipe, head = self.recipe, find_head(self.model.module)
         if recipe.memory.logits != "auto" or head is None:
             return None
@@ -443,7 +440,6 @@ def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, 
 def _built(
     recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None, here: bool, built: Recipe
 ) -> ModelWithoutValues:
-    """Return the model: that of ``like`` if it is the same one."""
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
     nbytes, on_accelerator = built.memory.device, machine.on_accelerator
     if nbytes is None and on_accelerator:

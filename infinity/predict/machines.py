@@ -1,4 +1,4 @@
-"""Hardware files: those that are shipped, and ``infinity probe``, which writes one of this machine."""
+"""Loads the hardware files that are shipped, and measures this machine to write one (``infinity probe``)."""
 
 import difflib
 import shutil
@@ -41,7 +41,7 @@ _MOST_S = 0.25
 
 
 def machine_names() -> list[str]:
-    """Names of the hardware files that are shipped."""
+    """Return the names of the hardware files that are shipped."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
@@ -66,7 +66,7 @@ def load_machine(name: str, overrides: Sequence[str] = ()) -> Machine:
 
 
 def probe(directories: Sequence[str | Path]) -> Machine:
-    """Measure this machine in some seconds: what computes, host memory, and the drives of ``directories``.
+    """Measure this machine in some seconds: compute, host memory, and the drives of ``directories``.
 
     Raises:
         DirectoryError: A directory cannot be written.
@@ -137,7 +137,7 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def describe_machine(machine: Machine) -> str:
-    """Return a line about what computes, the memory and the drives."""
+    """Return a line about compute, memory and drives."""
     devices, host, drives = machine.devices, machine.host, machine.drives
     what = f"{devices.per_node} x {devices.name}" if devices.per_node else devices.name
     nodes = f"{machine.nodes.count} nodes of " if machine.nodes.count > 1 else ""
@@ -153,12 +153,12 @@ def describe_machine(machine: Machine) -> str:
 
 
 def _rounded(number: float) -> float:
-    """Three digits: a measurement has no more."""
+    """Round to three digits, since a measurement has no more."""
     return float(f"{number:.3g}")
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Flops per second of matrix products, the best of a few; slow dtypes are measured at small sizes."""
+    """Return flops per second of matrix products, the best of a few; slow dtypes use small matrices."""
     best = 0.0
     for size in _SIZES:  # on a busy machine a small product takes milliseconds, whatever it computes
         if best and 2 * size**3 / best > _MOST_S:
@@ -168,14 +168,13 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written per second by large copies."""
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED_NBYTES / _best_s(lambda: target.copy_(source), device)
 
 
 def _update_bytes_per_s() -> float:
-    """Bytes that one core reads and writes per second in an update: of weights, gradient and state."""
+    """Return the bytes that one core reads and writes per second in an update of weights and state."""
     dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), default_rule()
     rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE)
     layout = rule.layout
@@ -188,7 +187,7 @@ def _update_bytes_per_s() -> float:
 
 
 def _best_s(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least time of some runs; the first one may compile."""
+    """Return the least seconds of some runs; the first one may compile."""
     times_s = []
     for _ in range(_TRIES + 1):
         synchronize(device)

@@ -1,4 +1,4 @@
-"""A recipe's model without values: built on the meta device, cut by the runtime's builder, then faked."""
+"""Builds a recipe's model without values: on the meta device, cut by the runtime's builder, then faked."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from infinity.recipes.models.gpt import GPT
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 
-#: Tensors that a checkpoint without weights is taken to have.
+#: Assumed number of tensors in a checkpoint without weights.
 _UNKNOWN_TENSORS = 100_000
 
 
@@ -57,18 +57,16 @@ class _Traffic(TorchDispatchMode):
 
 
 class _NoValues:
-    """Values never come; see :class:`infinity.partition.init_context.LateValues`.
+    """Provides the sizes of values that never come; see :class:`infinity.partition.init_context.LateValues`.
 
-    Args:
-        mode: Makes fake tensors on the CPU, where tables take the place of some operators that decode; None:
-            an accelerator decodes.
+    ``mode`` makes fake tensors on the CPU, where tables replace some operators that decode; None: an
+    accelerator decodes.
     """
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
         self.base: CheckpointValues | None = None  # says what the checkpoint of a frozen base has
         self.sizes: Sequence[int] = ()  # of its files (bytes)
-        #: Units that travel in its form: what a rank reads, and what operators that decode it read and write,
-        #: and how many these are.
+        #: Of units in stored form: the form, bytes that a rank reads, bytes and operators of decoding.
         self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
         self.mapped: set[int] = set()  # units that are read where they lie, and not quantized
         self._mode, self._new = mode, True
@@ -76,7 +74,7 @@ class _NoValues:
         self._decoding: dict[tuple[Any, ...], tuple[int, int]] = {}  # of equal parts
 
     def read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
-        """Return what a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
+        """Return the bytes that a fetch of a unit in ``mapped`` reads, by pieces of ``piece_nbytes``."""
         key = unit.index, piece_nbytes, buffer_nbytes
         if key not in self._read:
             assert self.base is not None
@@ -108,7 +106,7 @@ class _NoValues:
             self.stored[unit.index] = form, read_nbytes, nbytes, operators
 
     def _count(self, part: Part[StoredTensor], dtype: torch.dtype) -> tuple[int, int]:
-        """Return what decoding a part reads and writes, and its operators, from a run without values."""
+        """Return bytes read and written to decode a part, and its operators, from a run without values."""
         device = "meta" if self._mode is None else "cpu"
 
         def view(file: object, offset: int, nbytes: int) -> Tensor:
@@ -122,7 +120,7 @@ class _NoValues:
 
 
 class ModelWithoutValues:
-    """A recipe's model on the meta device, with adapters if the recipe has them, cut into units.
+    """Builds a recipe's model on the meta device, with its adapters if there are any, cut into units.
 
     Args:
         times: Times of operators on this machine; None: another machine is planned for.
@@ -202,7 +200,7 @@ class ModelWithoutValues:
 
     @contextmanager
     def faked(self) -> Iterator[None]:
-        """Inside, fake tensors can be made; the model's parameters and buffers become some the first time."""
+        """Allow fake tensors in the context; the first time, parameters and buffers become fake."""
         with self._mode:
             if not self._is_fake:
                 self._fake()

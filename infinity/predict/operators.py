@@ -1,16 +1,16 @@
-"""Times of a model's operators on this machine: each is run alone, on tensors of the sizes that it is given.
+"""Measures the times of a model's operators on this machine, each alone, on tensors of its own sizes.
 
-A roofline does not know how well this machine's kernels reach an operator's flops and bytes. A model has some
-dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds; those
-that take long, or much memory, are left to the roofline, which knows them best. Values do not matter: floats
-are halves, and integers are zeros, which are valid indices. All take turns, in rounds, so that a machine that
-changes its speed changes it for all; a time is the median of its rounds. One thread's time is that of its
-processor, which other programs do not change. What was timed once holds for all plans of a process.
+A roofline does not know how close this machine's kernels come to it. A model has some dozens of different
+operators, whatever the number of its layers, so all are timed in some seconds; those that take long, or much
+memory, are left to the roofline, which knows them best. Floats are halves, and integers are zeros, which are
+valid indices. Operators take turns in rounds, so that a change of the machine's speed hits all; a time is the
+median of its rounds. One thread's time is its processor time, which other programs do not change. Times are
+kept for all plans of a process.
 
 [Note: what caches hold]
-Without an accelerator an operator takes two to five times as long on bytes that no cache holds. It is known
-how many bytes the step touches between the last use of an argument and this one. So before a run the argument
-is touched, and so many other bytes after it: then caches hold what they hold in the step, however large.
+Without an accelerator an operator takes two to five times as long on bytes that no cache holds. The step
+tells how many bytes are touched between the last use of an argument and this one. So before a run the
+argument is touched, and so many other bytes after it: then caches hold what they hold in the step.
 """
 
 import functools
@@ -30,22 +30,22 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from infinity.device.accelerator import memory_nbytes, synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
 
-#: An operator is run so often, and once before that; the large ones until all have taken so long (s).
+#: Timed runs of an operator, after one untimed; large ones run until all have taken so long (s).
 _ROUNDS, _IN_ALL_S = 9, 8.0
-#: One that the roofline gives more time is not run (s).
+#: An operator with a longer roofline time is not run (s).
 _EXPECTED_S = 1.0
-#: Bytes that are touched between two uses of an argument; exact values would make all operations differ.
+#: Ages (bytes touched between two uses of an argument): few, since exact ones would make all calls differ.
 _AGES = tuple(2**n for n in range(14, 26, 2))
-#: Of an argument that no cache holds (bytes).
+#: Age of an argument that no cache holds (bytes).
 COLD = 48 * 2**20
-#: Nor one that reads and writes more than this part of the free memory.
+#: An operator that moves more than this part of the free memory is not run.
 _LEAST_FREE = 4
-#: Types of arguments that are written down as they are.
+#: Types of arguments that are recorded as they are.
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 
 
 class TensorShape(NamedTuple):
-    """A tensor without its values."""
+    """Describes a tensor without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -53,26 +53,25 @@ class TensorShape(NamedTuple):
     age: int = COLD  # bytes that were touched since its last use: see [Note: what caches hold]
 
     def make(self, device: torch.device) -> Tensor:
-        """Return such a tensor; see the module's docstring for its values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return made.fill_(0.5 if self.dtype.is_floating_point else 0)
 
 
 class Touches:
-    """Knows of each storage of a step how many bytes were touched since its last use."""
+    """Counts, for each storage of a step, the bytes that were touched since its last use."""
 
     def __init__(self) -> None:
         self._nbytes = 0
         self._last: dict[int, int] = {}
 
     def age(self, tensor: Tensor) -> int:
-        """Return one of a few ages, the nearest above."""
+        """Return the bytes touched since the tensor's last use, rounded up to one of a few ages."""
         last = self._last.get(tensor.untyped_storage()._cdata)
         age = COLD if last is None else self._nbytes - last
         return next((each for each in _AGES if age <= each), COLD)
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """An operator has read or written these."""
+        """Note that an operator has read or written these tensors."""
         for tensor in tensors:
             self._nbytes += tensor.numel() * tensor.itemsize
             self._last[tensor.untyped_storage()._cdata] = self._nbytes
@@ -80,7 +79,7 @@ class Touches:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of an operator: equal ones take equally long."""
+    """Describes a call of an operator; equal ones take equally long."""
 
     func: Any
     leaves: tuple[Any, ...]  # of the arguments, with a :class:`TensorShape` for each tensor
@@ -105,7 +104,7 @@ class Operation:
         return cls(func, tuple(leaves), spec)
 
     def time_s(self, device: torch.device, clock: Callable[[], float], others: Tensor) -> float:
-        """Run it once; see [Note: what caches hold] for ``others``, which are empty on an accelerator."""
+        """Run it once, on arguments aged by ``others`` (empty on an accelerator); return seconds."""
         made = [leaf.make(device) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves]
         ages = [(a.age, b) for a, b in zip(self.leaves, made, strict=True) if isinstance(a, TensorShape)]
         given = [device if leaf is torch.device else leaf for leaf in made]
@@ -120,7 +119,7 @@ class Operation:
 
 
 class OperatorTimes:
-    """Times of operators on a device, each measured once; if the cores compute, on so many threads."""
+    """Measures operators on a device, each once; if the cores compute, on ``threads`` threads."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device, self._threads = device, threads
@@ -129,10 +128,9 @@ class OperatorTimes:
         self._times: dict[Operation, float] = {}
 
     def measure(self, calls: Iterable[tuple[Operation | None, float, float]]) -> None:
-        """Run operations that are not known yet, as far as they take little.
+        """Measure the operations that are not known yet, except those that take long or much memory.
 
-        Args:
-            calls: Operations, each with its time by the roofline (s), and the bytes that it moves.
+        Each comes with its time by the roofline (s), and the bytes that it moves.
         """
         device, on_cpu = self._device, self._device.type == "cpu"
         most_nbytes = (free_host_nbytes() if on_cpu else memory_nbytes(device)[0]) // _LEAST_FREE
@@ -176,7 +174,7 @@ class OperatorTimes:
 
 
 def times_of_rank(local_ranks: int, threads: int | None) -> OperatorTimes:
-    """Return what this process knows for one of some ranks of this machine; None: a thread for each core."""
+    """Return the times that this process has for one of ``local_ranks``; None: a thread for each core."""
     found = torch.accelerator.current_accelerator(check_available=True)
     cores = usable_cores()
     return _times_on(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
@@ -186,7 +184,7 @@ _times_on = functools.cache(OperatorTimes)
 
 
 def _age(made: Sequence[tuple[int, Tensor]], others: Tensor) -> None:
-    """Touch tensors, the oldest first, and other memory after each, so that all become as old as they are."""
+    """Touch tensors, the oldest first, and other memory after each, so that all reach their ages."""
     ages = sorted(made, key=lambda each: -each[0])
     for (age, tensor), (following, _) in pairwise([*ages, (0, others)]):
         if age < COLD:

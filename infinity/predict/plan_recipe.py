@@ -1,4 +1,4 @@
-"""``infinity plan RECIPE``: what a run would need, take and cost, before anything is bought or written."""
+"""Implements ``infinity plan RECIPE``: what a run would need, take and cost, before it runs."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from infinity.predict.machines import describe_machine, load_machine, probe
 from infinity.predict.plan_run import make_table, print_line
 from infinity.recipes.recipe import Recipe, load_recipe
 
-#: A change is shown if it makes a step faster by this share, at least.
+#: A change is shown if it makes a step faster by at least this share.
 _LEAST_GAIN = 0.01
 _YEAR_S = 365.25 * DAY_S
 
@@ -79,7 +79,6 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     """Predict the steps of a run on this machine, which is measured; takes some seconds.
 
     Args:
-        budgets: Budgets that the run had, by tier.
         dtype: The one that it had: measured again, ``auto`` may be another one.
     """
     policy = recipe.memory.activations or ("keep" if recipe.memory.device is None else "plan")
@@ -103,7 +102,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
 
 
 def _measurable(directories: Sequence[str]) -> list[Path]:
-    """The directories, or the nearest ones above them that exist."""
+    """Return the directories, or the nearest existing ones above them."""
     found = []
     for each in directories:
         path = Path(each).absolute()
@@ -125,7 +124,7 @@ Keys = Mapping[str, int | str | None]
 
 
 class Change(NamedTuple):
-    """A change in words, with the keys of a recipe or a machine that differ, and the plan with those."""
+    """Describes a change in words, its keys of a recipe or a machine, and the plan with them."""
 
     what: str
     planned: DryRun
@@ -136,7 +135,7 @@ def _gain(changed: DryRun, planned: DryRun) -> str:
 
 
 def changes(planned: DryRun) -> Iterator[Change]:
-    """Yield changes that gain something, the best first."""
+    """Yield changes that make the plan better, the best first."""
     found = []
     for what, keys in _faster(planned):
         changed = _changed(planned, keys)
@@ -148,10 +147,7 @@ def changes(planned: DryRun) -> Iterator[Change]:
 
 
 def ways_to_fit(planned: DryRun) -> Iterator[Change]:
-    """Yield changes with which a plan that does not fit its machine does, the fastest first.
-
-    Where no single one is enough, several are made together.
-    """
+    """Yield changes that make a plan fit, the fastest first; several together where no single one does."""
     single = list(_smaller(planned))
     together = {key: value for keys in single for key, value in keys.items()}
     for tried in (single, [together] if len(single) > 1 else []):
@@ -163,7 +159,6 @@ def ways_to_fit(planned: DryRun) -> Iterator[Change]:
 
 
 def _changed(planned: DryRun, keys: Keys) -> DryRun | None:
-    """Plan with other keys; None: that cannot be."""
     sections: dict[str, Any] = {"recipe": planned.recipe, "machine": planned.machine}
     for key, value in keys.items():
         section, name = key.split(".")
@@ -177,7 +172,6 @@ def _changed(planned: DryRun, keys: Keys) -> DryRun | None:
 
 
 def _written(keys: Keys) -> str:
-    """Keys as a person writes them on the command line, or in a file."""
     found = []
     for key, value in keys.items():
         text = "null" if value is None else str(value)
@@ -189,13 +183,12 @@ def _written(keys: Keys) -> str:
 
 
 def _whole(nbytes: int) -> int:
-    """The next smaller size that a person writes: of whole GiB, or MiB if it is small."""
+    """Return the next smaller size that a person writes: whole GiB, or MiB if it is small."""
     unit = 2**30 if nbytes >= 2**33 else 2**20 if nbytes >= 2**20 else 1
     return nbytes // unit * unit
 
 
 def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
-    """Yield changes that may make steps faster, in words and as keys."""
     recipe, machine, drives = run.recipe, run.machine, run.machine.drives
     memory, train = recipe.memory, recipe.train
     if memory.nvme and drives.per_node:
@@ -226,7 +219,6 @@ def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
 
 
 def _smaller(planned: DryRun) -> Iterator[Keys]:
-    """Yield changes that take less of what a machine lacks."""
     recipe, machine = planned.recipe, planned.machine
     memory, train = recipe.memory, recipe.train
     missing = " ".join(planned.missing())

@@ -1,7 +1,7 @@
-"""``infinity plan RUN``: show a run's plan for activations, or plan again for another budget.
+"""Implements ``infinity plan RUN``: shows a run's activation plan, or plans again for another budget.
 
-Nothing is trained and torch is not imported. The output is a table of the blocks, a table that compares the
-plan with simple policies, and a picture of memory over one step with the channels below it.
+Nothing is trained and torch is not imported. Prints a table of the blocks and one that compares the plan with
+simple policies, and draws memory over one step with the channels below it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ _BASELINES = {
 
 
 class ShownPlan(NamedTuple):
-    """A run's plan, or one for the same profile and another budget."""
+    """Holds a run's plan, or one for the same profile and another budget."""
 
     planning: Planning
     measured: Outcome | None  # None: the run did not measure it, or had another budget
@@ -117,7 +117,7 @@ def find_folder(run: Path) -> Path:
 
 
 class Alternative(NamedTuple):
-    """A row of the comparison: a way to treat activations, and its cost; None: ``note`` says why not."""
+    """Describes one row of the comparison: a policy and its cost; None: ``note`` says why."""
 
     name: str
     outcome: Outcome | None
@@ -125,7 +125,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
-    """Yield the plan as predicted and measured, and the simple policies."""
+    """Yield the plan as predicted and measured, then the simple policies."""
     planning = shown.planning
     capacity, hardware = planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
@@ -147,7 +147,7 @@ def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
 
 
 def _draw(shown: ShownPlan) -> str:
-    """Write the picture and return a line with its path, or with the reason why there is none."""
+    """Write the picture; return a line with its path, or with the reason why there is none."""
     profile, plan, hardware = shown.planning.profile, shown.planning.plan, shown.planning.hardware
     _, kept = play_in_detail(profile, ActivationPlan("keep"), hardware)
     _, planned = play_in_detail(profile, plan, hardware)

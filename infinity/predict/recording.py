@@ -1,17 +1,17 @@
-"""One micro-batch of a model on fake tensors: its operators, and what hooks ask of the runtime.
+"""Records one micro-batch on fake tensors: its operators, and what hooks ask of the runtime.
 
 [Note: written down, then played]
-Operators run on fake tensors under the runtime's own hooks. What these ask of the prefetcher, of backward's
-pins and of gradients is written down between the operators, and then asked of the runtime's own
-:class:`Prefetcher`, with the sizes, homes and window of a run. So the trace is the runtime's own, and a
-record, which knows neither sizes nor windows, serves plans for any budget.
+Operators run on fake tensors under the runtime's own hooks. Calls of the prefetcher, of backward's pins and
+of gradients are recorded between the operators, then replayed on the runtime's own :class:`Prefetcher` with
+the sizes, homes and window of a run. So the trace is the runtime's own, and a record, which knows neither
+sizes nor windows, serves plans for any budget.
 
 [Note: micro-batches in a block]
-A layer schedule takes all micro-batches of a step through a block before the next one. So what a block was
-given is there for all of them until its backward; also, while one is in the block's backward, or in what
-follows the last block, the gradients of what the block returned and was given. What is inside a block is
-there for one. One micro-batch is recorded: a block is taken to return as many bytes as the next one is given.
-What all blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
+A layer schedule takes all micro-batches of a step through a block before the next one. So a block's inputs
+exist for all of them until its backward; and while one is in the block's backward, or in what follows the
+last block, so do the gradients of the block's outputs and inputs. What is inside a block exists for one. Only
+one micro-batch is recorded, and a block is taken to return as many bytes as the next one is given. What all
+blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
 """
 
 import gc
@@ -62,7 +62,7 @@ _WHY = "the model cannot be planned without values, since what its forward does 
 
 
 class Batch(NamedTuple):
-    """A micro-batch without values."""
+    """Holds a micro-batch without values."""
 
     tokens: tuple[int, int]  # its shape
     logits: Mode = "whole"
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one operator computes and moves, and its call, to be timed; None: it cannot be repeated."""
+    """Describes an operator's compute, bytes and call to be timed; None: it cannot be repeated."""
 
     flops: float
     nbytes: float
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 class Record(Profiler):  # type: ignore[no-untyped-call]
-    """Profiles fake operators, by flops and bytes in place of seconds, and writes calls down."""
+    """Profiles fake operators, by flops and bytes in place of seconds, and records calls of the runtime."""
 
     def __init__(
         self, weights: Sequence[Tensor], dtype: torch.dtype, batch: Batch, recomputes: Callable[[int], bool]
@@ -92,7 +92,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[int, str, str, tuple[Any, ...], dict[str, Any]]] = []
 
     def tell(self, part: str, method: str, *args: Any, **options: Any) -> None:
-        """Write down that ``part.method(*args, **options)`` was called."""
+        """Record that ``part.method(*args, **options)`` was called."""
         self.calls.append((len(self.rows), part, method, args, options))
 
     def storage_of(self, tensor: Tensor) -> int:
@@ -127,11 +127,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         return self._recorded.profile(seconds, 0.0)
 
     def peak_nbytes(self, micro_batches: int = 1) -> int:
-        """Return the most bytes of the step's own storages at one time.
-
-        Args:
-            micro_batches: Micro-batches that go through a block together; see the module's note on them.
-        """
+        """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block]."""
         lives = self._recorded.storages.lives
         spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
         spans += [(born, died, (micro_batches - 1) * nbytes) for born, died, nbytes in self._waiting()]
@@ -140,7 +136,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         return max(itertools.accumulate((nbytes for _, nbytes in sorted(changes)), initial=0))
 
     def _waiting(self) -> Iterator[tuple[int, int | None, int]]:
-        """Yield from when to when a micro-batch has how many bytes while another one is in a block."""
+        """Yield begin, end and bytes of what a micro-batch keeps while another one is in a block."""
         lives, marks = self._recorded.storages.lives, self._recorded.regions
         takers = Counter(index for mark in marks for index in mark.inputs if lives[index].kind in _OWN)
         given = [sum(lives[i].nbytes for i in mark.inputs if takers[i] == 1) for mark in marks]
@@ -184,7 +180,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
 
 
 class _Told:
-    """Stands for a part of the runtime: every call of a method is written down, without tensors.
+    """Stands in for a part of the runtime: records every call of a method, without tensors.
 
     Here all units stream: whether they do is asked when calls are played.
     """
@@ -217,7 +213,7 @@ class _Packed(NamedTuple):
 
 
 class _RecordedHooks(Hooks):
-    """The runtime's hooks on fake tensors, whose storages have no addresses; and the tensor cache."""
+    """Runs the runtime's hooks on fake tensors, whose storages have no addresses, and the tensor cache."""
 
     def __init__(
         self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record
@@ -313,7 +309,6 @@ def record(
 
 @contextmanager
 def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
-    """Inside, modules tell ``hooks`` what they use."""
     before = {module: module._parameters for module in model.modules()}
     handles = []
     for module, own in before.items():
@@ -344,7 +339,7 @@ def _never(param: nn.Parameter) -> nn.Parameter:
 
 
 class _CompletedUnits:
-    """Takes gradients in as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
+    """Receives gradients as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
 
     def __init__(
         self, units: UnitIndex, of_leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
@@ -381,7 +376,7 @@ def play(
     record: Record, units: UnitIndex, of_leaves: frozenset[int], nbytes: Mapping[int, int],
     window_nbytes: int, micro_batches: int = 1,
 ) -> StepTrace:  # fmt: skip
-    """Ask the runtime's own prefetcher and pins for what the calls of a record say.
+    """Replay the calls of a record on the runtime's own prefetcher and pins; return the trace.
 
     Args:
         of_leaves: Units that are gathered as parts of a leaf.

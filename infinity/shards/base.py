@@ -95,7 +95,7 @@ class BaseStep:
         return self.extent.part(rank * nbytes, nbytes)
 
     def viewer(self, memory: Tensor, first: int) -> ViewRead:
-        """Return a view of the bytes read to ``memory``; its files are numbered from ``first`` on."""
+        """Return a function that views ranges of files, numbered from ``first``, as read to ``memory``."""
         places, place = list[tuple[int, int, int]](), 0
         for piece in (*self.extent.pieces, *self.tails):
             places.append((piece.file - first, piece.offset, place))

@@ -1,17 +1,17 @@
-"""The journal of one rank: its commits, where versions lie, and the sums of blocks, in one SQLite database.
+"""Keeps one rank's commits, the places of versions, and the sums of blocks in one SQLite database.
 
 [Note: what a commit needs]
 A commit names the version of each unit, the step counts of its parameters, the small state of the step
-(learning rates, generators, a loader's position), and the layout that says where versions lie. It is written,
-in one transaction, when the updates of its step have landed. With ``durability.survives=process`` nothing is
+(learning rates, generators, a loader's position), and the layout that says where versions lie. It is written
+in one transaction when the updates of its step have landed. With ``durability.survives=process`` nothing is
 synced: the kernel keeps what a killed process wrote. With ``power`` the data and then the journal are synced.
 SQLite's write-ahead log would be faster, but on a full disk it cannot even be read.
 
 [Note: the commit barrier]
-The updates of step t+1 write over what step t-1 committed. So the first of them waits until the commit
-of step t is in the journal on every rank (a rank reduces no gradient of a step before its own commit of the
-step before is there), and then retires the commit of t-1, which is whole no longer. So a process that is
-killed at any moment leaves a commit whose versions are whole, and all ranks one of the same step.
+The updates of step t+1 write over what step t-1 committed. So the first of them waits until every rank's
+journal has the commit of step t (a rank reduces no gradient of a step before its own commit of the step
+before is there), and then retires the commit of t-1, which is no longer whole. So whenever a process is
+killed, each rank has a whole commit, all of the same step.
 
 [Note: writes in place]
 ``infinity.gathered(modify=True)`` and loaded states write over committed versions. Before the first of these
@@ -19,8 +19,8 @@ writes the journal says that no commit is whole, and the next forward pass recor
 
 [Note: the head]
 Without syncs a power cut may leave an older database, while versions have been written over since. So a block
-beside it, which is written in its place past the page cache, as versions are, says whose journal it is and
-which commit is the oldest that is whole.
+beside it, written in place past the page cache as versions are, says whose journal it is and which is the
+oldest whole commit.
 """
 
 import contextlib
@@ -57,9 +57,9 @@ CREATE TABLE commits (number INTEGER PRIMARY KEY, body BLOB, state BLOB, layout 
 CREATE TABLE sums (number INTEGER, drive INTEGER, body BLOB, crc INTEGER);
 """
 _MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
-#: Places of a unit: the recorded, the committed and the next one, and one that is being saved.
+#: Most places of a unit: the recorded, the committed and the next one, and one that is being saved.
 MOST_PLACES = 4
-#: What the fields of a commit raise that has the right checksum and other content.
+#: Errors of reading a commit whose checksum is right and whose content is not.
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
 _OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
 
@@ -85,12 +85,12 @@ class DurabilityConfig(Config):
 
 
 class CorruptJournalError(InfinityError, OSError):
-    """A journal is there, but is not what was written."""
+    """Raised when a journal is there, but is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Names of one rank's files in a run's directories."""
+    """Names one rank's files in a run's directories."""
 
     rank: int
     generation: int = 1  # grows when a run goes on with files of another layout: on another number of ranks
@@ -98,7 +98,7 @@ class RankFiles:
 
     @classmethod
     def of(cls, path: Path) -> "RankFiles | None":
-        """Return whose file it is; None: no rank's, or a lock."""
+        """Return the names of the rank whose file ``path`` is; None: no rank's, or a lock."""
         match = _OF_RANK.fullmatch(path.name)
         return None if match is None else cls(int(match[1]), int(match[2]))
 
@@ -111,13 +111,13 @@ class RankFiles:
 
     @property
     def journal(self) -> str:
-        """Name of the database; its head, and SQLite's own file, have it and an ending more."""
+        """Return the name of the database; its head, and SQLite's own file, add an ending to it."""
         return f"{self.stem}.commits"
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+    """Describes a commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
 
     step: int
     versions: tuple[int, ...]
@@ -159,7 +159,7 @@ def _kept_or_raise() -> Iterator[None]:
 
 
 def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
-    """Return numbers from a file; a ValueError if they are no list of whole numbers up to ``most``."""
+    """Return whole numbers read from a file; a ValueError unless they are a list up to ``most``."""
     if not isinstance(values, list) or not all(type(each) is int and 0 <= each <= most for each in values):
         raise ValueError("something else than whole numbers")
     return tuple(values)
@@ -184,7 +184,7 @@ def _record_of(number: int, body: bytes, state: bytes, layout: bytes) -> CommitR
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The block beside a journal, which is made with the first commit; see [Note: the head]."""
+    """Reads and writes the block beside a journal, made with the first commit; see [Note: the head]."""
 
     owner: RankFiles
     oldest: int = 0  # the number of the oldest commit that is whole; 0: none was ever written over
@@ -223,14 +223,14 @@ class Head:
 
 
 class Journal:
-    """The commits of one rank, which are written on a thread of its own. Any thread may call.
+    """Writes the commits of one rank on a thread of its own. Any thread may call.
 
     Attributes:
-        landed: Called with the updates of a commit on the drive, and before committed versions are written
-            in place: makes the drive keep what was written, if that is to survive a power cut, and returns
-            the sums of the blocks of each data file, which are kept with the commit.
+        landed: Called when a commit's updates are on the drive, and before committed versions are written
+            in place: syncs the drive if ``durability.survives`` is power, and returns the sums of the
+            blocks of each data file, which are kept with the commit.
         obsolete: Called once with the first commit behind all ranks: what an earlier generation had may go.
-        last: The commit that is being written, or was written last; None: this process has written none.
+        last: This process's last commit, which may still be being written; None: there is none.
         stands: There is a commit of this process, written or being written, that is valid.
     """
 
@@ -259,7 +259,7 @@ class Journal:
             self.numbers = [number for (number,) in rows]  # of the commits that are there
 
     def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
-        """Write ``record`` when every update has landed; never, if one fails. Raises as :meth:`wait`."""
+        """Write ``record`` when every update has landed; never if one fails. Raises as :meth:`wait`."""
         self.wait()
         self.last = written = Transfer()
         self.stands = True
@@ -295,7 +295,7 @@ class Journal:
             self.last.wait()
 
     def append(self, record: CommitRecord, sums: Sequence[bytes] = ()) -> None:
-        """Write a commit behind the last one; those before that one go. At a DiskError all of them stay."""
+        """Write a commit, and delete all earlier ones but the newest; at a DiskError none is deleted."""
         with self._lock, self._writing():
             if self._head_fd < 0:
                 self._make_head()
@@ -327,7 +327,7 @@ class Journal:
                 self._set_head(in_place=False)
 
     def _make_head(self) -> None:
-        """Write the head under a draft's name: a kill leaves none, or a whole one."""
+        """Write the head under a draft's name and rename it, so that a kill leaves none, or a whole one."""
         path = Head.path(self.path)
         draft = path.with_name(f"{path.name}.new")
         self._head_fd, _ = open_direct(draft, create_file, "making")
@@ -344,7 +344,7 @@ class Journal:
         self._head = head
 
     def _keep_from(self, number: int) -> None:
-        """Delete the commits before ``number``, and what belongs to no other one; in a transaction."""
+        """Delete, in a transaction, the commits before ``number`` and what belongs only to them."""
         self._db.execute("DELETE FROM commits WHERE number < ?", (number,))
         self._db.execute("DELETE FROM sums WHERE number NOT IN (SELECT number FROM commits)")
         self._db.execute(
@@ -353,7 +353,6 @@ class Journal:
         )
 
     def _set_oldest(self, number: int, *, in_place: bool = False) -> None:
-        """Let commits before ``number`` be whole no more."""
         self._set_head(oldest=number, in_place=in_place or self._head.in_place)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -361,7 +360,7 @@ class Journal:
         self.numbers = [each for each in self.numbers if each >= number]
 
     def retire(self) -> None:
-        """Give up the commit before the last one, which every rank's journal has: it is written over now."""
+        """Give up the commit before the last, which is written over from now on: every rank has the last."""
         with self._lock:
             newest = max(self.numbers, default=0)
             if self._head.oldest < newest:
@@ -372,7 +371,7 @@ class Journal:
                 obsolete()
 
     def take_over(self, record: CommitRecord) -> None:
-        """Go on behind a commit that was found; all ranks have one of its step.
+        """Continue after a commit that was found, of whose step all ranks have one.
 
         A later one, which not all ranks had, goes: its versions are about to be written again.
         """
@@ -393,7 +392,7 @@ class Journal:
             self._set_oldest(max(self.numbers, default=0) + 1, in_place=True)
 
     def close(self) -> None:
-        """End the thread, after the commit that is being written, and close the files. Twice is harmless."""
+        """End the thread after the commit that is being written, and close the files; may be called twice."""
         self._thread.shutdown()
         self._db.close()
         if self._head_fd >= 0:
@@ -416,7 +415,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a journal."""
+    """Holds the contents of a journal."""
 
     path: Path
     head: Head | None = None  # none: there was no commit yet, or the journal cannot be read
@@ -425,7 +424,7 @@ class Contents:
 
 
 def read_journal(path: Path) -> Contents:
-    """Read a journal, which another process may be writing; what a kill left of a transaction is undone."""
+    """Read a journal, which a process may be writing; what a kill left of a transaction is undone."""
     head = Head.read(path)
     commits: dict[int, CommitRecord] = {}
     problems: list[str] = []
@@ -451,7 +450,7 @@ def read_journal(path: Path) -> Contents:
 
 
 def read_sums(path: Path, record: CommitRecord) -> list[bytes]:
-    """Return the sums of the blocks of each data file that were kept with a commit; none: empty."""
+    """Return the sums of blocks that were kept with a commit, by data file; empty: there are none."""
     with _reading(path) as run:
         rows = run("SELECT body, crc FROM sums WHERE number = ? ORDER BY drive", record.number)
     if any(zlib.crc32(body) != crc or len(body) % 4 for body, crc in rows):

@@ -1,4 +1,4 @@
-"""Which steps of a model are recorded, what belongs to each record, and which places on NVMe it keeps.
+"""Decides which steps of a model are recorded, what each record holds, and which places on NVMe it keeps.
 
 Which versions of units are committed is known when a step ends, the small state (a scheduler's next learning
 rate) when the next forward pass begins. Then :class:`infinity.shards.journal.Journal` writes the record.
@@ -24,17 +24,13 @@ from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
 from infinity.shards.tiers import Tiers
 
-#: Returns the small state of a step, and what returns the rest of it when the next forward pass begins.
+#: Returns a step's small state, and a function for the rest, called when the next forward pass begins.
 SmallState = Callable[[], tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None]]
 
 
 @dataclass(slots=True)
 class StepState:
-    """The small state of the last recorded step.
-
-    Step counts, generators and what the optimizer follows are known when ``step()`` ends, the learning rates
-    that schedulers set after it when the next forward pass begins.
-    """
+    """Holds the small state of the last recorded step, which is complete when the next forward begins."""
 
     packed: bytes = b""  # empty: no step has one
     step: int = 0  # whose state it is
@@ -51,18 +47,18 @@ class StepState:
         self.packed, self.step, self.taken = pack({**self.taken, **late}), step, None
 
 
-#: Part of the time that commits may cost.
+#: Share of the time that commits may cost.
 _MOST_COST = 0.035
-#: Steps with what a commit writes beside them, and as many without, after which the interval is chosen.
+#: Steps with a commit written beside them, and as many without, after which the interval is chosen.
 _SEEN_STEPS = 4
 
 
 class CommitInterval:
-    """The steps that are recorded: every one, or as few as keep the cost of commits low.
+    """Chooses the steps that are recorded: every one, or as few as keep the cost of commits low.
 
-    Beside its record a commit writes what lies in host memory, while the next step computes. How much longer
-    that step takes is measured: at first every second step is recorded, then every n-th, so that commits
-    take at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
+    A commit writes its record, and what lies in host memory, while the next step computes. How much longer
+    that step takes is measured: at first every second step is recorded, then every n-th, so that commits take
+    at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -74,7 +70,7 @@ class CommitInterval:
         self._took_s: dict[bool, list[float]] = {True: [], False: []}
 
     def step(self, *, recorded: bool) -> None:
-        """Note that a step ends; if it is ``recorded``, its commit is written beside the next one."""
+        """Note the end of a step; if it is ``recorded``, its commit is written beside the next one."""
         if not self.chosen:
             now_s = time.monotonic()
             if self._ended_s is not None:
@@ -83,7 +79,7 @@ class CommitInterval:
 
     @property
     def measured(self) -> int | None:
-        """The number of steps that this rank would choose; None: too few were seen."""
+        """Return the interval (steps) that this rank would choose; None: it has seen too few steps."""
         if min(map(len, self._took_s.values())) < _SEEN_STEPS:
             return None
         step_s = median(self._took_s[False])
@@ -91,7 +87,7 @@ class CommitInterval:
 
 
 class Records:
-    """The records of one model's steps, and what is written for them.
+    """Records one model's steps, and hands over what is written for them.
 
     Args:
         commits: The journal; None if no process could go on with the run.
@@ -117,11 +113,11 @@ class Records:
 
     @property
     def recorded(self) -> int | None:
-        """The step of the last record that was given to be written; None: there is none."""
+        """Return the step of the last record that was handed over to be written; None: there is none."""
         return self._kept[-1].step if self._kept else None
 
     def end_step(self) -> None:
-        """A step was committed: begin to record it, if it is one of those that are."""
+        """Begin to record the step that was just committed, if it is one that is recorded."""
         self.steps += 1
         recorded = self.commits is not None and (self.steps % self.interval.every == 0 or self._void)
         if recorded:
@@ -163,14 +159,14 @@ class Records:
         return CommitRecord(self.steps, versions, counts, world_size, layout=layout), landing
 
     def record(self, small: SmallState) -> None:
-        """Record the step that :meth:`end_step` ended, if it is recorded, with its small state."""
+        """Add its small state to the step that :meth:`end_step` ended, if that is recorded."""
         if self._commit is not None:
             self._take(*small())
             if self._small.late is None:
                 self.end_commit()
 
     def reload(self, small: SmallState) -> None:
-        """Let this be the small state of the last step: one was loaded."""
+        """Replace the small state of the last step by one that was loaded."""
         self.record(small)
         self._take(*small())
 
@@ -178,9 +174,9 @@ class Records:
         self._small.taken, self._small.late = {**state, "predictor": self._speculation.counter}, late
 
     def end_commit(self) -> None:
-        """Hand the last commit over to be written; without one, that of a step written over in place.
+        """Hand over the last commit to be written; without one, that of a step written over in place.
 
-        Raises a StateError if its small state is not there, or cannot be kept: no later step can be recorded.
+        Raises a StateError if its small state is missing or cannot be kept: no later step can be recorded.
         """
         with self._lock:
             commit, self._commit = self._commit, None
@@ -206,7 +202,7 @@ class Records:
     def take_over(
         self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
     ) -> None:
-        """Go on after a saved commit, whose states are in their places: its own for ``adopted`` units.
+        """Continue after a saved commit whose states are restored, with its versions of ``adopted`` units.
 
         ``obsolete`` is called when the next commit stands on all ranks.
         """
@@ -224,14 +220,14 @@ class Records:
             self._kept = [replace(record, versions=tuple(places), layout=None)]
 
     def land_commit(self, timeout_s: float) -> None:
-        """Wait for the commit that was handed over last, however it ends, but not for ever."""
+        """Wait at most ``timeout_s`` for the commit that was handed over last, whether it succeeds or not."""
         last = None if self.commits is None else self.commits.last
         deadline = time.monotonic() + timeout_s
         while last is not None and not last.done() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def wait_for_commit(self) -> None:
-        """Return when the last record is on disk, if places that it frees may be written now. Any thread.
+        """Wait for the last record to be on disk, if places that it frees may be written now. Any thread.
 
         See [Note: the commit barrier]. With a third place the step after a record need not wait.
         """
@@ -242,7 +238,7 @@ class Records:
             self.commits.wait()
 
     def _pass_barrier(self) -> None:
-        """Return when the versions of all records but the last may be written; see the same note."""
+        """Wait until versions of all records but the last may be written; see [Note: the commit barrier]."""
         if self._commit is not None:
             self.end_commit()
         if self.commits is not None:
@@ -251,7 +247,7 @@ class Records:
             self._kept = self._kept[-1:]
 
     def next_place(self, unit: Unit) -> int:
-        """Return the place that the unit's update writes, or its commit; wait until it may be written."""
+        """Return the place that the unit's update or its commit writes; wait until it may be written."""
 
         def free_place() -> int | None:
             return self.tiers.next_place(unit, [record.versions[unit.index] for record in self._kept])
@@ -269,7 +265,7 @@ class Records:
         return place
 
     def land_residents(self) -> None:
-        """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
+        """Wait until units in host memory may be written in place: no commit or save reads them."""
         for _, home in self._residents():
             for transfer in home.storing:
                 transfer.wait()
@@ -284,7 +280,7 @@ class Records:
             self._kept = []
 
     def snapshot(self) -> Snapshot:
-        """Keep what every unit holds after the last step, to be read beside training. Raises a DiskError."""
+        """Return a snapshot of every unit after the last step, read beside training. Raises a DiskError."""
         if self.commits is not None and self._commit is None:  # else the commit has stored them
             self._store_residents()
         landing: dict[int, Sequence[Transfer]] = {}

@@ -1,11 +1,11 @@
-"""Puts the states of an interrupted run into their places.
+"""Restores the states of an interrupted run into a model's units.
 
 [Note: found, then put in place]
 Before the model is built, the ranks agree on the newest commit (:mod:`infinity.shards.saved`). While it is
 built nothing is stored. Then :func:`restore` gives every unit its states. With as many ranks as before, a
-unit that is cut as it was keeps its extents: nothing moves, but into host memory if it lives there now. Any
-other unit is made anew from the old shards, chunk by chunk; the old files go when the first commit after that
-stands on all ranks, and until then a crash leaves them as they were.
+unit that is cut as it was keeps its extents, and is only read if it lives in host memory now. Any other unit
+is made anew from the old shards, chunk by chunk; until the first commit after that stands on all ranks the
+old files stay, so a crash loses nothing.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from infinity.shards.storage import ChunkExtents, ShardStore, Version, versions_
 from infinity.shards.tiers import Tiers
 from infinity.shards.verified import load_sums
 
-#: The name of a tile: that of its parameter, and its rows.
+#: Matches the name of a tile: that of its parameter, and its rows.
 _TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
     """Return the layout for a commit: where the versions of every unit lie, and what lies there.
 
-    A unit whose values come from a checkpoint that is loaded again has none, and the files of that are.
+    A unit whose values are loaded from a checkpoint again has no versions; the layout has that one's files.
     """
     listed = []
     for unit in units:
@@ -58,7 +58,7 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Files and places that go when the first commit after the restored one stands on all ranks."""
+    """Holds files and places that go when the first commit after the restored one stands on all ranks."""
 
     adopted: set[int]  # units that have the places of the saved commit; all others have new ones
     versions: Sequence[Version] = ()  # in the rank's own files
@@ -71,7 +71,7 @@ class Restored:
 
 
 def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> Restored:
-    """Give every unit the states of the saved commit, in its home; this rank's part.
+    """Restore this rank's part of every unit from the saved commit, in the unit's home.
 
     Raises a StateError, which names the first difference, if the model or its frozen base is another one.
     """
@@ -128,7 +128,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
 
 
 def _check_base(was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise a StateError unless the files of the frozen base are those of the interrupted run; names one."""
+    """Raise a StateError that names a file of the frozen base if it differs from the interrupted run's."""
     other = next((name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)), None)
     if other is not None:
         how = "lacked it then" if other not in was else "holds other bytes" if other in now else "lacks it"
@@ -151,7 +151,7 @@ def _whole(name: str) -> tuple[str, int]:
 
 
 class _Source:
-    """The units of one rank in the saved commit, whose first file is number ``first`` of the volume's."""
+    """Holds the units of one rank in the saved commit; ``first`` is the volume's number of its first file."""
 
     def __init__(self, saved: SavedRank, first: int) -> None:
         self.saved, self.first = saved, first
@@ -159,7 +159,7 @@ class _Source:
         self.versions = [versions_of_plain(unit["versions"] or [], first) for unit in self.units]
 
     def is_like(self, unit: Unit, chunk_numel: int) -> bool:
-        """Return whether the unit is cut as the one of its index was, into chunks that can be staged."""
+        """Return whether the saved unit of this index has the same segments, in chunks that fit staging."""
         if unit.index >= len(self.units) or not self.versions[unit.index]:
             return False
         saved = self.units[unit.index]
@@ -170,14 +170,14 @@ class _Source:
         )
 
     def committed(self, index: int) -> Version:
-        """The committed version of a unit; a StateError if it has none, as its values are a checkpoint's."""
+        """Return the committed version of a unit; a StateError if its values came from a checkpoint."""
         versions = self.versions[index]
         if not versions:
             raise _differs(f"loads {self.units[index]['segments'][0][0]} from a checkpoint, frozen")
         return versions[self.saved.record.versions[index] % len(versions)]
 
     def paths(self, world_size: int) -> Iterator[Path]:
-        """Every file of the rank in its generation; its locks, if it is none of ``world_size`` ranks."""
+        """Yield each file of the rank's generation, and its locks if it is none of ``world_size`` ranks."""
         files = self.saved.files
         for folder in {self.saved.journal.parent, *(path.parent for path in self.saved.data)}:
             yield from folder.glob(f"{files.stem}[-.]*")
@@ -186,7 +186,7 @@ class _Source:
 
 
 def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
-    """Let a unit keep its extents; one that lives in host memory is read."""
+    """Let a unit keep its extents; if it lives in host memory, read them."""
     record = source.saved.record
     for segment, steps in zip(unit.segments, record.counts[unit.index], strict=True):
         segment.steps = steps
@@ -194,7 +194,6 @@ def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
 
 
 def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
-    """Make a unit's states from the saved shards, wherever they are."""
     spans: list[Span] = []
     old: dict[Hashable, tuple[int, int]] = {}
     for s in unit.segments:
@@ -216,7 +215,7 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Elements ``[first, stop)`` of a parameter: unit and offset where they were; and its step count.
+    """Locates elements ``[first, stop)`` of a parameter by their old unit and offset; has its step count.
 
     ``shape`` is the parameter's without its first dimension, if it has any.
     """
@@ -249,7 +248,7 @@ class _Reader:
         self._fields: tuple[Tensor, ...] = ()
 
     def find(self, segment: Segment) -> list[_Place]:
-        """Return where a parameter was, or what has elements of a tile; a StateError if it was nowhere."""
+        """Return where the elements of a parameter or tile were saved; a StateError if they were nowhere."""
         name, shape = segment.whole_name, tuple(segment.whole_shape)
         places = self._places.get(name, [])
         numel = sum(place.stop - place.first for place in places)
@@ -265,7 +264,6 @@ class _Reader:
         return [place for place in places if place.first < stop and segment.first < place.stop]
 
     def read(self, piece: ShardPiece, into: tuple[Tensor, ...]) -> None:
-        """Copy a piece of a saved shard, field by field."""
         chunks, at = self._sources[piece.rank].committed(piece.unit).chunks, piece.start
         while at < piece.stop:
             chunk = next(each for each in chunks if each.start <= at < each.start + each.numel)
@@ -278,6 +276,5 @@ class _Reader:
             at = end
 
     def close(self) -> None:
-        """Give the memory back. May be called twice."""
         self._chunk, self._fields = None, ()
         self._held.close()

@@ -35,7 +35,7 @@ from infinity.shards.journal import (
 
 @dataclass(frozen=True, slots=True)
 class SavedRank:
-    """The files of one rank of an interrupted run."""
+    """Holds the files of one rank of an interrupted run."""
 
     files: RankFiles
     journal: Path
@@ -45,7 +45,10 @@ class SavedRank:
     spaces: Sequence[Space]  # what the extents of its units take in each of them
 
     def committed(self) -> Iterator[tuple[str, Piece]]:
-        """Each piece of the committed versions, with a parameter of its unit; files are numbered by drive."""
+        """Yield each piece of the committed versions, with the name of a parameter of its unit.
+
+        Pieces number the files by drive.
+        """
         for unit, which in zip(self.layout["units"], self.record.versions, strict=True):
             versions = unit["versions"] or [[]]
             for piece in _pieces_of(versions[which % len(versions)]):
@@ -53,13 +56,12 @@ class SavedRank:
 
 
 def _pieces_of(version: Any) -> Iterator[Any]:
-    """File, offset and bytes of each piece of a version."""
     return (piece for chunk in version for extent in chunk[2:] for piece in extent)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """The last commit of an interrupted run."""
+    """Holds the last commit of an interrupted run."""
 
     step: int
     generation: int
@@ -69,7 +71,7 @@ class SavedRun:
     ranks: Mapping[int, SavedRank]  # of old ranks; all of them, if there are others now
 
     def state(self, rank: int) -> bytes:
-        """The small state for ``rank``: its own, or that of an old rank in its place."""
+        """Return the small state for ``rank``: its own, or that of an old rank in its place."""
         return (self.own or self.ranks[rank % self.world_size]).record.state
 
 
@@ -131,7 +133,7 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
 
 
 def _journals(folders: Iterable[Path]) -> list[tuple[RankFiles, Contents]]:
-    """Return every journal, those of a process that ended while it made the first files left out."""
+    """Return every journal, but those of a process that ended while it made the first files."""
     found = []
     for path in (path for folder in folders for path in sorted(folder.glob("rank*.commits"))):
         files = RankFiles.of(path)
@@ -145,10 +147,7 @@ def _journals(folders: Iterable[Path]) -> list[tuple[RankFiles, Contents]]:
 
 
 def committed_step(folders: Sequence[Path]) -> int | None:
-    """Return the last step that all ranks with files in a run's directories here have committed; None: none.
-
-    Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
-    """
+    """Return the last step that all ranks with files in these directories have committed; None: none."""
     newest: dict[int, dict[int, CommitRecord]] = {}  # by generation and rank
     for files, each in _journals(folders):
         if each.commits:
@@ -168,7 +167,7 @@ def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) ->
 
 
 def clear(folders: Iterable[Path], ranks: Ranks, keep: int) -> None:
-    """Remove files of all generations but one, also of ranks that are no more; once all ranks have looked."""
+    """Remove the files of all generations but ``keep``, also of former ranks, once all ranks have looked."""
     for folder in folders:
         for path in folder.glob("rank*"):
             files = RankFiles.of(path)
@@ -248,10 +247,7 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
 
 
 def _check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
-    """Return what extents take of each drive; they must be as large as what they hold, and apart.
-
-    Raises one of ``MALFORMED`` if they are not, or contradict the record.
-    """
+    """Return the space that extents take of each drive; raise one of ``MALFORMED`` if they are not valid."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
     [drives] = whole_numbers([layout["drives"]], most=2**12)
@@ -276,7 +272,6 @@ def _check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space
 
 
 def _has_shard(version: Any, shard_numel: int, sizes: StateLayout) -> bool:
-    """Return whether a version has the bytes of a shard, chunk after chunk."""
     at, whole = 0, True
     for start, numel, *extents in version:
         whole_numbers([start, numel])
@@ -298,7 +293,7 @@ class RunFiles:
         resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will look
             for it again.
         stack: Gives the directories back, last of all that it closes.
-        note: Gets a line for people about each thing that the machine lacks.
+        note: Called with a line for people about each thing that the machine lacks.
     """
 
     def __init__(
@@ -333,7 +328,6 @@ class RunFiles:
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object], *,
         versions: int,
     ) -> RankFiles:  # fmt: skip
-        """Find the last commit, name this rank's files, and remove what belongs to no commit."""
         where = ", ".join(map(str, folders))
         self.saved = saved = None if resume == "never" else find_saved(folders, ranks, note)
         self._looked = saved is None
@@ -352,7 +346,7 @@ class RunFiles:
         return RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
 
     def _finish(self, directories: list[RunDirectory]) -> None:
-        """Say in every directory that the run is over, before the first file goes."""
+        """Mark the run as over in every directory, before the first file goes."""
         if self._looked and self._can_go_on and not self.keep:
             for directory in directories:
                 directory.finish()

@@ -1,8 +1,8 @@
-"""Exact values of all units after one step, which are read while training goes on.
+"""Keeps exact values of all units after one step, to be read while training goes on.
 
 [Note: what keeps the values]
-A unit on NVMe keeps the place that holds them: its updates take turns between the others, of which one more
-is made if needed (:meth:`infinity.shards.tiers.Tiers.spare_place`). Without room for that, or with one place
+A unit on NVMe keeps the place that holds them: its updates alternate between the others, of which one more is
+made if needed (:meth:`infinity.shards.tiers.Tiers.spare_place`). Without room for that, or with one place
 only, the update waits until the unit has been read. A unit that is read where it lies in a checkpoint does
 not change; one that is to get a home of its own waits.
 
@@ -25,29 +25,28 @@ from infinity.device.memory import Lease, Pool
 from infinity.optim.layout import StateLayout
 from infinity.shards.storage import ChunkExtents, Version
 
-#: Of the waits of the training thread, so that Ctrl-C gets through (s).
+#: Timeout of the training thread's waits, so that Ctrl-C gets through (s).
 _SLICE_S = 0.5
 
 
 @dataclass(slots=True)
 class Source:
-    """The place of the values of one unit."""
+    """Describes where the values of one unit are."""
 
     chunks: Sequence[tuple[int, int]] = ()  # start and elements of the parts in which they are read
     values: tuple[Tensor, ...] | None = None  # weights and state in host memory; None: only on NVMe
     version: Version | None = None  # that on NVMe; None: the values are only in host memory
     place: int | None = None  # its number among the unit's places
     landing: Sequence[Transfer] = ()  # what must end before: the update, and writes
-    #: Reads all chunks of a unit whose values do not change.
+    #: Yields all chunks of a unit whose values do not change.
     lasting: Generator[tuple[int, tuple[Tensor, ...]]] | None = None
     copy: Lease | None = None  # holds `values`, where they are the snapshot's own
 
 
 class Snapshot:
-    """Values of all units as they were when it was made. One thread reads, others train.
+    """Keeps the values of all units as they were when it was made. One thread reads, others train.
 
     Args:
-        sources: Sources by index of the unit.
         pool: Host memory for copies.
         reading: Gives weights and state of a chunk on NVMe inside the context: in the memory that is given,
             or in some of the pool.
@@ -114,7 +113,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Return when nothing is read any more, and every unit may be overwritten. May be called twice."""
+        """Wait until nothing is read any more, and let every unit be overwritten. May be called twice."""
         with self._changed:
             self._cancelled = True
             while self._busy:
@@ -123,12 +122,12 @@ class Snapshot:
             self._release(index)
 
     def place(self, index: int) -> int | None:
-        """Return the place of a unit that must stay as it is; None: none must."""
+        """Return the place of a unit that must not be overwritten; None: none must be kept."""
         source = self._sources.get(index)
         return None if source is None else source.place
 
     def preserve(self, index: int) -> None:
-        """Return when the values of a unit in host memory may be overwritten there."""
+        """Wait until the values of a unit in host memory may be overwritten there."""
         with self._changed:
             source = self._sources.get(index)
             if source is None or source.values is None or source.copy is not None:
@@ -141,7 +140,6 @@ class Snapshot:
         self.wait_for(index)
 
     def _copy(self, source: Source, values: Sequence[Tensor]) -> bool:
-        """Copy a unit's values into memory of the pool; False: there is no room."""
         if self._room is None:  # for the largest chunk
             versions = [each.version for each in self._sources.values() if each.version is not None]
             numel = max((chunk.numel for version in versions for chunk in version.chunks), default=0)
@@ -159,12 +157,12 @@ class Snapshot:
         return True
 
     def wait_for(self, index: int) -> None:
-        """Return when a unit has been read, or will not be."""
+        """Wait until a unit has been read, or will not be."""
         with self._changed:
             while index in self._sources:
                 self._changed.wait(_SLICE_S)
 
     def wait(self) -> None:
-        """The same of all units."""
+        """Wait until all units have been read, or will not be."""
         for index in list(self._sources):
             self.wait_for(index)

@@ -261,7 +261,7 @@ class Storage:
 
     @property
     def keep(self) -> bool:
-        """Whether the files stay on disk at the end, if a process can go on with the run."""
+        """Return whether a named run's files stay on disk at the end, so that it can be resumed."""
         return self.files is not None and self.files.keep
 
     @keep.setter

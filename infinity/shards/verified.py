@@ -1,11 +1,11 @@
-"""``memory.verify``: every block that is read is compared with a sum that was made when it was written.
+"""Implements ``memory.verify``: compares every block that is read with the sum made when it was written.
 
 [Note: sums of blocks]
-Each block of 4,096 bytes in this rank's files has 32 bits in memory: 0 while it is unknown what the block
-holds, else the sum of its content, of its place and of whose file it is. So blocks that changed places are
-found, and writes that a drive acknowledged and lost. A transfer ends when its sums are made, or compared, on
-threads beside the engine's. With each commit the sums are written, too, for the process that goes on and for
-:func:`verify`. Of what is read from a checkpoint's own files nothing is known.
+Each block of 4,096 bytes in this rank's files has 32 bits in memory: 0 while its content is unknown, else the
+sum of its content, its place and whose file it is. So swapped blocks are found, and writes that a drive
+acknowledged and lost. A transfer ends when its sums are made, or compared, on threads beside the engine's.
+Each commit writes the sums, too, for a process that resumes and for :func:`verify`. Blocks of a checkpoint's
+own files have no sums.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Sums = Any  # numpy's, uint32, ``(blocks,)``
 _LANES = 64
 #: Bytes that :func:`verify` reads at one time.
 _READ_NBYTES = 8 * 2**20
-#: The most damaged places of one rank that are listed.
+#: Damaged places of one rank that are listed, at most.
 _MOST_LISTED = 20
 
 
@@ -47,7 +47,7 @@ def salt_of(rank: int, drive: int) -> int:
 
 
 def sums_of(memory: memoryview, salt: int, first: int) -> Sums:
-    """Return the sum of each block in ``memory``, of which the first is number ``first`` of its file."""
+    """Return the sum of each block in ``memory``, whose first block is number ``first`` of its file."""
     from infinity.optim import kernels
 
     words = np.frombuffer(memory, np.uint32).reshape(-1, BLOCK_NBYTES // 4 // _LANES, _LANES)
@@ -57,7 +57,7 @@ def sums_of(memory: memoryview, salt: int, first: int) -> Sums:
 
 
 def _different(found: Sums, wanted: Sums) -> Iterator[tuple[int, int]]:
-    """Yield index and count of each run of blocks whose sum is known, and is another."""
+    """Yield index and length of each run of blocks whose sum is known and differs."""
     known = wanted[: len(found)]
     bad = np.flatnonzero((found[: len(known)] != known) & (known != 0))
     for run in np.split(bad, np.flatnonzero(np.diff(bad) != 1) + 1):
@@ -66,14 +66,14 @@ def _different(found: Sums, wanted: Sums) -> Iterator[tuple[int, int]]:
 
 
 class BlockSums:
-    """The sums of all blocks in files of a volume. Any thread may call."""
+    """Keeps the sums of all blocks in files of a volume. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._files: dict[int, tuple[int, Sums]] = {}  # salt and sums, by number of the file
 
     def add(self, first: int, rank: int, drives: int) -> None:
-        """Keep sums of a rank's files, from number ``first`` of the volume on; of others nothing is known."""
+        """Keep sums of a rank's files, from number ``first`` of the volume on; others are not checked."""
         with self._lock:
             for drive in range(drives):
                 self._files[first + drive] = salt_of(rank, drive), np.zeros(0, np.uint32)
@@ -121,7 +121,7 @@ class BlockSums:
             return [self._files[file][1].tobytes() for file in range(count)]
 
     def _parts(self, extent: Extent, memory: memoryview) -> Iterator[tuple[Piece, int, memoryview]]:
-        """Each piece in a file with sums, with the file's salt and the piece's part of ``memory``."""
+        """Yield each piece in a file with sums, with the file's salt and the piece's part of ``memory``."""
         memory, begin = memory.cast("B"), 0
         for piece in extent.pieces:
             kept = self._files.get(piece.file)
@@ -131,7 +131,7 @@ class BlockSums:
 
 
 class VerifiedEngine:
-    """Transfer engine that makes the sums of what is written, and compares those of what is read."""
+    """Transfers data, makes the sums of what is written, and compares those of what is read."""
 
     def __init__(self, engine: TransferEngine, sums: BlockSums, volume: Volume) -> None:
         self._engine, self.name, self._sums, self._path = engine, engine.name, sums, volume.path
@@ -167,11 +167,9 @@ class VerifiedEngine:
 def load_sums(
     sums: BlockSums, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
 ) -> None:
-    """Take in what a rank of an interrupted run knew of its committed versions, or raise a StateError.
+    """Load the sums of a rank's committed versions from an interrupted run, or raise a StateError.
 
-    Args:
-        first: Number of the volume's file that is its first.
-        note: Gets a line for people if it knew nothing.
+    ``first`` is the volume's number of its first file; ``note`` is called with a line if there are no sums.
     """
     sums.add(first, saved.files.rank, len(saved.data))
     try:
@@ -192,7 +190,7 @@ def _kept_sums(saved: SavedRank) -> list[Sums]:
 
 @dataclass(slots=True)
 class RankCheck:
-    """The findings of :func:`verify` in the files of one rank; ``damage`` has a line about each place."""
+    """Holds what :func:`verify` found in the files of one rank; ``damage`` has a line about each place."""
 
     rank: int
     step: int
@@ -206,10 +204,7 @@ def verify(folders: Sequence[Path]) -> tuple[list[RankCheck], list[str]]:
     """Check the last commit of an interrupted run: records, descriptions, and each block whose sum was kept.
 
     Nothing is changed, and one buffer is used. Raises as :func:`find_saved`, and a StateError without a
-    commit.
-
-    Returns:
-        What was found of each rank, and lines about records that are damaged though another commit is whole.
+    commit. Returns the findings of each rank, and lines about damaged records beside a whole commit.
     """
     lines: list[str] = []
     saved = find_saved(folders, Ranks(0, 1, torch.device("cpu")), lines.append)
@@ -251,7 +246,7 @@ def _check_rank(saved: SavedRank) -> RankCheck:
 def _bad_ranges(
     fd: int, piece: Piece, wanted: Sums, salt: int, buffer: mmap.mmap
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield offset, bytes and why of each range in ``piece`` that is not what was written."""
+    """Yield offset, bytes and reason of each range in ``piece`` that is not what was written."""
     for at in range(0, piece.nbytes, len(buffer)):
         offset, nbytes = piece.offset + at, min(len(buffer), piece.nbytes - at)
         with memoryview(buffer) as view:
