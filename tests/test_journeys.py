@@ -13,12 +13,12 @@ from tests.helpers.limits import HANG_S
 MOST_FILES = {
     "life": 59,
     "read": 27,
-    "gradient": 33,
-    "commit": 35,
+    "gradient": 32,
+    "commit": 37,
     "resume": 17,
     "activation": 33,
     "plan": 50,
-    "train": 74,
+    "train": 73,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.
