@@ -14,6 +14,7 @@ EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "activations/store.py _host_bytes_per_s": "only times are read there",
     "comm/collectives.py Collectives._end: work.wait (1)": "without it the thread looks again and again",
+    "device/machine.py multiply_s": "only times are read there",
     "device/memory.py HostBuffer.close": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py Pool._await_lease": "without it the thread looks again and again",
