@@ -93,8 +93,7 @@ def run(job: Job) -> dict[str, Any]:
     import infinity
     from infinity.activations.controller import METERED
     from infinity.activations.profiler import MemoryMeter
-    from infinity.app.process_group import process_group, set_threads
-    from infinity.app.train import built
+    from infinity.app.train import built, process_group, set_threads
     from infinity.observe.metrics import View
     from infinity.recipes.models.causal import CausalLoss
 

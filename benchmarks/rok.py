@@ -34,9 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from infinity.activations.controller import METERED, Activations, FixedBudget
 from infinity.app.loop import Loop
-from infinity.app.process_group import process_group, set_threads
 from infinity.app.runs import RECIPE, write_recipe
-from infinity.app.train import ActivationView, built, open_inputs
+from infinity.app.train import ActivationView, built, open_inputs, process_group, set_threads
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infinity.api.export import export as export
     from infinity.api.init import Init as Init
     from infinity.api.init import close as close
+    from infinity.api.init import from_pretrained as from_pretrained
     from infinity.api.init import gathered as gathered
     from infinity.api.init import layer_schedule as layer_schedule
     from infinity.api.init import no_sync as no_sync
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from infinity.api.offload_activations import offload_activations as offload_activations
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
-    from infinity.api.pretrained import from_pretrained as from_pretrained
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -45,11 +45,10 @@ _HOMES = {
     for module, names in {
         "api.adamw": "AdamW",
         "api.export": "export",
-        "api.init": "Init close gathered layer_schedule no_sync resume state_dict",
+        "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
         "api.lora": "add_lora save_lora",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
-        "api.pretrained": "from_pretrained",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
         "recipes.recipe": "Recipe load_recipe",

@@ -281,7 +281,7 @@ def _export(args: argparse.Namespace) -> None:
     else copies. Of a run that was interrupted it is the model after its last committed step; the run can
     still go on.
     """
-    from infinity.app.save import publish_run
+    from infinity.app.train import publish_run
 
     _report(f"exported {publish_run(args.run, args.out, stored=args.stored)} to {args.out}")
 
@@ -294,7 +294,7 @@ def _save(args: argparse.Namespace) -> None:
     torch.distributed.checkpoint, which FSDP2 and torchtitan load on any number of ranks. The run can still
     go on. On several ranks: torchrun -m infinity save ...
     """
-    from infinity.app.save import save_run
+    from infinity.app.train import save_run
 
     _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
 

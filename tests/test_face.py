@@ -38,7 +38,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 def architectures_after_from_pretrained() -> list[str]:
     assert infinity.from_pretrained
-    from infinity.core.architectures import ARCHITECTURES
+    from infinity.checkpoint.model import ARCHITECTURES
 
     return list(ARCHITECTURES)
 

@@ -10,8 +10,8 @@ import torch
 
 from infinity.activations.store import ActivationStore, Loading, StoredActivation
 from infinity.core.lifecycle import Lifecycle, SlotState
+from infinity.core.nbytes import Transfer
 from infinity.core.plan import SlotKey
-from infinity.core.transfer import Transfer
 
 S = SlotState
 

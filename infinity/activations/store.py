@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, aligned
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Transfer, TransferEngine, aligned, stream
 from infinity.core.plan import Hardware, Place
-from infinity.core.transfer import Transfer, TransferEngine, stream
 from infinity.device.accelerator import (
     StreamTransfer,
     record,

@@ -24,76 +24,8 @@ from infinity.optim.norm import LossScaler
 _SMALL_NBYTES = 2**20
 
 
-class StepState:
-    """Holds the state of a step beside weights and moments: generators, written buffers, followed objects.
-
-    Learning-rate schedulers step after the optimizer, so theirs is taken when the next forward begins.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:
-        self._model, self._device = model, device
-        self._followed: dict[str, Stateful] = {}
-        #: Identity and version of buffers, with a copy if small: batch norm writes its means uncounted.
-        self._unwritten = {
-            name: (id(each), each._version, each.detach().clone() if each.nbytes <= _SMALL_NBYTES else None)
-            for name, each in model.named_buffers()
-        }
-        self.add(follow)
-
-    def add(self, follow: Mapping[str, Stateful]) -> None:
-        for name, each in follow.items():
-            if not isinstance(each, Stateful):
-                raise TypeError(
-                    f"follow[{name!r}]: wanted an object with state_dict() and load_state_dict(); got "
-                    f"{type(each).__name__}"
-                )
-            if name in self._followed:
-                raise StateError(f"follow[{name!r}] is followed already: give this object another name")
-            self._followed[name] = each
-
-    @property
-    def is_late(self) -> bool:
-        return any(map(_is_scheduler, self._followed.values()))
-
-    def now(self) -> dict[str, Any]:
-        """Return the state of the step, without the schedulers."""
-        written = {}
-        for name, each in self._model.named_buffers():
-            address, version, copy = self._unwritten.get(name, (0, 0, None))
-            same = (address, version) == (id(each), each._version)
-            if not same or (copy is not None and not torch.equal(each, copy)):
-                self._unwritten.pop(name, None)
-                written[name] = each.detach().to("cpu", copy=True)
-        follow = {name: each.state_dict() for name, each in self._followed.items() if not _is_scheduler(each)}
-        return {"generators": generator_states(self._device), "buffers": written, "follow": follow}
-
-    def late(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self._followed.items() if _is_scheduler(each)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`now` returned, with what :meth:`late` did as ``late``."""
-        saved = {**state["follow"], **state.get("late", {})}
-        if saved.keys() != self._followed.keys():
-            names = [", ".join(sorted(each)) or "nothing" for each in (saved, self._followed)]
-            raise StateError(
-                f"the interrupted run committed the states of {names[0]}; this one follows {names[1]}: give "
-                "AdamW the same names in follow={...}"
-            )
-        for name, each in self._followed.items():
-            with library_errors(StateError, f"the committed state of follow[{name!r}] cannot be loaded"):
-                each.load_state_dict(saved[name])
-        buffers = dict(self._model.named_buffers())
-        for name, values in state["buffers"].items():
-            if name not in buffers or buffers[name].shape != values.shape:
-                raise StateError(
-                    f"the interrupted run has a buffer {name} of shape {tuple(values.shape)}, "
-                    "which this model has not: build it as before"
-                )
-            buffers[name].copy_(values)
-        set_generator_states(state["generators"], self._device)
-
-
 def _is_scheduler(each: Stateful) -> bool:
+    """Return whether ``each`` steps after the optimizer, so that its state of a step is taken later."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler)
 
@@ -103,22 +35,19 @@ class AdamW(torch.optim.Optimizer):
 
     ``param_groups``, learning-rate schedulers and ``zero_grad`` behave as with any torch optimizer, and a
     parameter that no rank used in a step is left alone: its weight, its moments and its step count.
-    Unless ``params`` says otherwise, matrices decay and vectors (biases, norms) do not.
 
     Args:
         model: Built under ``infinity.Init``, whole or wrapped.
-        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``.
+        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``; vectors (biases, norms) do not decay.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
             that gradients need not wait until ``step()``, in memory or on NVMe.
-        params: Parameter groups as torch takes them, in place of the default two.
-        follow: Objects whose state belongs to the run, by names of your choice: anything with ``state_dict``
-            and ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
-            directories in ``memory.nvme`` it is committed with each step, as the learning rates, buffers and
-            random generators are, and :func:`infinity.resume` restores it.
+        params: Parameter groups as torch takes them, in place of one for matrices and one for vectors.
+        follow: Objects with ``state_dict`` and ``load_state_dict`` (a scheduler, a torchdata loader), by
+            names of your choice. In a named run with ``memory.nvme`` their states are committed with each
+            step, as learning rates, buffers and generators are, and :func:`infinity.resume` restores them.
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
-        TypeError: ``model`` is not a module (``model.parameters()``, say).
         ValueError: A number is out of range; names it, and what is accepted.
     """
 
@@ -140,7 +69,11 @@ class AdamW(torch.optim.Optimizer):
             if self.runtime.started:
                 self.runtime.values.clear_optimizer_fields()
             self._connect()
-        self._state = StepState(model, self.runtime.ranks.device, follow or {})
+        #: Identity and version of buffers, with a copy if small: batch norm writes its means uncounted.
+        self._unwritten = {
+            name: (id(each), each._version, each.detach().clone() if each.nbytes <= _SMALL_NBYTES else None)
+            for name, each in model.named_buffers()
+        }
         fp16 = self.runtime.dtype is torch.float16
         self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
         self._scaled = False
@@ -149,10 +82,12 @@ class AdamW(torch.optim.Optimizer):
         #: Whether the last step was skipped, because a gradient was not finite.
         self.skipped = False
         self.steps = 0
+        self._followed: dict[str, Stateful] = {}
+        self.follow(**(follow or {}))
         self._reported = self._totals()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as in torch, after its numbers and parameters were checked."""
+        """Add a parameter group as in torch, and check its numbers and parameters."""
         super().add_param_group(param_group)
         try:
             _check_numbers(self.param_groups[-1])
@@ -183,11 +118,9 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: every rank must call.
 
-        A gradient that is not finite, on any rank, skips the step on every rank: weights and state stay
-        as they are, ``skipped`` is True and ``grad_norm`` says inf or nan.
-
-        Raises:
-            DiskError: A transfer of this step failed; the committed step is unharmed.
+        A gradient that is not finite, on any rank, skips the step on every rank: weights and state stay as
+        they are, ``skipped`` is True and ``grad_norm`` says inf or nan. DiskError: a transfer of this step
+        failed; the committed step is unharmed.
         """
         if self.runtime.executor().updates.hypers.groups is not self.param_groups:
             raise StateError(
@@ -226,28 +159,73 @@ class AdamW(torch.optim.Optimizer):
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
         if self.steps:
             raise StateError("AdamW.follow after the first step: what it committed lacks the new objects")
-        self._state.add(more)
+        for name, each in more.items():
+            if not isinstance(each, Stateful):
+                raise TypeError(
+                    f"follow[{name!r}]: wanted an object with state_dict() and load_state_dict(); got "
+                    f"{type(each).__name__}"
+                )
+            if name in self._followed:
+                raise StateError(f"follow[{name!r}] is followed already: give this object another name")
+            self._followed[name] = each
 
     def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
-        """Return the small state, and a function that returns the rest once schedulers have stepped."""
-        state = {**self._state.now(), "steps": self.steps}
+        """Return the small state of a step, and a function that returns the rest in the next forward.
+
+        By then learning-rate schedulers have stepped; without any there is no rest.
+        """
+        late = {name: each for name, each in self._followed.items() if _is_scheduler(each)}
+        follow = {name: each.state_dict() for name, each in self._followed.items() if name not in late}
+        generators = generator_states(self.runtime.ranks.device)
+        state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
+        state |= {"follow": follow, "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
-        return (state, self._late_state) if self._state.is_late else ({**state, **self._late_state()}, None)
 
-    def _late_state(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"late": self._state.late(), "param_groups": groups}
+        def rest() -> dict[str, Any]:
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+            return {"late": {name: each.state_dict() for name, each in late.items()}, "param_groups": groups}
+
+        return (state, rest) if late else (state | rest(), None)
+
+    def _written_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the model's buffers that were written since the optimizer was made."""
+        written = {}
+        for name, each in self.model.named_buffers():
+            address, version, copy = self._unwritten.get(name, (0, 0, None))
+            same = (address, version) == (id(each), each._version)
+            if not same or (copy is not None and not torch.equal(each, copy)):
+                self._unwritten.pop(name, None)
+                written[name] = each.detach().to("cpu", copy=True)
+        return written
 
     def load_committed(self, state: dict[str, Any]) -> None:
         """Restore the small state of a commit, for :func:`infinity.resume`."""
-        if len(state["param_groups"]) != len(self.param_groups):
+        groups, followed = state["param_groups"], {**state["follow"], **state["late"]}
+        if len(groups) != len(self.param_groups):
             raise StateError(
-                f"the interrupted run has {len(state['param_groups'])} parameter groups, this optimizer "
+                f"the interrupted run has {len(groups)} parameter groups, this optimizer "
                 f"{len(self.param_groups)}: make it as before"
             )
-        self._state.load(state)
-        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+        if followed.keys() != self._followed.keys():
+            names = [", ".join(sorted(each)) or "nothing" for each in (followed, self._followed)]
+            raise StateError(
+                f"the interrupted run committed the states of {names[0]}; this one follows {names[1]}: give "
+                "AdamW the same names in follow={...}"
+            )
+        for name, each in self._followed.items():
+            with library_errors(StateError, f"the committed state of follow[{name!r}] cannot be loaded"):
+                each.load_state_dict(followed[name])
+        buffers = dict(self.model.named_buffers())
+        for name, values in state["buffers"].items():
+            if name not in buffers or buffers[name].shape != values.shape:
+                raise StateError(
+                    f"the interrupted run has a buffer {name} of shape {tuple(values.shape)}, "
+                    "which this model has not: build it as before"
+                )
+            buffers[name].copy_(values)
+        set_generator_states(state["generators"], self.runtime.ranks.device)
+        for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
         self.steps = state["steps"]
         if self.scaler is not None and "loss_scaler" in state:
@@ -303,10 +281,10 @@ class AdamW(torch.optim.Optimizer):
         self.runtime.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return moments, exact weights and step counts of every parameter, gathered on the CPU of rank 0.
+        """Return moments, exact weights and step counts, gathered on the CPU of rank 0; every rank must call.
 
-        The layout is torch's: ``state[i]`` belongs to the i-th parameter of ``param_groups``. Every rank
-        must call; ranks other than 0 get empty ``state``.
+        The layout is torch's: ``state[i]`` belongs to the i-th parameter of ``param_groups``; it is empty on
+        other ranks.
         """
         packed = super().state_dict()
         fields = self.runtime.values.optimizer_fields()
@@ -316,15 +294,15 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; every rank must call with the full state.
+        """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
-        The state of ``torch.optim.AdamW`` with the same parameter groups is accepted, too. It has no exact
-        weights, so these stay as they are.
+        The state of ``torch.optim.AdamW`` with the same parameter groups is accepted, too; exact weights,
+        which it lacks, stay as they are.
         """
         self.runtime.values.check_step_over()
         params, state = self._params(), dict(state_dict["state"])
         _check_groups(state_dict["param_groups"], self.param_groups)
-        _, *moments = self.runtime.tiers.layout.full_names
+        moments = self.runtime.tiers.layout.full_names[1:]
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
             for i in missing:  # torch's AdamW begins a state with the first gradient
@@ -354,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
             self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
-        """Continue after ``steps`` steps with hyperparameters of each group; the states are restored."""
+        """Continue after ``steps`` steps, whose states are restored, with hyperparameters of each group."""
         for group, found in zip(self.param_groups, numbers, strict=True):
             _check_numbers({**group, **found})
         for group, found in zip(self.param_groups, numbers, strict=True):

@@ -20,7 +20,7 @@ from infinity.checkpoint.writer import check_room
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
-from infinity.core.transfer import Transfer, stream
+from infinity.core.nbytes import Transfer, stream
 from infinity.device.memory import Lease
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition.unit import Unit
@@ -49,8 +49,7 @@ def export(
     nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
 
     Args:
-        model: If it is none of transformers, its config is written when it is a dataclass, and keys are those
-            of ``state_dict``.
+        model: Of transformers, or with a dataclass as its config, if any; then keys are ``state_dict``'s.
         out: Must not exist, or be empty; rank 0's value is used.
         max_shard_nbytes: The most bytes of values in one file; a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object with
@@ -150,7 +149,6 @@ def _read_weights(
         with contextlib.ExitStack() as held:
             leases = (tiers.storage.host_pool.lease(size, who="exporting") for _ in chunks[:_READ_AHEAD])
             buffers = [held.enter_context(lease) for lease in leases]
-            for (unit, begin, nbytes), lease in held.enter_context(
-                contextlib.closing(stream(chunks, buffers, read))
-            ):
+            reading = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
+            for (unit, begin, nbytes), lease in reading:
                 yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)

@@ -1,8 +1,11 @@
-"""Builds models, and reads, changes and closes them between steps: public functions."""
+"""Builds and loads models, and reads, changes and closes them between steps: public functions."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,14 +14,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-import infinity.api.init  # noqa: F401  # registers hooks
 from infinity.api.adamw import AdamW
+from infinity.checkpoint.directory import Checkpoint, readable
+from infinity.checkpoint.load import CheckpointValues, OnProgress
+from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.config import SettingError
-from infinity.core.errors import StateError
+from infinity.core.errors import CheckpointError, StateError
+from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
+from infinity.nvme.volume import open_sealed
+from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.journal import unpack
 
 
@@ -56,17 +65,12 @@ register_module_module_registration_hook(_refuse_wrappers)
 
 
 def resume(model: nn.Module, optimizer: AdamW) -> int:
-    """Restore all states of the interrupted run that the model's recipe names, and go on with it.
+    """Restore the last committed step of the run that the recipe names, and return its number (0: a new run).
 
-    Weights and optimizer states become those of the last committed step, bitwise; so do learning rates, the
-    loss scale, buffers, random generators, and what the optimizer follows. Every rank must call, once, before
-    the first forward pass. The number of ranks, the budgets and the directories may be others than before.
-
-    The recipe needs ``run.name`` and directories in ``memory.nvme``. The files of the run stay on disk until
-    ``infinity.close(model)``, or ``optimizer.close()``, says that it is over.
-
-    Returns:
-        Number of committed steps, after which the loop goes on; 0: the run is new.
+    Weights, optimizer states, learning rates, loss scale, buffers, random generators, and what the optimizer
+    follows, become bitwise those of that step. Every rank must call, once, before the first forward pass. The
+    recipe needs ``run.name`` and ``memory.nvme``; ranks, budgets and directories may be others than before.
+    The files of the run stay on disk until ``infinity.close(model)`` says that it is over.
 
     Raises:
         StateError: The model, or what the optimizer follows, differs from the interrupted run's.
@@ -85,17 +89,16 @@ def resume(model: nn.Module, optimizer: AdamW) -> int:
 class Init:
     """Context manager that shards and stores parameters as they are created.
 
-    With more than one process, torch.distributed is initialized from the variables of torchrun, srun or
-    mpirun unless it is already. Every rank must build the same model with the same seed. An error in the
-    block closes the model.
+    Every rank must build the same model with the same seed. With several, torch.distributed is initialized
+    from the variables of torchrun, srun or mpirun unless it is already. An error in the block closes the
+    model.
 
     Args:
-        recipe: Budgets, dtype and directories: a recipe (see ``infinity recipe``), or the
-            :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model that was built under
-            ``Init`` or loaded with ``from_pretrained`` and has no optimizer yet: modules that are added to
-            it, or embeddings that are resized, in the block join it.
-        device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says, by
-            default the accelerator with the rank's number on its machine.
+        recipe: Budgets, dtype and directories: a recipe, or the
+            :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model of an earlier ``Init``
+            or ``from_pretrained`` without an optimizer, which modules that are added to it, or embeddings
+            that are resized, in the block then join.
+        device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
@@ -126,15 +129,169 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        done = False
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.runtime.close)
             self.runtime.construction.__exit__(kind, error, trace)
             if error is None:
                 self.runtime.meet()
-                done = True
-        finally:
-            if not done:
-                self.runtime.close()
+                stack.pop_all()
+
+
+# --- from a checkpoint -----------------------------------------------------------------------------
+
+_LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
+#: Advice for each argument of transformers' from_pretrained that infinity does not have.
+_ELSEWHERE = {
+    name: advice
+    for names, advice in {
+        "dtype torch_dtype": "the recipe says it: train.dtype=bf16",
+        "device_map max_memory offload_folder offload_state_dict": (
+            "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
+        ),
+        "tp_plan": "start the script with torchrun: ranks share every weight",
+        "load_in_8bit load_in_4bit quantization_config": (
+            "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a "
+            "base that stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and "
+            "infinity.add_lora"
+        ),
+        "low_cpu_mem_usage": "leave it out: weights are always streamed",
+        "ignore_mismatched_sizes": "name the parameters in new=[...], as in new=['classifier.*']",
+        "state_dict": "call model.load_state_dict() afterwards",
+        "local_files_only": "leave it out: nothing is ever downloaded",
+        "trust_remote_code": "leave it out: no code of a checkpoint is run",
+        "revision token use_auth_token cache_dir force_download subfolder": _LOCAL,
+    }.items()
+    for name in names.split()
+}
+
+
+def from_pretrained(
+    path: str | Path,
+    recipe: EngineConfig | HasEngineConfig | None = None,
+    *,
+    auto_class: Any = None,
+    new: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    frozen: bool = False,
+    on_progress: OnProgress | None = None,
+    **config_overrides: Any,
+) -> Any:
+    """Load the model of a Hugging Face directory, its weights streamed from the files into this rank's tiers.
+
+    Every rank must call, and reads its own slices of each weight; beside its budgets it needs host memory for
+    one chunk. The weights become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the
+    files (also FP8, MXFP4, INT4). Parameters that the model freezes when it is built stay frozen. No code of
+    the directory runs. The model is in evaluation mode, as transformers gives it.
+
+    With ``frozen``, the checkpoint is the base for adapters (``add_lora``). Weights that do not fit host
+    memory are then read from its own files at each use, in their stored form: nothing is copied, and any
+    number of runs share the files. This needs a directory in ``memory.nvme``. Weights that cannot be read in
+    place are copied into the run's own files; a line says how much, and why.
+
+    Args:
+        path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
+        auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
+            ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
+        new: Patterns (``classifier.*``) of parameters that the model initializes itself where the checkpoint
+            lacks them or has them in another shape.
+        ignore: Patterns of keys of the checkpoint that the model does not have.
+        frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.
+        on_progress: Called with the bytes that this rank has read, and all that it will.
+        config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing, unknown
+            and wrongly shaped key); or an argument belongs elsewhere, such as in the recipe.
+        BudgetError: A budget is too small for the model; the message has the arithmetic.
+        DiskError: A directory cannot be written, or its file system is full.
+    """
+    for name in config_overrides:
+        if name in _ELSEWHERE:
+            raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
+    values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
+    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen).eval()
+
+
+def _load(
+    path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
+    config_overrides: dict[str, Any], make_values: Callable[[Checkpoint], CheckpointValues], frozen: bool,
+) -> Any:  # fmt: skip
+    with contextlib.ExitStack() as files:
+        with Init(recipe) as init:
+            runtime = init.runtime
+            if not path.exists():
+                raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
+            config = read_config(path, config_overrides)
+            checkpoint = files.enter_context(Checkpoint(path))
+            quantization, lines = read_quantization(path), list[str]()
+            if quantization is not None:
+                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
+                compute = str(runtime.dtype).removeprefix("torch.")
+                lines.append(
+                    f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
+                    f"{compute}, not quantized; stored_as, or infinity export --stored, quantizes them again"
+                )
+            values = make_values(checkpoint)
+            runtime.construction.late = values
+            model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
+            values.prepare(model)
+            base = _open_base(checkpoint, values, runtime) if frozen else None
+            if base is not None:
+                files.pop_all()  # it closes them
+        runtime.construction.late = runtime.tiers.base = None
+        if frozen:
+            values.freeze(runtime.units)
+        lines = values.notes() + lines + ([] if base is None else _describe_base(base, path, runtime))
+        for line in lines if runtime.ranks.rank == 0 else ():
+            runtime.say(line)
+    return model
+
+
+def _open_base(checkpoint: Checkpoint, values: CheckpointValues, runtime: Runtime) -> FrozenBase | None:
+    """Let units that find no room in host memory read the checkpoint's files; None: it has none to read."""
+    storage, tiers = runtime.storage, runtime.tiers
+    if storage.volume is None or not checkpoint.files:
+        return None
+    with contextlib.ExitStack() as opened:
+        files = []
+        for file in checkpoint.files:
+            with readable(file.path):
+                files.append(open_sealed(file.path, file.fd))
+            opened.callback(os.close, files[-1].fd)
+        first = storage.volume.add_sealed(files)
+        opened.pop_all()  # the volume closes them
+    base = FrozenBase(storage, first, [file.nbytes for file in files], values)
+    storage.stack.callback(base.close)
+    tiers.base_files = {file.path.name: file.sample() for file in checkpoint.files}
+    tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
+    return base
+
+
+def _describe_base(base: FrozenBase, path: Path, runtime: Runtime) -> list[str]:
+    """Return lines for people about what is read in place; close a base that has no unit."""
+    homes, lines = [u.home for u in runtime.units if isinstance(u.home, BaseHome)], []
+    if homes:
+        nbytes = sum(home.fetched_nbytes(None) for home in homes)
+        in_host = sum(home.stored_form.nbytes for home in homes if home.stored_form is not None)
+        lines.append(
+            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass"
+            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if in_host else "")
+            + f": keep {path} as it is while runs use it"
+        )
+    else:
+        runtime.tiers.resident_nbytes += base.buffers_nbytes
+        base.close()
+    own = [unit for unit in runtime.units if unit.name in base.own]
+    if own:
+        nbytes = sum(unit.shard_nbytes for unit in own)
+        lines.append(
+            f"{format_nbytes(nbytes)} per rank of the frozen base lie in this run's own files, as "
+            f"{base.own[own[0].name]}" + (f" (and {len(own) - 1} more units)" if own[1:] else "")
+        )
+    return lines
+
+
+# --- between steps ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -197,12 +354,9 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
     """Release the files, memory and threads that serve ``model``; its weights are lost.
 
     Waits for updates in flight, needs no other rank, and may be called after any error, and twice. On the way
-    out of an exception, or with ``keep``, the files of a named run stay on disk after its first step, and the
-    run can go on: see :func:`infinity.resume`.
-
-    Raises:
-        DiskError: With ``keep``, and not on the way out of an exception: the last step could not be kept.
-            Where an error of that step was caught before, it is raised again.
+    out of an exception, or with ``keep``, the files of a named run stay on disk after its first step, for
+    :func:`infinity.resume`. DiskError: with ``keep``, not on the way out of an exception, the last step could
+    not be kept, or an error of that step was caught before.
     """
     runtime_of(model, ended=True).close(keep=keep)
 
@@ -210,8 +364,8 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
-    All micro-batches of a step go through a block before the next block is read (tiles of a parameter that is
-    too large to be gathered whole are read for each micro-batch, but for those that stay in memory)::
+    All micro-batches of a step go through a block before the next block is read; tiles of a parameter that
+    is too large to be gathered whole are read for each micro-batch, unless they stay in memory::
 
         scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
         for batch in loader:  # of 8 micro-batches, row after row
@@ -219,7 +373,7 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
             optimizer.step()
 
     Args:
-        model: Built under ``Init``. Its blocks are found: the largest ``nn.ModuleList``.
+        model: Built under ``Init``; its blocks are the largest ``nn.ModuleList``.
         micro_batches: Slices of each batch.
         loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
 

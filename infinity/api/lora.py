@@ -1,12 +1,9 @@
-"""Adds LoRA adapters through ``peft``: the base stays frozen where it lives, small adapters are trained.
+"""Adds LoRA adapters (arXiv:2106.09685) through ``peft``: the base stays frozen where it lives.
 
 [Note: a frozen base]
-A frozen unit has no gradient, no optimizer state and no second version: it is read once for the forward pass
-and once for the backward pass, and never written. Adapters are in units of their own, as a unit of both would
-carry the state of both. They are added to a finished model, where peft asks the base only for shapes and
-dtypes, so no weight of it is fetched.
-
-Source: LoRA (arXiv:2106.09685).
+A frozen unit has no gradient, no optimizer state and no second version: it is read once for forward and once
+for backward, and never written. Adapters are in units of their own, as a unit of both would carry the state
+of both. They are added to a finished model, of which peft asks only shapes and dtypes: nothing is fetched.
 """
 
 import contextlib
@@ -26,9 +23,6 @@ from infinity.core.errors import RecipeError, StateError
 from infinity.core.files import open_regular
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
-from infinity.partition.unit import UnitIndex
-
-__all__ = ["add_lora", "save_lora"]
 
 #: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
@@ -41,11 +35,9 @@ def add_lora(
     """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
 
     Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
-    before ``infinity.AdamW``. Returns what ``peft.get_peft_model`` returns, to be trained in place of
-    ``model``.
+    before ``infinity.AdamW``. Returns ``peft.get_peft_model``'s, to be trained in place of ``model``.
 
     Args:
-        model: Built under ``infinity.Init``.
         rank: Columns of each adapter's first matrix.
         alpha: Adapters are scaled by ``alpha / rank``.
         target_modules: Names of the layers, as peft takes them (``q_proj``, ...); none: every linear layer
@@ -155,20 +147,23 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
 
 
 def save_lora(model: Any, directory: str | Path) -> None:
-    """Save the adapters alone as ``peft.PeftModel.from_pretrained`` loads them; every rank must call.
+    """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
-    ``adapter_config.json`` names the base. ``README.md`` says how to load both, and has the SHA-256 of each
-    weight file of a base that is a directory, as ``sha256sum`` prints it. One unit of adapters is gathered at
-    a time.
-
-    Args:
-        model: The model that :func:`add_lora` returned.
-        directory: Must not exist, or be empty; appears on rank 0, whole or not at all.
+    ``README.md`` has the SHA-256 of each weight file of a base that is a directory. One unit of adapters is
+    gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or not at all.
     """
     from huggingface_hub import ModelCard
+    from peft import get_peft_model_state_dict
 
-    runtime = runtime_of(model)
-    values = _adapters(model, runtime.units)
+    runtime, named = runtime_of(model), dict(model.named_parameters())
+    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    wanted = {id(param) for param in kept.values()}
+    values: dict[str, torch.Tensor] = {}
+    for unit in runtime.units:
+        inside = {id(s.whole) for s in unit.segments} & wanted
+        if inside:
+            with gathered([s.whole for s in unit.segments]):
+                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     if runtime.ranks.rank:
         return
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
@@ -185,22 +180,6 @@ def save_lora(model: Any, directory: str | Path) -> None:
         card.text = _CARD.format(base=base, dtype=runtime.dtype)
         card.save(publication.path / "README.md")
         publication.publish()
-
-
-def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
-    """Return the full values of what peft saves, on the CPU, by their names in the model."""
-    from peft import get_peft_model_state_dict
-
-    named = dict(model.named_parameters())
-    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
-    wanted = {id(param) for param in kept.values()}
-    values: dict[str, torch.Tensor] = {}
-    for unit in units:
-        inside = {id(s.whole) for s in unit.segments} & wanted
-        if inside:
-            with gathered([s.whole for s in unit.segments]):
-                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
-    return values
 
 
 _CARD = """

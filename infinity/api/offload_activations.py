@@ -17,7 +17,7 @@ from infinity.activations.controller import Activations, FixedBudget, Policy
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.api.init import is_served
-from infinity.comm.ranks import agree, decide
+from infinity.comm.ranks import Ranks
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
@@ -30,7 +30,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.observe.progress import log
+from infinity.observe.metrics import log
 
 
 @contextlib.contextmanager
@@ -64,8 +64,7 @@ def offload_activations(
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.
 
-    Yields:
-        The plan as ``planning``, its cost as ``measured()``, and ``cache.stats`` with bytes.
+    Yields what has the plan as ``planning``, its cost as ``measured()``, and bytes in ``cache.stats``.
 
     Raises:
         BudgetError: In the model's call: no plan meets the budget; says which one could be met.
@@ -94,28 +93,31 @@ def _serve(
 ) -> Activations:  # fmt: skip
     """Open what activations need until ``stack`` is closed, and let the model's calls use it."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
+    ranks = (
+        Ranks(dist.get_rank(), dist.get_world_size(), device)
+        if dist.is_initialized()
+        else Ranks(0, 1, device)
+    )
     notes = [heap_line()] if policy != "keep" and device.type == "cpu" else []
     run_id, paths = new_run_id(), []
     for root in directories:
-        directory = RunDirectory(root, run_id, rank)
+        directory = RunDirectory(root, run_id, ranks.rank)
         stack.callback(directory.remove)
-        paths.append(directory.file(f"rank{rank}.bin"))
+        paths.append(directory.file(f"rank{ranks.rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))
     stack.callback(volume.close)
     notes += volume.notes
     engine = make_engine("auto", volume, notes.append)
     stack.callback(engine.close)
     for line in notes:
-        if line and rank == 0:
+        if line and ranks.rank == 0:
             log.info("%s", line)
     pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
     stores = open_stores(device, pool, piece_nbytes(host_nbytes), volume, engine)
     activations = Activations(
         TensorCache(device, stores, lambda wait: wait()), policy,
         lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity_nbytes),
-        partial(decide, rank=rank, share=share),
+        partial(ranks.decide, where="agreeing on the plan for activations"),
     )  # fmt: skip
     stack.callback(activations.close)
     stack.enter_context(_served(model, activations, volume))

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity.api.portable import Checkpoints
-from infinity.app.process_group import world_size
+from infinity.comm.ranks import world_size
 from infinity.core.errors import (
     BudgetError,
     CheckpointError,

@@ -310,15 +310,12 @@ def _listed(paths: Iterable[Path | str]) -> str:
     return ", ".join(str(path) for path in paths)
 
 
-def _require_unused(locks: Iterable[Path]) -> None:
-    for lock in locks:
+def _require_unused(directories: Iterable[Path], *locks: Path) -> None:
+    """Refuse a run whose lock, or a rank's in one of its ``directories``, another process holds."""
+    for lock in (*locks, *(lock for path in directories for lock in path.glob("rank*.lock"))):
         if lock.exists() and is_locked(lock):
             text = f"{lock.parent} is in use by {lock_owner(lock)}; end that first"
             raise LockedError(errno.EWOULDBLOCK, text, str(lock))
-
-
-def _rank_locks(directories: Iterable[Path]) -> list[Path]:
-    return [lock for path in directories for lock in path.glob("rank*.lock")]
 
 
 def verify_run(names: Sequence[str]) -> Iterator[str]:
@@ -341,7 +338,7 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
             if not directories:
                 raise RecipeError(f"{folder} keeps nothing on drives that could be checked: {why}")
             stack.enter_context(locked(folder))
-        _require_unused(_rank_locks(directories))
+        _require_unused(directories)
         checks, damage = verify(directories)
         yield from damage
         unknown = 0
@@ -439,7 +436,7 @@ def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], boo
             if folder.name != name or not is_own(folder) or not (folder / RECIPE).is_file():
                 raise RecipeError(f"{folder}: no run of this user; wanted a name that `infinity runs` lists")
             runs.append(_looked_at(folder))  # before its lock is held here
-            _require_unused([folder / LOCK, *_rank_locks(runs[-1].directories)])
+            _require_unused(runs[-1].directories, folder / LOCK)
             stack.enter_context(locked(folder))
         directories = [path for run in runs for path in run.directories]
         line = f"remove {', '.join(f'{run.folder} ({run.state}, step {run.progress})' for run in runs)}"

@@ -1,43 +1,59 @@
-"""``infinity train``: from a recipe to a trained model, using only the public API."""
+"""``infinity train``, ``export`` and ``save``: from a recipe to a trained model, by the public API."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 import infinity
 from infinity.activations.controller import Activations
-from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for
+from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for, export_run
+from infinity.app import runs
 from infinity.app.loop import Loop
-from infinity.app.process_group import on_rank_0, process_group, rank, set_threads, world_size
-from infinity.app.runs import METRICS, SUMMARY, Run, find_run, how_to_go_on, opened, write_recipe
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.export import tokenizer_files
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
-from infinity.core.errors import BudgetError, InfinityError, RecipeError
+from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
+from infinity.core.errors import BudgetError, CheckpointError, InfinityError, PeerError, RecipeError
+from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
-from infinity.device.machine import local_ranks, total_host_nbytes
+from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.engine.config import Dtype
-from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard, View, read_metrics
-from infinity.observe.progress import ProgressDisplay
-from infinity.observe.summary import ActivationSummary, PredictedStep, Summary, SummaryBuilder, show_summary
+from infinity.observe.metrics import (
+    ActivationSummary,
+    MetricsFile,
+    PredictedStep,
+    ProgressDisplay,
+    StepReport,
+    Summary,
+    SummaryBuilder,
+    TensorBoard,
+    View,
+    read_metrics,
+    show_summary,
+)
 from infinity.observe.timeline import write_trace
 from infinity.planner.planning import FOLDER, save_measured
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.models.causal import require_causal
 from infinity.recipes.models.gpt import GPT
-from infinity.recipes.recipe import Recipe
+from infinity.recipes.recipe import Recipe, TrainConfig
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
+#: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
+_MOST_THREADS_PER_CORE = 8
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -47,18 +63,18 @@ def train(recipe: Recipe) -> Summary | None:
     return None. If the run can continue after an exception, the exception has a note that says how.
     """
     with ExitStack() as stack:
-        device = stack.enter_context(process_group(recipe))
-        run = on_rank_0(lambda: find_run(recipe))
+        ranks = stack.enter_context(process_group(recipe))
+        run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
         drives, folder = recipe.memory.nvme, run.folder  # drives of this node; all else is rank 0's
         recipe = replace(run.recipe, memory=replace(run.recipe.memory, nvme=drives))
         set_threads(recipe.train)
-        _check_sizes(recipe, device)
+        _check_sizes(recipe, ranks.device)
         if run.before is None and recipe.checkpoint.load is not None:
             DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
         views, totals, activations = View(), SummaryBuilder(), None
         if rank() == 0:
-            stack.enter_context(opened(run))
+            stack.enter_context(runs.opened(run))
             views = _open_display(recipe, folder, world_size())
         stack.enter_context(_explained(run))
         stack.callback(views.close)
@@ -68,12 +84,12 @@ def train(recipe: Recipe) -> Summary | None:
             runtime.say.attach(views.log)
         loop = Loop(recipe, model, optimizer, data, views, folder)
         if rank() == 0:
-            write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
+            runs.write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             for note in _notes_on(run, data, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
             _add_files(views, recipe, folder, after=after)
-            totals.take_in(read_metrics(folder / METRICS, after))
+            totals.take_in(read_metrics(folder / runs.METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals, activations)
             _make_room_for_model(recipe, model, folder)
@@ -92,7 +108,7 @@ def train(recipe: Recipe) -> Summary | None:
             )  # fmt: skip
             if recipe.observe.timeline:
                 write_trace(optimizer.timeline.spans(), folder / "timeline.json")
-            summary.write(folder / SUMMARY)
+            summary.write(folder / runs.SUMMARY)
         loop.meet()  # the run is finished: now each rank removes what it could have gone on from
     if summary is not None and recipe.observe.progress:
         show_summary(summary, Console())
@@ -151,6 +167,37 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
             )
 
 
+# --- the ranks -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(recipe: Recipe) -> Iterator[Ranks]:
+    """Join the launched ranks, unless they are joined; yields them."""
+    owns_group = not dist.is_initialized()
+    device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
+    try:
+        yield Ranks(rank(), world_size(), device)
+        if owns_group and dist.is_initialized():
+            # Rank 0 may keep the store, so it waits for the others: on those that still use it when it goes,
+            # torch would print its C++ stack. A rank that failed says so itself.
+            with suppress(PeerError), peer_errors("leaving"):
+                dist.gather_object(None, [None] * world_size() if rank() == 0 else None)
+    finally:
+        if owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def set_threads(config: TrainConfig) -> None:
+    """Give each rank ``train.threads``, or its share of the cores; RecipeError: those are too many."""
+    most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if config.threads is not None and config.threads > most:
+        raise RecipeError(
+            f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
+            "core of this machine), or null for one per core"
+        )
+    set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
+
+
 # --- inputs --------------------------------------------------------------------------------------
 
 
@@ -185,7 +232,7 @@ def notes_on_commits(every: int) -> Iterator[str]:
         )
 
 
-def _notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
+def _notes_on(run: runs.Run, data: Data, loop: "Loop") -> Iterator[str]:
     recipe, before = run.recipe, run.before
     if run.lost:
         yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
@@ -274,12 +321,12 @@ def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
 
 
 @contextmanager
-def _explained(run: Run) -> Iterator[None]:
+def _explained(run: runs.Run) -> Iterator[None]:
     """Add to errors of files what to do, and on rank 0 to any interruption how to continue."""
     try:
         yield
     except BaseException as error:
-        if rank() == 0 and (line := how_to_go_on(run, error)):
+        if rank() == 0 and (line := runs.how_to_go_on(run, error)):
             error.add_note(line)
         if isinstance(error, OSError) and not isinstance(error, InfinityError):
             raise InfinityError(
@@ -287,6 +334,69 @@ def _explained(run: Run) -> Iterator[None]:
                 "it is, with room to write, until the run has ended"
             ) from error
         raise
+
+
+# --- after a run ---------------------------------------------------------------------------------
+
+
+def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:
+    """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
+
+    An interrupted run gives the model after its last committed step, and can still continue; every rank must
+    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is.
+    """
+    folder, result, stored_as = user_path(path, "RUN"), None, None
+    if stored:
+        recipe, why = runs.recipe_of(folder), ""
+        if (stored_as := recipe.model.path) is None:
+            why = (
+                "a new model (model.path is null), so no checkpoint has a stored form for it"
+            )
+        elif recipe.lora.rank is not None:
+            why = "adapters, which are not quantized"
+        if why:
+            raise CheckpointError(f"{folder} trained {why}: export without --stored")
+    what = f"the model of {path}"
+    if runs.is_interrupted(folder):
+        with _last_commit(folder) as (recipe, model, _, step):
+            result = write_model(recipe, model, user_path(out, "OUT"), stored_as)
+        what += f" after step {step}"
+    elif rank() == 0:
+        result = export_run(path, out, stored_as)
+    return what if result is None else f"{what} ({result})"
+
+
+def save_run(path: str | Path, out: str | Path) -> str:
+    """Save an interrupted run's last commit as a portable checkpoint, and describe it; all must call."""
+    folder = user_path(path, "RUN")
+    if not runs.is_interrupted(folder):
+        what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
+            "while it trains set checkpoint.every"
+        )
+    with _last_commit(folder) as (_, model, optimizer, step):
+        infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
+    return f"step {step} of {path}"
+
+
+@contextmanager
+def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
+    """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
+    recipe = runs.interrupted_run(folder)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group(recipe))
+        found = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
+        if found.before is None:
+            raise CheckpointError(f"{folder}: the run was interrupted before its first step was committed")
+        recipe = found.recipe
+        if ranks.rank == 0:
+            stack.enter_context(runs.locked(folder))
+        set_threads(recipe.train)
+        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), keep=True))
+        unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
+        optimizer.follow(loop=unused, scheduler=unused)
+        yield recipe, model, optimizer, infinity.resume(model, optimizer)
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -306,7 +416,7 @@ def _add_files(views: View, recipe: Recipe, folder: Path, *, after: int) -> None
     """Add the files of figures that the recipe asks for; cut them after step ``after`` (-1: empty)."""
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
-        views.add(MetricsFile(folder / METRICS, after=after, synced=synced))
+        views.add(MetricsFile(folder / runs.METRICS, after=after, synced=synced))
     if recipe.observe.tensorboard:
         views.add(TensorBoard(folder / "tensorboard", after=after))
 

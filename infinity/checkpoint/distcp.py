@@ -38,7 +38,7 @@ from infinity.checkpoint.directory import (
 )
 from infinity.core.errors import CheckpointError, first_line, library_errors
 from infinity.core.files import read_file
-from infinity.core.intervals import Box, boxes, flat_offset, overlap
+from infinity.core.nbytes import Box, boxes, flat_offset, overlap
 
 METADATA = ".metadata"
 #: Limits of the metadata, of a value that is no tensor, and of a tensor's description (bytes).

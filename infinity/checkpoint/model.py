@@ -2,21 +2,33 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.quantized import read_quantization
 from infinity.checkpoint.untrusted import bounded_by, check_counts, offline, restrict
-from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.errors import CheckpointError, library_errors
 
 #: Models that transformers has under another name; Kimi-K2's own code is that of DeepSeek-V3.
 _ALIASES = {"kimi_k2": "deepseek_v3"}
+
+
+class Architecture(NamedTuple):
+    """Describes a model class outside transformers that is built from the entries of ``config.json``."""
+
+    config: type[Any]  # a dataclass whose fields are the entries of the file
+    model: Callable[[Any], Any]
+    longest: str  # the field with the maximum sequence length
+
+
+#: Keyed by the name in ``architectures``; a module that defines such a model registers it here.
+ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
@@ -27,8 +39,12 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     """
     ours, file = _architecture(path), path / "config.json"
     if ours is not None:
+        known = {field.name for field in fields(ours.config)}
+        if others := sorted(set(overrides or {}) - known):
+            raise CheckpointError(f"{file}: {ours.config.__name__} has no {', '.join(others)}")
+        entries = read_json_object(file) | (overrides or {})
         try:
-            return ours.read(read_json_object(file), overrides or {})
+            return ours.config(**{key: value for key, value in entries.items() if key in known})
         except ValueError as error:  # also of a setting
             raise CheckpointError(f"{file}: {error}") from error
     try:

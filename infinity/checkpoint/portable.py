@@ -52,8 +52,7 @@ from infinity.checkpoint.load import named_targets, read_whole
 from infinity.checkpoint.writer import RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import Ranks, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, StateError, library_errors
-from infinity.core.intervals import Box, boxes
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.partition.unit import Segment, Unit
 
 #: The most elements of a record.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -59,9 +58,30 @@ class Ranks:
 
     def decide(self, make: Callable[[], T], where: str) -> T:
         """Return what ``make`` returns on rank 0, or raise its error, on every rank; all must call."""
+        made: Any = None
+        mine: InfinityError | None = None
+        if self.rank == 0:
+            try:
+                made = make()
+            except InfinityError as error:
+                mine = error
+        told: Any = made, BudgetError if isinstance(mine, BudgetError) else RecipeError, mine and str(mine)
         if self.collectives is None:
-            return make()
-        return decide(make, self.rank, partial(self.collectives.share, where=where))
+            made, kind, refused = agree(told, self.world_size, where)
+        else:
+            made, kind, refused = self.collectives.share(told, where)
+        if refused is not None:
+            raise mine or kind(refused)
+        return made  # type: ignore[no-any-return]
+
+
+def rank() -> int:
+    """Return this process's rank, from torch.distributed or, before it is initialized, the launcher."""
+    return dist.get_rank() if dist.is_initialized() else launched().rank
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
 def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
@@ -85,11 +105,10 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
 
 
 def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
-    """Return the device on which this rank computes, which becomes the current one.
+    """Return the device on which this rank computes, which becomes the current one; or raise a LaunchError.
 
     That is the ``wanted`` one, such as ``cuda:1``, else the accelerator with the number ``local_rank`` (None:
-    the current one), else the CPU. Launchers such as SLURM may show each rank a single device, which is
-    number 0. LaunchError: this machine does not have it.
+    the current one; 0 where a launcher shows each rank a single device), else the CPU.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -145,9 +164,9 @@ def _check_own_devices(device: torch.device) -> None:
 def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return torchrun's store, with a prefix that the ranks of this start share.
 
-    torchrun keeps one store when it starts all ranks again (``--max-restarts``); without a prefix they would
-    find the addresses of ranks that are gone. The number of the restart may differ between machines, so rank
-    0 tells each rank the prefix, under a random word that the rank asks with.
+    torchrun keeps one store when it starts all ranks again (``--max-restarts``), with the addresses of ranks
+    that are gone. The number of the restart may differ between machines, so rank 0 tells each rank the
+    prefix, under a random word that the rank asks with.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=timeout)
@@ -199,22 +218,6 @@ def gather(value: T, ranks: Ranks, what: str) -> list[T]:
     return [value] if found is None else found
 
 
-def decide(make: Callable[[], T], rank: int, share: Callable[[Any], Any]) -> T:
-    """Return what ``make`` returns on rank 0, or raise its error, on all ranks; ``share`` sends it."""
-    made: Any = None
-    mine: InfinityError | None = None
-    if rank == 0:
-        try:
-            made = make()
-        except InfinityError as error:
-            mine = error
-    kind = BudgetError if isinstance(mine, BudgetError) else RecipeError
-    made, kind, refused = share((made, kind, mine and str(mine)))
-    if refused is not None:
-        raise mine or kind(refused)
-    return made  # type: ignore[no-any-return]
-
-
 @contextlib.contextmanager
 def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
     """Raise on every rank if the block raises on any, as a PeerError on the others; all must enter."""
@@ -249,9 +252,8 @@ def peer_errors(what: str) -> Iterator[None]:
 def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]:
     """Measure how fast two ranks gather and exchange bytes by gloo, and what that costs the CPU.
 
-    Both are threads of this process, in groups that no other code sees; a unit's full values have ``nbytes``,
-    of which each sends a half. Returns the bytes per second that each rank sends, and the CPU time (s, of all
-    cores) per byte that it sends and receives.
+    Both are threads of this process; each sends a half of a unit of ``nbytes``. Returns the bytes per second
+    that each rank sends, and the CPU time (s, of all cores) per byte that it sends and receives.
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 

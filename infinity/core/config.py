@@ -1,8 +1,7 @@
 """Fields of configuration classes with their types, meaning and valid values; the memory budgets.
 
-A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field,
-:class:`Config` converts and validates values from a recipe or from Python, and :func:`settings_of` describes
-the fields in errors and in ``infinity recipe``.
+A config is a frozen dataclass beside the part that it configures: :func:`setting` makes a field, and
+:class:`Config` converts and validates values from a recipe or from Python.
 """
 
 import errno
@@ -96,8 +95,7 @@ class Setting(NamedTuple):
     def converted(self, value: Any) -> Any:
         """Return ``value`` as the type, or raise a ValueError.
 
-        YAML's own types stay apart, so ``steps: 1.5`` is an error; but a size may be text, a list may be its
-        only item, and a float or a text may be an int.
+        YAML's types stay apart, but a size may be text, a list its only item, and a float or a text an int.
         """
         kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
         if kind in (types.UnionType, typing.Union):
@@ -134,8 +132,7 @@ def setting(
     """Make a field of a config.
 
     Args:
-        help: The meaning, in one line.
-        valid: Bounds of a number, on both sides; for a tuple, of each item.
+        valid: Bounds of a number; for a tuple, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
         numeric: The value changes the numbers of a run, so a resumed run must keep it.

@@ -4,14 +4,14 @@
 In a directory that several users write, a name may be another user's link to a third file. So a file is made
 anew, without following a link, after whatever has its name is removed (:func:`create_file`), in a directory
 that is this user's alone (:func:`own_directory`), in one where no other user can replace it
-(:func:`shared_directory`). A file that must be found has its owner checked on the open descriptor
+(:func:`shared_directory`). A file that is found has its owner checked on the open descriptor
 (:func:`open_found`). Links in a path that a user gives are followed, but only a regular file of limited size
 is read (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
 
 [Note: one kind of lock]
-Every lock of the package is ``flock`` on an open descriptor. The kernel gives it back however the process
-ends, so a lock that can be taken was left by a dead process of this machine. A holder may unlink the file:
-the next one then finds that its descriptor has no name any more, and opens the path again.
+Every lock is ``flock`` on an open descriptor, which the kernel gives back however the process ends. A holder
+may unlink the file: the next one then finds that its descriptor has no name any more, and opens the path
+again.
 """
 
 import errno
@@ -57,10 +57,9 @@ def append_file(path: Path) -> TextIO:
 
 
 def open_found(path: Path, flags: int) -> int:
-    """Open a file in a directory that others may write, if it is this user's and no link.
+    """Open a file in a directory that others may write; UnsafePathError: it is a link or another user's.
 
-    With ``os.O_CREAT`` it may be made; an existing one must be a file without another name. Raises an
-    UnsafePathError otherwise.
+    With ``os.O_CREAT`` it may be made; an existing one must be a file without another name.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -185,9 +184,9 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
 
 
 def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: float = PATIENCE_S) -> int:
-    """Open this user's ``path`` and lock it; the descriptor is that of the file which has this name now.
+    """Open this user's ``path``, as :func:`open_found` does, and lock the file that has this name now.
 
-    Raises a LockedError, which names the holder, after ``patience_s``; and as :func:`open_found`.
+    After ``patience_s`` it raises a LockedError, which names the holder.
     """
     deadline = time.monotonic() + patience_s
     while True:

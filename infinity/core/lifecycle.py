@@ -1,6 +1,5 @@
 """States of units, activations and updates by memory cost, and edges: the only record of where bytes are."""
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -78,11 +77,7 @@ UPDATE_ALLOWED: dict[UpdateState, frozenset[UpdateState]] = {
     UpdateState.VALIDATED: frozenset(),
 }
 
-_TABLES: dict[type, Mapping[Any, frozenset[Any]]] = {
-    UnitState: ALLOWED,
-    SlotState: SLOT_ALLOWED,
-    UpdateState: UPDATE_ALLOWED,
-}
+_EDGES: dict[Any, frozenset[Any]] = {**ALLOWED, **SLOT_ALLOWED, **UPDATE_ALLOWED}
 State = TypeVar("State", UnitState, SlotState, UpdateState)
 
 
@@ -95,8 +90,7 @@ class Lifecycle(Generic[State]):
 
     def move(self, state: State) -> None:
         """Go to ``state``; raise if there is no such edge."""
-        allowed = _TABLES[type(state)][self.state]
-        if state not in allowed:
+        if state not in (allowed := _EDGES[self.state]):
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")
         self.state = state

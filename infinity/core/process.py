@@ -5,23 +5,21 @@ Rank and number of ranks are taken from one launcher; the place on the machine f
 scripts often set ``RANK`` and ``WORLD_SIZE`` themselves and leave the rest to SLURM.
 
 [Note: forked children]
-A forked child has a copy of every object, none of the threads, and the same files: closing them it would wait
-for ever, and remove its parent's files. So everything that must be closed hangs on an :class:`OwnedStack`.
+A forked child has every object and file, but no thread: closing them it would wait for ever, and remove its
+parent's files. So everything that must be closed hangs on an :class:`OwnedStack`.
 
 [Note: dropped without close]
 The garbage collector calls finalizers on any thread, inside any lock. So a finalizer hands the stack to a
-thread that closes it. The stack must not refer to its holder, or the holder is never collected: what holds
-threads and files refers to its users :func:`weakly`.
+thread that closes it. What holds threads and files refers to its users :func:`weakly`, or the stack's holder
+is never collected.
 
 [Note: Ctrl-C]
 A signal's handler raises between any two bytecodes of the main thread, and only there. What an interrupted
 step has so far is dropped when the next one begins. Lines between which tables do not agree (half of the
-units are committed) run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called
-when the outermost section ends, so nothing is half done or repaired. A section puts our handlers in place of
-those that it finds; ours call them.
-
-A section may wait for a disk or for other ranks. If that hangs, a second signal some time after the first is
-not held back. Models that were built before it raise :class:`~infinity.core.errors.StateError` from then on.
+units are committed) run in sections, ``with uninterrupted:``, which put our handlers in place of those that
+they find. Ours call them when the outermost section ends, so nothing is half done or repaired. If a section
+hangs, in a wait for a disk or other ranks, a second signal some time after the first is not held back; models
+that were built before it raise :class:`~infinity.core.errors.StateError` from then on.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
@@ -104,7 +102,7 @@ def _close_dropped() -> None:
 #: The names of a launcher's variables.
 _Launcher = namedtuple("_Launcher", "name rank world_size local_rank local_world_size")
 
-#: The first that is there counts: torchrun may be started by srun, and mpirun starts processes through it.
+#: The first that is there counts: srun may start torchrun, and mpirun may start processes through srun.
 #: SLURM_NTASKS is not among them, as it is also set where a batch script runs, which is one process.
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -215,7 +213,7 @@ class Section:
         self.depth = 0  # sections that the main thread is in
         self.broken = 0  # those that an exception of a handler has left
         self._main = threading.main_thread().ident
-        #: The handlers' calls that are held back, by signal, and when these came (s).
+        #: Handlers' calls that are held back, by signal, and when the signals came (s).
         self.pending: dict[int, tuple[Callable[[], object], float]] = {}
 
     def __enter__(self) -> None:

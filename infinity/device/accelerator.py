@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer
 
 _module: Callable[[torch.device], Any] = torch.get_device_module
 

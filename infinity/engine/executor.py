@@ -31,8 +31,7 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
-from infinity.observe.metrics import Stalls
-from infinity.observe.timeline import TimedRule
+from infinity.observe.timeline import Stalls, TimedRule
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
 from infinity.partition.mover import Staging, UnitMover

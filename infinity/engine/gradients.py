@@ -50,7 +50,7 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import HostBudget, rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.optim.norm import norm_on_device, sum_of_squares

@@ -1,4 +1,4 @@
-"""Timeline of a run: spans on lanes, recorded by wrappers and exported for Perfetto.
+"""Timeline of a run: spans on lanes, recorded by wrappers and exported for Perfetto; waits, by cause.
 
 Lanes side by side show what a step waited for. A disabled timeline costs one comparison per span.
 """
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.files import write_file
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine
 
 #: Lanes in the order in which they are shown; others follow by name.
 LANES = ("compute", "read", "write", "update", "collective")
@@ -49,6 +48,25 @@ class Timeline:
         """Return the recorded spans, sorted by start."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: span.start_s))
+
+
+class Stalls:
+    """Counts the training thread's waits; the time between two is compute, a span of ``timeline``."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.seconds: dict[str, float] = {}
+        self.timeline = timeline
+        self._waited_until = time.perf_counter()
+
+    def __call__(self, cause: str, wait: Callable[[], object]) -> None:
+        """Run ``wait`` and count its seconds as a stall of ``cause``."""
+        begin = time.perf_counter()
+        self.timeline.add("compute", "compute", self._waited_until, begin)
+        try:
+            wait()
+        finally:
+            self._waited_until = end = time.perf_counter()
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin
 
 
 class WatchedEngine:

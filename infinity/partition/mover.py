@@ -43,7 +43,7 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import Transfer, stream
+from infinity.core.nbytes import Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import CountingPool, Lease, Pool

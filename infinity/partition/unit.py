@@ -34,7 +34,7 @@ from torch.utils._mode_utils import no_dispatch
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.transfer import Transfer, chained
+from infinity.core.nbytes import Transfer, chained
 from infinity.device.memory import Lease
 from infinity.planner.updates import ShardUpdate
 

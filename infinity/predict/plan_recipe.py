@@ -14,7 +14,7 @@ from rich.table import Table
 from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
-from infinity.observe.summary import PredictedStep
+from infinity.observe.metrics import PredictedStep
 from infinity.planner.events import COMPUTE
 from infinity.planner.machines import Machine
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned, around
-from infinity.core.transfer import Transfer, stream
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned, around, stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
 from infinity.optim.layout import store_master

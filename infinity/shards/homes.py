@@ -29,8 +29,7 @@ from torch import Tensor
 
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer, chained
+from infinity.core.nbytes import Extent, Transfer, chained
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
 from infinity.optim.layout import StateLayout

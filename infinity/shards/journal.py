@@ -46,8 +46,7 @@ import torch
 from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.files import create_file, open_found, open_regular, sync
-from infinity.core.nbytes import BLOCK_NBYTES
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import BLOCK_NBYTES, Transfer
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-1"

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError, copied
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine
 from infinity.device.memory import Lease, Pool
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import Rule, UpdateRule

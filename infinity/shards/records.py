@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from infinity.core.errors import StateError
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer
 from infinity.partition.unit import Unit
 from infinity.planner.updates import Speculation
 from infinity.shards.homes import HostHome

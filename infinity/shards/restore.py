@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from infinity.core.errors import BEGIN_ANEW, StateError
-from infinity.core.intervals import ShardPiece, Span, shard_pieces
+from infinity.core.nbytes import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import Volume, open_own
 from infinity.optim.rules import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer
 from infinity.device.memory import Lease, Pool
 from infinity.optim.layout import StateLayout
 from infinity.shards.storage import ChunkExtents, Version

@@ -23,8 +23,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.errors import StateError
-from infinity.core.nbytes import Extent, Piece
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Piece, Transfer, TransferEngine
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool, Lease, Pool
 from infinity.nvme.engines import make_engine

@@ -23,8 +23,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import format_nbytes
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer, format_nbytes
 from infinity.optim.layout import master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.base import BaseHome, FrozenBase

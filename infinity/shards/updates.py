@@ -26,8 +26,7 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import Lease
 from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture

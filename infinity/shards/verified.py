@@ -24,8 +24,7 @@ import torch
 
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import DamagedDataError, StateError
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
-from infinity.core.transfer import Transfer, TransferEngine, chained
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, TransferEngine, chained
 from infinity.device.machine import background_threads
 from infinity.nvme.volume import Range, Volume, open_own
 from infinity.shards.journal import CorruptJournalError, read_sums

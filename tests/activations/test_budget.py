@@ -14,8 +14,8 @@ from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.activations.slots import StoreQueue
 from infinity.activations.store import open_stores
+from infinity.core.nbytes import Transfer
 from infinity.core.plan import Hardware
-from infinity.core.transfer import Transfer
 from infinity.engine import runtime as runtime_module
 from infinity.planner.search import smallest_budget
 from infinity.recipes.models.causal import GPTConfig

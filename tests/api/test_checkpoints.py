@@ -19,8 +19,7 @@ import infinity
 from infinity.api import portable as checkpoints
 from infinity.api.portable import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.app.loop import Loop
-from infinity.app.save import save_run
-from infinity.app.train import train
+from infinity.app.train import save_run, train
 from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.export import Series

@@ -17,11 +17,10 @@ from safetensors.torch import load_file
 import infinity
 from infinity.app.loop import BatchLoss, Loop
 from infinity.app.runs import committed_step, list_runs, remove_runs
-from infinity.app.save import publish_run
-from infinity.app.train import train
+from infinity.app.train import publish_run, train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
-from infinity.observe.summary import Summary
+from infinity.observe.metrics import Summary
 from infinity.partition import builder
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.app import process_group
+from infinity.app import train as train_module
 from infinity.app.loop import Loop, RankMean, lr_factor
-from infinity.app.process_group import rank, set_threads, world_size
-from infinity.app.train import _short, notes_on_commits, train
+from infinity.app.train import _short, notes_on_commits, process_group, set_threads, train
+from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import InfinityError, RecipeError
-from infinity.observe.metrics import StepReport
-from infinity.observe.progress import MessageBuffer
+from infinity.observe.metrics import MessageBuffer, StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.recipe import Recipe, load_recipe
@@ -312,7 +311,7 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(process_group, "usable_cores", lambda: 8)
+    monkeypatch.setattr(train_module, "usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     set_threads(load_recipe().train)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
@@ -400,7 +399,7 @@ def test_rank_0_leaves_last_for_it_may_keep_the_store(tmp_path: Path) -> None:
 def leave_late(folder: str) -> bool:
     """Whether rank 1 had come to its end when this rank left."""
     ended = Path(folder, "ended")
-    with process_group.process_group(load_recipe()):
+    with process_group(load_recipe()):
         if rank() == 1:
             time.sleep(0.3)
             ended.touch()
@@ -415,7 +414,7 @@ def test_a_rank_that_fails_at_the_end_holds_no_other(tmp_path: Path) -> None:
 
 
 def fail_late() -> str:
-    with process_group.process_group(load_recipe()):
+    with process_group(load_recipe()):
         if rank() == 1:
             raise ValueError("too late")
     return "ended"

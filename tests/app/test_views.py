@@ -14,9 +14,9 @@ from infinity.activations.slots import ActivationStats
 from infinity.app.train import ActivationView, train
 from infinity.core.plan import Hardware
 from infinity.engine import runtime
-from infinity.observe.metrics import StepReport
-from infinity.observe.summary import (
+from infinity.observe.metrics import (
     ActivationSummary,
+    StepReport,
     SummaryBuilder,
     activation_rows,
     compared,

@@ -31,7 +31,7 @@ from torch.utils.serialization import config
 
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.core.errors import CheckpointError
-from infinity.core.intervals import Box
+from infinity.core.nbytes import Box
 from tests.helpers.cases import examples
 
 

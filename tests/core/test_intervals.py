@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.intervals import Box, Span, boxes, flat_offset, overlap, shard_pieces
+from infinity.core.nbytes import Box, Span, boxes, flat_offset, overlap, shard_pieces
 from tests.helpers.cases import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

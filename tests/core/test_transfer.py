@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.transfer import Transfer, chained, stream
+from infinity.core.nbytes import Transfer, chained, stream
 from tests.helpers.fakes import FakePool
 from tests.helpers.limits import HANG_S
 

@@ -25,8 +25,7 @@ from infinity.device.machine import (
 )
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines.libaio_engine import LibaioEngine
-from infinity.observe.progress import MessageBuffer
-from infinity.observe.summary import summary_rows
+from infinity.observe.metrics import MessageBuffer, summary_rows
 from infinity.recipes.recipe import load_recipe
 from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import run_ranks

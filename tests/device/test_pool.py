@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.memory import Buffer, CountingPool, DevicePool, HostPool, Lease
-from infinity.observe.metrics import Stalls
-from infinity.observe.timeline import Timeline
+from infinity.observe.timeline import Stalls, Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.comm import peers
+from infinity.comm import collectives
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import free_port
@@ -455,7 +455,7 @@ class Expected:
 
 def play(folder: str, trials: Sequence[Trial], allowed: Sequence[str] = ()) -> list[Outcome]:
     """The nursery: runs trials one after the other."""
-    peers.BEAT_S = 0.2  # of the lives: who survives learns sooner
+    collectives.BEAT_S = 0.2  # of the lives: who survives learns sooner
     prepare(ADAMW, torch.float32, torch.float32)
     here = Path(folder)
     expected = Expected(here)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from infinity.core.errors import BudgetError, DiskError
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned
 from tests.helpers.limits import HANG_S
 
 

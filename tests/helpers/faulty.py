@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infinity.core.errors import DiskError
-from infinity.core.nbytes import BLOCK_NBYTES, Extent
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Transfer, TransferEngine
 from infinity.shards import storage
 from tests.helpers.limits import HANG_S
 

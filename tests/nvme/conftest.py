@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.core.transfer import TransferEngine
+from infinity.core.nbytes import TransferEngine
 from infinity.device.memory import HostPool, Lease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from infinity.observe.progress import ProgressDisplay
+from infinity.observe.metrics import ProgressDisplay
 
 MIB = 2**20
 

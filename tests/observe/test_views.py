@@ -12,13 +12,17 @@ from rich.console import Console
 from infinity.observe.metrics import (
     Evaluation,
     MetricsFile,
+    ProgressDisplay,
     StepReport,
+    Summary,
+    SummaryBuilder,
     TensorBoard,
+    describe,
     last_step,
     read_metrics,
+    show_summary,
+    summary_rows,
 )
-from infinity.observe.progress import ProgressDisplay, describe
-from infinity.observe.summary import Summary, SummaryBuilder, show_summary, summary_rows
 
 REPORT = StepReport(
     step=2,

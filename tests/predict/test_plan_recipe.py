@@ -15,8 +15,7 @@ from rich.console import Console
 from infinity.app.train import built
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
-from infinity.observe.metrics import View
-from infinity.observe.summary import PredictedStep
+from infinity.observe.metrics import PredictedStep, View
 from infinity.planner.machines import Machine
 from infinity.predict import plan_recipe as module
 from infinity.predict.dry_run import DryRun, dry_run
@@ -358,7 +357,7 @@ def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch:
 
 
 def module_rows(summary: object) -> list[tuple[str, str]]:
-    from infinity.observe.summary import summary_rows
+    from infinity.observe.metrics import summary_rows
 
     return summary_rows(summary)  # type: ignore[arg-type]
 

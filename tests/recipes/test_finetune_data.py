@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import infinity
 from infinity.app.loop import Loop
-from infinity.app.process_group import rank, world_size
 from infinity.app.train import train
+from infinity.comm.ranks import rank, world_size
 from infinity.observe.metrics import StepReport, View
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.data.sequences import Batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Transfer
 from infinity.shards.journal import (
     CommitRecord,
     CorruptJournalError,

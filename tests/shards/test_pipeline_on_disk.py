@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume

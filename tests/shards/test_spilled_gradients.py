@@ -10,8 +10,7 @@ import torch
 
 import infinity
 from infinity.core.errors import BudgetError, DiskError
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import Extent, Transfer
 from infinity.engine.runtime import runtime_of, runtimes
 from tests.helpers import models
 from tests.helpers.cases import few

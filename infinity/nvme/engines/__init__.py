@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from infinity.core.config import SettingError
-from infinity.core.transfer import TransferEngine
+from infinity.core.nbytes import TransferEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume

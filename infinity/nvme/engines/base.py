@@ -23,8 +23,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, aligned
-from infinity.core.transfer import Transfer
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Transfer, aligned
 from infinity.nvme.volume import Volume
 
 #: A request that is interrupted or moves nothing this often in a row is an error.

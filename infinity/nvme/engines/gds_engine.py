@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.core.nbytes import Extent
-from infinity.core.transfer import Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine
 from infinity.nvme.engines.base import Memory, Move, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from infinity.core.architectures import ARCHITECTURES, Architecture
+from infinity.checkpoint.model import ARCHITECTURES, Architecture
 from infinity.core.config import Config, SettingError, Valid, setting
 
 INIT_STD = 0.02
