@@ -349,9 +349,7 @@ def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> s
     if stored:
         recipe, why = runs.recipe_of(folder), ""
         if (stored_as := recipe.model.path) is None:
-            why = (
-                "a new model (model.path is null), so no checkpoint has a stored form for it"
-            )
+            why = "a new model (model.path is null), so no checkpoint has a stored form for it"
         elif recipe.lora.rank is not None:
             why = "adapters, which are not quantized"
         if why:
