@@ -61,9 +61,14 @@ class AdamW(torch.optim.Optimizer):
             raise SettingError("max_grad_norm", max_grad_norm, "a number > 0, or None: never clip")
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
-        groups = list(params) if params is not None else _default_groups(model, weight_decay)
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._made_groups = params is None  # else the caller's, who may leave parameters out
+        made_groups = params is None  # else the caller, who may leave parameters out
+        if params is None:
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            matrices = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
+            vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+            params = [group for group in (matrices, vectors) if group["params"]]
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._made_groups = made_groups
         with uninterrupted:
             self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
             if self.runtime.started:
@@ -132,28 +137,24 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with uninterrupted:
-            self._end_step()
+            executor = self.runtime.executor()
+            synced = executor.gradients.completions.synced
+            if self.scaler is not None and not self._scaled and synced:
+                raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
+            if synced:
+                self._check_parameters()
+                self.runtime.tiers.settle(self.runtime.units)
+            self.runtime.values.end_load()
+            norm = executor.reduce()
+            if norm is not None:
+                executor.commit(norm, self.max_grad_norm)
+                self.grad_norm, self.skipped = norm, not math.isfinite(norm)
+                self.steps += not self.skipped
+                if self.scaler is not None:
+                    self.scaler.update(self.skipped)
+                self._scaled = False
+                self.runtime.records.record(self._small_state)
         return loss
-
-    def _end_step(self) -> None:
-        executor = self.runtime.executor()
-        synced = executor.gradients.completions.synced
-        if self.scaler is not None and not self._scaled and synced:
-            raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
-        if synced:
-            self._check_parameters()
-            self.runtime.tiers.settle(self.runtime.units)
-        self.runtime.values.end_load()
-        norm = executor.reduce()
-        if norm is None:
-            return
-        executor.commit(norm, self.max_grad_norm)
-        self.grad_norm, self.skipped = norm, not math.isfinite(norm)
-        self.steps += not self.skipped
-        if self.scaler is not None:
-            self.scaler.update(self.skipped)
-        self._scaled = False
-        self.runtime.records.record(self._small_state)
 
     def follow(self, **more: Stateful) -> None:
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
@@ -412,12 +413,3 @@ def _check_numbers(group: dict[str, Any]) -> None:
         raise SettingError(
             "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
         )
-
-
-def _default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

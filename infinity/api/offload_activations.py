@@ -93,11 +93,8 @@ def _serve(
 ) -> Activations:  # fmt: skip
     """Open what activations need until ``stack`` is closed, and let the model's calls use it."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    ranks = (
-        Ranks(dist.get_rank(), dist.get_world_size(), device)
-        if dist.is_initialized()
-        else Ranks(0, 1, device)
-    )
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = Ranks(*place, device)
     notes = [heap_line()] if policy != "keep" and device.type == "cpu" else []
     run_id, paths = new_run_id(), []
     for root in directories:

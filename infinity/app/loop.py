@@ -36,10 +36,9 @@ from infinity.recipes.recipe import Recipe
 class Loop:
     """Training steps and evaluations of one model; continues after the last committed step.
 
-    [Note: the metrics of a committed step] With each step the optimizer commits the place in the data and the
-    state of the scheduler. The scheduler's is taken when the next forward pass begins, and the step is
-    committed after that: when the step's lines have been written. So a run that continues after a step has
-    all lines up to it, and cuts later ones.
+    [Note: the metrics of a committed step] A step is committed, with the place in the data and the state of
+    the scheduler, when the next forward pass has begun, after its lines were written. So a run that continues
+    after a step has all lines up to it, and cuts later ones.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class Loop:
     def _step(self, batches: Sequence[Batch]) -> float:
         """Run one optimizer step and return this rank's loss, whose mean over ranks is the step's.
 
-        The loss is the mean over all targets of the step, in all micro-batches of all ranks. Gradients are
-        averaged over ranks, so each rank divides by the number of targets per rank.
+        That is the mean over all targets, in all micro-batches of all ranks. Gradients are averaged over
+        ranks, so each rank divides by the number of targets per rank.
         """
         targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
         total = torch.zeros((), device=self.loss.device)
@@ -213,8 +212,7 @@ class Division(NamedTuple):
 class RankMean:
     """Mean of a number over all ranks; every rank must construct and call it.
 
-    It has a process group of its own, because another thread may have queued gathers on the model's. If a
-    rank does not respond, the optimizer knows why.
+    It has a process group of its own: behind gathers that are queued on the model's it would wait.
     """
 
     def __init__(self, optimizer: Any, timeout_s: float) -> None:

@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -29,20 +30,8 @@ from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
-from infinity.engine.config import Dtype
-from infinity.observe.metrics import (
-    ActivationSummary,
-    MetricsFile,
-    PredictedStep,
-    ProgressDisplay,
-    StepReport,
-    Summary,
-    SummaryBuilder,
-    TensorBoard,
-    View,
-    read_metrics,
-    show_summary,
-)
+from infinity.observe import metrics
+from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
 from infinity.planner.planning import FOLDER, save_measured
 from infinity.recipes.data.loader import BatchShape, Data, open_data
@@ -56,11 +45,10 @@ _PREDICTED_S = 60.0
 _MOST_THREADS_PER_CORE = 8
 
 
-def train(recipe: Recipe) -> Summary | None:
-    """Train the recipe's model on its data; an interrupted run of its name continues.
+def train(recipe: Recipe) -> metrics.Summary | None:
+    """Train the recipe's model on its data; every rank must call, and rank 0 returns the summary.
 
-    Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other ranks
-    return None. If the run can continue after an exception, the exception has a note that says how.
+    An interrupted run of its name continues. An exception has a note that says how the run can continue.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
@@ -71,11 +59,16 @@ def train(recipe: Recipe) -> Summary | None:
         _check_sizes(recipe, ranks.device)
         if run.before is None and recipe.checkpoint.load is not None:
             DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
-        data = open_inputs(recipe, _log_before_views(recipe))
-        views, totals, activations = View(), SummaryBuilder(), None
+        # Lines before there are views come from any rank: one tokenizes while others wait.
+        console = Console(stderr=True, quiet=not recipe.observe.progress)
+        data = open_inputs(recipe, partial(console.print, markup=False, highlight=False, soft_wrap=True))
+        views, totals, activations = View(), metrics.SummaryBuilder(), None
         if rank() == 0:
             stack.enter_context(runs.opened(run))
-            views = _open_display(recipe, folder, world_size())
+            if recipe.observe.progress:
+                views.add(metrics.ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+            on = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}; files in {folder}"
+            views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
         stack.enter_context(_explained(run))
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder.name, views))
@@ -88,11 +81,10 @@ def train(recipe: Recipe) -> Summary | None:
             for note in _notes_on(run, data, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
-            _add_files(views, recipe, folder, after=after)
-            totals.take_in(read_metrics(folder / runs.METRICS, after))
+            _open_files(recipe, model, folder, views, after)
+            totals.take_in(metrics.read_metrics(folder / runs.METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals, activations)
-            _make_room_for_model(recipe, model, folder)
         loop.run()
         if _saves(recipe):
             out = folder / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
@@ -100,10 +92,10 @@ def train(recipe: Recipe) -> Summary | None:
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
         if activations is not None:
-            dtype, budgets = runtime.config.dtype, optimizer.budgets
             summary = totals.result(
-                folder=folder, world_size=world_size(), budgets=budgets, activations=activations.result(),
-                predicted=_predicted(recipe, totals, budgets, dtype), dtype=dtype,
+                folder=folder, world_size=ranks.world_size, budgets=optimizer.budgets,
+                activations=activations.result(), predicted=_predicted(recipe, totals.total_s, optimizer),
+                dtype=runtime.config.dtype,
                 notes=[*runtime.notes, *notes_on_commits(runtime.records.interval.every)],
             )  # fmt: skip
             if recipe.observe.timeline:
@@ -111,28 +103,34 @@ def train(recipe: Recipe) -> Summary | None:
             summary.write(folder / runs.SUMMARY)
         loop.meet()  # the run is finished: now each rank removes what it could have gone on from
     if summary is not None and recipe.observe.progress:
-        show_summary(summary, Console())
+        metrics.show_summary(summary, Console())
     return summary
 
 
-def _make_room_for_model(recipe: Recipe, model: Any, folder: Path) -> None:
-    """Remove what an earlier process of the run has saved; raise now if there is no room to save."""
+def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: int) -> None:
+    """Open the files of figures that the recipe asks for, cut after step ``after`` (-1: empty), as views.
+
+    What an earlier process of the run has saved is removed; raises now if there is no room to save.
+    """
     for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and recipe.lora.rank is None:
         check_room_for(model, folder)
+    if recipe.observe.metrics:
+        synced = recipe.durability.survives == "power"
+        views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
+    if recipe.observe.tensorboard:
+        views.add(metrics.TensorBoard(folder / "tensorboard", after=after))
 
 
-def _predicted(
-    recipe: Recipe, totals: SummaryBuilder, budgets: Mapping[str, int | None], dtype: Dtype
-) -> PredictedStep | None:
+def _predicted(recipe: Recipe, total_s: float, optimizer: Any) -> metrics.PredictedStep | None:
     """Return the plan's prediction for the run's steps; None: the run was short, or cannot be planned."""
-    if totals.total_s < _PREDICTED_S or local_ranks() < world_size():
+    if total_s < _PREDICTED_S or local_ranks() < world_size():
         return None
     from infinity.predict.plan_recipe import predict
 
     try:
-        return predict(recipe, world_size(), budgets, dtype)
+        return predict(recipe, world_size(), optimizer.budgets, optimizer.runtime.config.dtype)
     except InfinityError:
         return None
 
@@ -313,13 +311,6 @@ def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = N
     return None
 
 
-def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
-    """Return a printer of lines before views are open, on any rank: one tokenizes while others wait."""
-    if not recipe.observe.progress:
-        return lambda line: None
-    return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextmanager
 def _explained(run: runs.Run) -> Iterator[None]:
     """Add to errors of files what to do, and on rank 0 to any interruption how to continue."""
@@ -400,25 +391,6 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
 # --- views ---------------------------------------------------------------------------------------
 
 
-def _open_display(recipe: Recipe, folder: Path, world_size: int) -> View:
-    views = View()
-    if recipe.observe.progress:
-        views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
-        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-        model = recipe.model.path or f"{recipe.model.numel:,} parameters"
-        views.log(f"{model} on {ranks}; files in {folder}")
-    return views
-
-
-def _add_files(views: View, recipe: Recipe, folder: Path, *, after: int) -> None:
-    """Add the files of figures that the recipe asks for; cut them after step ``after`` (-1: empty)."""
-    if recipe.observe.metrics:
-        synced = recipe.durability.survives == "power"
-        views.add(MetricsFile(folder / runs.METRICS, after=after, synced=synced))
-    if recipe.observe.tensorboard:
-        views.add(TensorBoard(folder / "tensorboard", after=after))
-
-
 class ActivationView(View):
     """View that saves the plan for activations, logs it, and collects figures for the summary."""
 
@@ -431,7 +403,7 @@ class ActivationView(View):
         self._moved = 0, 0
         self._steps: list[tuple[int, int, float]] = []  # stored, loaded, stall
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: metrics.StepReport) -> None:
         stats = self._activations.cache.stats
         moved = stats.nbytes_stored, stats.nbytes_loaded
         if self._planned or self._activations.policy != "plan":
@@ -444,13 +416,13 @@ class ActivationView(View):
             planning.save(self._folder)
             self._log(planning.describe())
 
-    def result(self) -> ActivationSummary | None:
+    def result(self) -> metrics.ActivationSummary | None:
         """Return the figures so far and write ``measured.json``; None: all activations were kept."""
         activations, planning = self._activations, self._activations.planning
         if activations.policy == "keep":
             return None
         stored, loaded, stall_s = (median(figures) for figures in zip(*self._steps or [(0, 0, 0.0)]))
-        summary = ActivationSummary(
+        summary = metrics.ActivationSummary(
             policy=activations.policy,
             nbytes_stored=round(stored),
             nbytes_loaded=round(loaded),

@@ -231,11 +231,8 @@ class MetricsFile(View):
     """View that appends JSON lines to ``path``, each flushed before the call returns.
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
-    "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null.
-
-    Args:
-        after: Keep whole lines up to this step and cut the others (-1: all). None: keep all.
-        synced: Lines survive a power cut, as the commits that follow them do.
+    "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null. Lines after step
+    ``after`` are cut (None: none). If ``synced``, lines survive a power cut, as commits after them do.
     """
 
     def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:
