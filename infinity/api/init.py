@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -126,13 +125,11 @@ class Init:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self.runtime.close)
-            self.runtime.construction.__exit__(kind, error, trace)
-            if error is None:
+            self.runtime.construction.__exit__(*exc)
+            if exc[1] is None:
                 self.runtime.meet()
                 stack.pop_all()
 

@@ -226,11 +226,11 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    if not isinstance(failure, PeerError) and not ranks.least(failure is None, what):
+    several = ranks.world_size > 1 and not isinstance(failure, PeerError)
+    if several and not ranks.least(failure is None, what):
         told = ["" if failure is None else f"{type(failure).__name__}: {failure}"] * ranks.world_size
-        if ranks.world_size > 1:
-            with peer_errors(what):
-                dist.all_gather_object(told, told[0])
+        with peer_errors(what):
+            dist.all_gather_object(told, told[0])
         how = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
         failure = failure or PeerError(f"{what} failed: {how}")
     if failure is not None:

@@ -55,13 +55,11 @@ class OwnedStack(contextlib.ExitStack):
         super().__init__()
         self._pid = os.getpid()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, *exc: Any) -> bool:
         if os.getpid() != self._pid:
             self.pop_all()
             return False
-        return bool(super().__exit__(kind, error, trace))
+        return bool(super().__exit__(*exc))
 
     def close_with(self, holder: object) -> None:
         """Close when ``holder`` is collected, too: see [Note: dropped without close]."""
