@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.comm import collectives, peers
+from infinity.comm import collectives
 from infinity.comm.ranks import open_ranks
 from tests.helpers.launch import start_ranks
 from tests.helpers.limits import HANG_S
@@ -107,17 +107,17 @@ def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accele
 
 
 def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatch):
-    monkeypatch.setattr(peers, "_process_state", lambda pid: "X")
+    monkeypatch.setattr(collectives, "_process_state", lambda pid: "X")
     looked: list[Iterable[int] | None] = []
-    mine = peers.Entry(rank=0, pid=0, host="a", machine="a")
+    mine = collectives.Entry(rank=0, pid=0, host="a", machine="a")
     died = replace(mine, rank=3)
     entries = [replace(mine, rank=1, end="closed its model"), replace(mine, rank=2, machine="b"), died]
 
-    def others(ranks: Iterable[int] | None) -> list[peers.Entry]:
+    def others(ranks: Iterable[int] | None) -> list[collectives.Entry]:
         looked.append(ranks)
         return entries
 
-    here = object.__new__(peers.Peers)
+    here = object.__new__(collectives.Peers)
     here._me, here._here, here._thread = mine, None, threading.Thread()  # has not begun
     monkeypatch.setattr(here, "_others", others)
     assert here.dead().startswith("rank 3 (process 0 on a) was killed")
