@@ -15,8 +15,8 @@ import numpy as np
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import BlockCall, Hardware, Profile
-from infinity.planner.events import Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.lifetimes import MADE, InactivePeriod, lifetimes_of
+from infinity.planner.simulator import Channel, delay_s_per_byte, mixed_rates
 
 #: Stretches that the step is cut into at most.
 POINTS = 200

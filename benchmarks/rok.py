@@ -40,8 +40,8 @@ from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import FOLDER, PLAN, Planning
 from infinity.observe.metrics import StepReport, View
-from infinity.planner.planning import FOLDER, PLAN, Planning
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
 from infinity.recipes.data.sequences import Batch

@@ -29,9 +29,8 @@ from infinity.activations.profiler import MemoryMeter, Profiler
 from infinity.activations.slots import ActivationStats
 from infinity.activations.tensor_cache import PassRecord, TensorCache, planned, storages_of, uniform
 from infinity.core.errors import BudgetError
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Profile
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Planning, Profile
 from infinity.observe.timeline import WatchedEngine
-from infinity.planner.planning import Planning
 from infinity.planner.search import bounded, budget_error
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play

@@ -28,12 +28,12 @@ from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
 from infinity.core.errors import BudgetError, CheckpointError, InfinityError, PeerError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import FOLDER, save_measured
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
-from infinity.planner.planning import FOLDER, save_measured
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.models.causal import require_causal
 from infinity.recipes.models.gpt import GPT

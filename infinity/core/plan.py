@@ -1,4 +1,4 @@
-"""The measured saved tensors of a step, and the plan for them that the runtime and the simulator follow.
+"""The measured saved tensors of a step, the plan for them that runtime and simulator follow, and their files.
 
 The planner reads nothing else of a model. Positions are indices of operators.
 
@@ -10,7 +10,8 @@ ordinal there: the same in every micro-batch.
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -18,11 +19,15 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from infinity.core.errors import RecipeError
 from infinity.core.files import read_file, write_file
+from infinity.core.nbytes import format_nbytes
 
 #: The longest profile or plan that is read, a hundred times that of a large model (bytes).
-MOST_NBYTES = 2**28
+_MOST_NBYTES = 2**28
 #: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
 _VERSION = 2
+#: Names of the files in a run's folder.
+FOLDER = "activations"
+PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
 
 
 class SlotKey(NamedTuple):
@@ -132,14 +137,10 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> "Profile":
         """Read what :meth:`save` wrote; raise a RecipeError if there is no such file, or no profile in it."""
-        try:
-            given = json.loads(read_file(path, MOST_NBYTES))
+        with _reading(path, "profile"):
+            given = json.loads(read_file(path, _MOST_NBYTES))
             version = given.pop("version")
             found: Profile | None = _built(cls, given) if version == _VERSION else None
-        except OSError as error:
-            raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise RecipeError(f"{path}: not a profile that infinity wrote: {error}") from error
         if found is None:
             raise RecipeError(
                 f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
@@ -250,3 +251,89 @@ class Outcome:
     host_peak_nbytes: int  # the most that stored slots take of host memory
     nbytes_stored: int  # activations written to NVMe
     nbytes_loaded: int  # activations read from NVMe
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Holds a plan with the profile and the hardware that it was made from, and its predicted cost."""
+
+    profile: Profile
+    hardware: Hardware
+    plan: ActivationPlan
+    kept: Outcome  # predicted if everything is kept
+    predicted: Outcome  # of the plan
+    planning_s: float  # time that planning took
+
+    def save(self, folder: Path) -> None:
+        """Write ``profile.json`` and ``plan.json`` into ``folder``."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.profile.save(folder / PROFILE)
+        given = {
+            "plan": json.loads(self.plan.to_json()),
+            "hardware": asdict(self.hardware),
+            "kept": asdict(self.kept),
+            "predicted": asdict(self.predicted),
+            "planning_s": self.planning_s,
+        }
+        write_file(folder / PLAN, json.dumps(given))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Planning":
+        """Read what :meth:`save` wrote; raise a RecipeError for a file that is missing or another one."""
+        profile = Profile.load(folder / PROFILE)
+        with _reading(folder / PLAN, "plan"):
+            given = json.loads(read_file(folder / PLAN, _MOST_NBYTES))
+            plan = ActivationPlan.from_json(json.dumps(given.pop("plan")))
+            rest = {name: _built(_hints(cls)[name], value) for name, value in given.items()}
+            return cls(profile=profile, plan=plan, **rest)
+
+    def describe(self) -> str:
+        counts = count_blocks(self.profile, self.plan)
+        peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
+        return f"activations: {counts}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
+
+
+def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
+    """Return in words how many blocks a plan treats in which way; with any byte stored: as stored."""
+    regions = {block.region for block in profile.blocks}
+    recomputed = regions & plan.recomputed
+    placed = [(key.region, place) for key, place in plan.places.items() if key.region in regions - recomputed]
+    nvme = {region for region, place in placed if place is Place.NVME}
+    host = {region for region, place in placed if place is Place.HOST} - nvme
+    counts = {"to NVMe": len(nvme), "to host memory": len(host), "recomputed": len(recomputed)}
+    counts["kept"] = len(regions) - sum(counts.values())
+    parts = [(count, words) for words, count in counts.items() if count]
+    if not parts:
+        return "no blocks"
+    (first, words), rest = parts[0], parts[1:]
+    named = f"{first} of {len(regions)} block{'s' if len(regions) > 1 else ''} {words}"
+    return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
+
+
+def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
+    """Write ``measured.json``: the measured cost of the plan in ``folder``, beside the predicted one."""
+    given = {"predicted": asdict(predicted), "measured": asdict(measured)}
+    write_file(folder / MEASURED, json.dumps(given, indent=2) + "\n")
+
+
+def load_measured(folder: Path) -> Outcome | None:
+    """Return the measured cost of the plan in ``folder``; None: the run did not get that far.
+
+    Raises:
+        RecipeError: The file was not written by :func:`save_measured`.
+    """
+    if not (folder / MEASURED).exists():
+        return None
+    with _reading(folder / MEASURED, "cost of a plan"):
+        return Outcome(**json.loads(read_file(folder / MEASURED, _MOST_NBYTES))["measured"])
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Turn errors inside into one that says that ``path`` is missing, or is no ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}; wanted a {what} that infinity wrote") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecipeError(f"{path}: not a {what} that infinity wrote: {error}") from error

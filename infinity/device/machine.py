@@ -29,7 +29,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 
 #: A dtype of 16 bits is fast if it is multiplied at this share of fp32's speed, or faster. Processors lie far
 #: from it on either side: 0.02 where the dtype is emulated, 1.5 to 4 where they know it.
-_FAST = 0.7
+FAST = 0.7
 #: A dtype below this share at the small size is not measured at the large one: it would take too long.
 _HOPELESS = 0.25
 #: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
@@ -168,11 +168,11 @@ def choose_dtype(
     speed = measure_dtype("bf16" if wanted == "auto" else wanted, device)
     if wanted == "auto":
         ratio = least(speed.ratio)
-        chosen: Dtype = "bf16" if ratio >= _FAST else "fp32"
-        here = (speed.ratio >= _FAST) is (chosen == "bf16")
+        chosen: Dtype = "bf16" if ratio >= FAST else "fp32"
+        here = (speed.ratio >= FAST) is (chosen == "bf16")
         other = f"another rank multiplies bf16 at {ratio:.2g} times the speed of fp32"
         return chosen, f"dtype: {chosen} ({speed if here else other})"
-    if speed.ratio >= _FAST:
+    if speed.ratio >= FAST:
         return wanted, ""
     times = f"{1 / speed.ratio:.2g}"
     return wanted, f"train.dtype={wanted} is slow here: {speed}; train.dtype=fp32 is {times} times as fast"

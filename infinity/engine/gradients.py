@@ -15,7 +15,7 @@ Without an accelerator a unit is reduced while the next one computes, and no lat
 for the previous reduction, as FSDP2 does, and for the last one of a micro-batch when the next backward
 begins. Memory of a complete gradient, and of its reduction, is given back when the next gradient has begun or
 backward has ended, however soon it is read. So what gradients take does not depend on the pace of collectives
-and updates, and :mod:`infinity.planner.clock` can predict it. On an accelerator streams order reductions, and
+and updates, and :mod:`infinity.predict.play` can predict it. On an accelerator streams order reductions, and
 memory is lent again as soon as they are issued.
 
 [Note: gradients leave an accelerator]

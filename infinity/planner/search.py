@@ -9,10 +9,6 @@ budget.
 Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
 order, a benefit by cost that is valued anew with each choice.
 
-[Note: bytes by operator]
-A timeline holds the bytes that fit into the time of each position and are not booked yet. So a transfer may
-use several gaps, and two transfers may share one.
-
 [Note: backlog]
 A plan that would exceed its budget because stores end late gets a bound on the bytes that wait to be stored.
 
@@ -31,9 +27,9 @@ depend on the budget either: more memory never makes a step slower.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -53,9 +49,8 @@ from infinity.core.plan import (
     StoreWait,
     Traffic,
 )
-from infinity.planner.events import LOAD, Channel, mixed_rates
 from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
-from infinity.planner.simulator import Simulator
+from infinity.planner.simulator import LOAD, Channel, Simulator, mixed_rates
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
 RUNGS = 32
@@ -73,16 +68,15 @@ TRIES = 7
 
 
 class ChannelTimeline:
-    """Holds the bytes that a channel can still carry by operator; see [Note: bytes by operator].
+    """Holds the bytes that fit into the time of each operator on a channel, and are not booked yet.
 
-    Attributes:
-        latency_nbytes: Bytes of the timeline that a transfer takes beyond its own.
-        beside: Another channel, and how many of its bytes each byte booked here takes.
+    So a transfer may use several gaps, and two transfers may share one.
     """
 
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        self.latency_nbytes = int(latency_s * bytes_per_s)
+        self.latency_nbytes = int(latency_s * bytes_per_s)  # that a transfer takes beyond its own
         self._free = (times * bytes_per_s).astype(np.int64)
+        #: Another channel, and how many of its bytes each byte booked here takes.
         self.beside: tuple[ChannelTimeline, float] | None = None
 
     def until(self) -> np.ndarray:
@@ -114,10 +108,8 @@ def channel_timelines(
 ) -> dict[Channel, ChannelTimeline]:
     """Return timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
-    made = {
-        channel: ChannelTimeline(times, rate, hardware.latency_s)
-        for channel, rate in zip(Channel, (write, read, host, host))
-    }
+    rates = zip(Channel, (write, read, host, host))
+    made = {channel: ChannelTimeline(times, rate, hardware.latency_s) for channel, rate in rates}
     writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
     mixed_read, mixed_write = mixed_rates(hardware)
     writes.beside = reads, (read - mixed_read) / mixed_write if mixed_write else 0.0
@@ -138,11 +130,11 @@ def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int
     chosen: dict[int, Place] = {}
     periods = lifetimes.periods
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
-    there_and_back = {
-        Place.NVME: read > 0 and write > 0 and 1 / read + 1 / write,
-        Place.HOST: host > 0 and 2 / host,
-    }
-    s_per_byte = {place: cost for place, cost in there_and_back.items() if cost}
+    s_per_byte: dict[Place, float] = {}  # there and back
+    if read > 0 and write > 0:
+        s_per_byte[Place.NVME] = 1 / read + 1 / write
+    if host > 0:
+        s_per_byte[Place.HOST] = 2 / host
     most = {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
     given = Counter[Place]()
 
@@ -179,6 +171,13 @@ def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int
 
 
 # --- loads and backlog -------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """Pairs a plan with its predicted cost."""
+
+    plan: ActivationPlan
+    outcome: Outcome
 
 
 def with_loads(
@@ -238,14 +237,14 @@ def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[i
 def within(
     lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
     limit_s: float = float("inf"),
-) -> tuple[ActivationPlan, Outcome] | None:  # fmt: skip
+) -> Candidate | None:  # fmt: skip
     """Bound the backlog if the capacity needs it ([Note: backlog]); None: it fails or takes ``limit_s``."""
     simulator = Simulator(lifetimes, plan, hardware)
     outcome = simulator.run()
     if outcome.step_s >= limit_s:
         return None
     if outcome.peak_nbytes <= capacity_nbytes:
-        return plan, outcome
+        return Candidate(plan, outcome)
     # Beside these bytes there is never more than the backlog, however late stores end.
     low = capacity_nbytes - int(_least_under(lifetimes, plan)[0].max(initial=0))
     high = simulator.slots.backlog.peak_nbytes
@@ -258,7 +257,7 @@ def within(
         else:
             low = tried_nbytes
             if outcome.step_s < limit_s:
-                found, limit_s = (bounded, outcome), outcome.step_s
+                found, limit_s = Candidate(bounded, outcome), outcome.step_s
         tried_nbytes = (low + high) // 2
     return found
 
@@ -316,13 +315,6 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
 # --- the ladder --------------------------------------------------------------------------------------
 
 
-class Candidate(NamedTuple):
-    """Pairs a plan with its predicted cost."""
-
-    plan: ActivationPlan
-    outcome: Outcome
-
-
 class PlanSearch:
     """Finds plans for one profile on one machine; ``keep`` is the one that keeps everything."""
 
@@ -346,23 +338,23 @@ class PlanSearch:
     def smallest_budget(self) -> int:
         return int(self.lowest()[1].max(initial=0))
 
-    def frontier(self, capacity_nbytes: int) -> Iterator[Candidate]:
-        """Yield the fastest plans that were found for rungs up to a capacity, smallest rung first.
+    def fastest(self, capacity_nbytes: int) -> ActivationPlan:
+        """Return the fastest of the plans for rungs up to a capacity that can be met.
 
         Once a plan is as fast as keeping everything, the rungs between it and the highest, which moves the
         fewest bytes, are left out. See [Note: one ladder for every budget].
         """
         rungs = [rung for rung in self._rungs() if rung <= capacity_nbytes]
+        found: list[Candidate | None] = []
         for rung in rungs:
-            candidate = self._best(rung)
-            if candidate is not None:
-                yield candidate
-            if self._is_fast(candidate) and rung != rungs[-1]:
-                if (last := self._best(rungs[-1])) is not None:
-                    yield last
-                return
+            found.append(self._best(rung))
+            if self._is_fast(found[-1]) and rung != rungs[-1]:
+                found.append(self._best(rungs[-1]))
+                break
+        met = (candidate for candidate in found if candidate is not None)
+        return min(met, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)).plan
 
-    def without_slowdown(self) -> Candidate:
+    def without_slowdown(self) -> ActivationPlan:
         """Return the plan of the smallest rung that does not slow the step down, without its budget."""
         best = self.keep
         allowed_s = best.outcome.step_s * (1 + NO_SLOWDOWN)
@@ -378,7 +370,7 @@ class PlanSearch:
             else:
                 best, high = candidate, at
             at = (low + high) // 2
-        return best
+        return best.plan
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -451,19 +443,14 @@ def _order(profile: Profile) -> tuple[int, ...]:
         time_s = sum(o.time_s for o in profile.operators[slice(*block.forward)])
         return float(f"{nbytes[block.region] / max(time_s, 1e-9):.1e}")
 
-    spread = {block.region: _radical_inverse(i) for i, block in enumerate(useful)}
+    # The bits of a number mirrored at the point (van der Corput): prefixes of that order are evenly spread.
+    spread = {
+        block.region: int(f"{i:b}"[::-1], 2) / (1 << max(1, i.bit_length())) for i, block in enumerate(useful)
+    }
     return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
 
 
-def _radical_inverse(number: int) -> float:
-    """Return the number's bits mirrored at the point (van der Corput): prefixes are evenly spread."""
-    return int(f"{number:b}"[::-1], 2) / (1 << max(1, number.bit_length()))
-
-
 # --- policies ----------------------------------------------------------------------------------------
-
-#: What decides about activations: profile, hardware and capacity (bytes; None: any) give a plan.
-Policy = Callable[[Profile, Hardware, int | None], ActivationPlan]
 
 
 def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
@@ -476,37 +463,25 @@ def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = Non
     """
     search = PlanSearch(profile, hardware)
     if capacity_nbytes is None:
-        return search.without_slowdown().plan
+        return search.without_slowdown()
     if search.keep.outcome.peak_nbytes <= capacity_nbytes:
         return replace(search.keep.plan, capacity_nbytes=capacity_nbytes)
     if search.smallest_budget() > capacity_nbytes:
         raise budget_error(profile, hardware, capacity_nbytes)
-    candidates = search.frontier(capacity_nbytes)
-    return min(
-        candidates, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)
-    ).plan
+    return search.fastest(capacity_nbytes)
 
 
-def _uniform(
-    policy: str, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
-) -> ActivationPlan:
-    """Return the plan that recomputes every block, or stores on NVMe what regions up to a last one save."""
+def simple_plan(policy: str, profile: Profile, hardware: Hardware) -> ActivationPlan:
+    """Return the plan of a policy without a budget: keep, offload, recompute, or SSDTrain's (adaptive)."""
     again = frozenset(block.region for block in profile.blocks if policy == "recompute")
-    lifetimes, last = lifetimes_of(profile, again), -1.0
+    lifetimes, last = lifetimes_of(profile, again), -1.0  # the last region whose storages go to NVMe
     if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
         last = max((block.region - 1 for block in profile.blocks), default=math.inf)
     elif policy == "adaptive":
         last = _last_in_time(profile, lifetimes, hardware)
     periods = enumerate(lifetimes.periods)
     places = {i: Place.NVME for i, period in periods if period.is_worth_storing and period.key.region <= last}
-    made = with_loads(lifetimes, places, hardware, capacity_nbytes, policy)
-    if capacity_nbytes is not None:
-        found = within(lifetimes, made, hardware, capacity_nbytes)
-        if found is None:
-            needed_nbytes = Simulator(lifetimes, made, hardware).run().peak_nbytes
-            raise budget_error(profile, hardware, capacity_nbytes, policy, needed_nbytes)
-        made, _ = found
-    return replace(made, capacity_nbytes=capacity_nbytes)
+    return with_loads(lifetimes, places, hardware, None, policy)
 
 
 def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> int:
@@ -532,12 +507,6 @@ def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) ->
     return last
 
 
-#: By the name that a recipe gives.
-POLICIES: dict[str, Policy] = {
-    name: partial(_uniform, name) for name in ("keep", "offload", "recompute", "adaptive")
-} | {"plan": plan}
-
-
 # --- budgets that cannot be kept ---------------------------------------------------------------------
 
 
@@ -546,22 +515,13 @@ def smallest_budget(profile: Profile, hardware: Hardware) -> int:
     return PlanSearch(profile, hardware).smallest_budget()
 
 
-def budget_error(
-    profile: Profile, hardware: Hardware, capacity_nbytes: int, policy: str = "plan",
-    needed_nbytes: int | None = None,
-) -> BudgetError:  # fmt: skip
-    """Describe why ``policy`` does not keep a budget; ``needed_nbytes`` is what it takes instead."""
-    least = smallest_budget(profile, hardware)
-    wanted = _in_bytes(capacity_nbytes)
-    if needed_nbytes is not None and least <= capacity_nbytes:
-        return BudgetError(
-            f"activations: {policy} takes {_in_bytes(needed_nbytes)}, but the budget for what a step makes "
-            f"in device memory is {wanted}; activations: plan keeps it (it can go down to {_in_bytes(least)})"
-        )
+def budget_error(profile: Profile, hardware: Hardware, capacity_nbytes: int) -> BudgetError:
+    """Describe why no plan keeps a budget."""
+    least, where = _least(profile, hardware)
     return BudgetError(
-        f"no plan keeps what a step makes in device memory within {wanted}; the smallest budget that can be "
-        f"kept is {_in_bytes(least)}, because of {_fullest_operator(profile, hardware)}. Raise the budget to "
-        "that, or make micro-batches or sequences smaller"
+        f"no plan keeps what a step makes in device memory within {_in_bytes(capacity_nbytes)}; the smallest "
+        f"budget that can be kept is {_in_bytes(least)}, because of {where}. Raise the budget to that, or "
+        "make micro-batches or sequences smaller"
     )
 
 
@@ -577,18 +537,17 @@ def device_error(
     profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int, logits: str | None = None
 ) -> BudgetError:
     """Describe why no plan keeps within what units, at least ``units_nbytes``, leave of ``memory.device``."""
-    least = smallest_budget(profile, hardware)
+    least, where = _least(profile, hardware)
     return BudgetError(
         f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
         f"required: {format_nbytes(units_nbytes)} for units, and {format_nbytes(least)} for what a step "
-        "makes beside them, however its activations are planned, because of "
-        f"{_fullest_operator(profile, hardware)}. Raise memory.device{_LOGITS[logits]}, or make "
-        "micro-batches or sequences smaller"
+        f"makes beside them, however its activations are planned, because of {where}. Raise "
+        f"memory.device{_LOGITS[logits]}, or make micro-batches or sequences smaller"
     )
 
 
-def _fullest_operator(profile: Profile, hardware: Hardware) -> str:
-    """Name the operator that takes the most even if all leaves that can, and its largest storages."""
+def _least(profile: Profile, hardware: Hardware) -> tuple[int, str]:
+    """Return the smallest budget, and the operator that needs it, with its largest storages."""
     lifetimes, memory = PlanSearch(profile, hardware).lowest()
     at = int(np.argmax(memory))
     operator = int(lifetimes.operators[at])
@@ -608,7 +567,8 @@ def _fullest_operator(profile: Profile, hardware: Hardware) -> str:
             if first <= operator < end:
                 where = f"in the {phase} of {block.name}"
     name = profile.operators[operator].name
-    return f"{again}operator {operator} ({name}) {where}, where the largest are {largest}"
+    where = f"{again}operator {operator} ({name}) {where}, where the largest are {largest}"
+    return int(memory.max(initial=0)), where
 
 
 def _in_bytes(nbytes: int) -> str:

@@ -18,21 +18,202 @@ is taken when a slot is packed, and given back when backward is done with it, or
 The simulator stops only at positions where something is to be done; in between compute runs as far as
 transfers allow, and the fullest position counts, with what was away before. With a timeline it stops at every
 position, which changes nothing else.
+
+[Note: rates]
+Between two events every rate is constant. A channel moves one transfer after the other in the order of
+submission, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was submitted, even
+if it waited for others meanwhile: the cache has several of them on their way. Compute beside transfers loses
+``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system gives it a share
+of the cores.
+
+[Note: reads beside writes]
+When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
+they can. A byte that is written therefore costs the reads of the same time what they lose while it moves.
+
+[Note: units go first]
+Bytes of units go before bytes of activations. In a real step both go in the order of submission, and compute
+waits for a late unit. Here it does not, since the measured step has waited for units already. So units come
+when they came, and activations bear the whole delay. Units slow compute no more than when it was measured.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait
-from infinity.planner.events import LOAD, NEVER_S, STORE, Channel, TransferQueues
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+
+
+class Channel(IntEnum):
+    """Names one direction of one link."""
+
+    NVME_WRITE = 0
+    NVME_READ = 1
+    DEVICE_TO_HOST = 2
+    HOST_TO_DEVICE = 3
+
+    @property
+    def label(self) -> str:
+        """Return the name in tables and pictures."""
+        return ("NVMe write", "NVMe read", "device to host", "host to device")[self]
+
+
+#: The channel by which a storage goes to a place, and the one by which it comes back.
+STORE = {Place.NVME: Channel.NVME_WRITE, Place.HOST: Channel.DEVICE_TO_HOST}
+LOAD = {Place.NVME: Channel.NVME_READ, Place.HOST: Channel.HOST_TO_DEVICE}
+
+#: Share of its speed that compute keeps beside transfers, at least.
+LEAST_SPEED = 0.1
+NEVER_S = float("inf")
+#: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
+_NOW_S = 1e-12
+#: As indices: looking a member of an enum up costs more than the arithmetic around it.
+_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
+
+
+def mixed_rates(hardware: Hardware) -> tuple[float, float]:
+    """Return bytes per second of reads and writes while both are busy; see [Note: reads beside writes]."""
+    half = hardware.mixed_bytes_per_s / 2
+    write = min(hardware.write_bytes_per_s, half)
+    read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
+    return read, min(hardware.write_bytes_per_s, hardware.mixed_bytes_per_s - read)
+
+
+def delay_s_per_byte(hardware: Hardware) -> float:
+    """Return seconds by which each moved byte delays compute, bounded so that compute never stops."""
+    most = max(sum(mixed_rates(hardware)), hardware.read_bytes_per_s, hardware.write_bytes_per_s)
+    most += 2 * hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
+    return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Describes bytes on their way."""
+
+    what: Any  # the index of a slot, or the call that follows; None: units
+    left_nbytes: float
+    ready_s: float  # when the first byte may move
+    began_s: float | None = None  # when it did
+
+
+class TransferQueues:
+    """Queues the transfers of each channel, and lets time pass in :meth:`advance`; see [Note: rates]."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        host = hardware.host_bytes_per_s
+        self.now_s = 0.0
+        #: Of each channel alone.
+        self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
+        self._mixed = mixed_rates(hardware)
+        self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
+        self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
+        self._units = [_Transfer(None, 0.0, 0.0), _Transfer(None, 0.0, 0.0)]  # written and read
+        self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
+        self._next_s = self._speed = 0.0
+
+    def submit(self, channel: Channel, what: object, nbytes: int) -> None:
+        """Queue a transfer, which :meth:`advance` returns as ``what`` when it ends."""
+        self._queues[channel].append(_Transfer(what, float(nbytes), self.now_s + self._latency_s))
+        self._moving = None
+
+    def submit_units(self, traffic: Traffic) -> None:
+        """Queue the transfers of units; see [Note: units go first]."""
+        self._units[_READ].left_nbytes += traffic.nbytes_read
+        self._units[_WRITE].left_nbytes += traffic.nbytes_written
+        self._moving = None
+
+    def cancel(self, channel: Channel, what: object) -> bool:
+        """Cancel a transfer that waits for another one; False: it is first in its queue, so on its way."""
+        queue = self._queues[channel]
+        for at, transfer in enumerate(queue):
+            if transfer.what == what and at:
+                del queue[at]
+                return True
+        return False
+
+    def state(self) -> list[list[tuple[int, float]]]:
+        """Return each channel's queue as bytes left and seconds until they move, rounded to compare."""
+        return [
+            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
+            for queue in self._queues
+        ]
+
+    def speed(self) -> float:
+        """Return the speed of compute beside what moves now, at most 1."""
+        if self._moving is None:
+            self._settle()
+        return self._speed
+
+    def next_s(self) -> float:
+        """Return the seconds until a transfer ends or rates change; infinite if nothing moves."""
+        if self._moving is None:
+            self._settle()
+        return self._next_s
+
+    def moving(self) -> list[tuple[int, _Transfer, float]]:
+        """Return the transfers that move now, with channel and bytes per second."""
+        return self._settle() if self._moving is None else self._moving
+
+    def advance(self, passed_s: float) -> list[tuple[int, Any, float]]:
+        """Let time pass, at most :meth:`next_s`; return channel, what and beginning (s) of what ended."""
+        moving = self.moving()
+        ended: list[tuple[int, Any, float]] = []
+        self.now_s += passed_s
+        if passed_s >= self._next_s:
+            self._moving = None
+        self._next_s -= passed_s
+        for channel, transfer, rate in moving:
+            transfer.left_nbytes -= rate * passed_s
+            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
+            if transfer.left_nbytes <= 0.5:
+                transfer.left_nbytes, self._moving = 0.0, None
+                assert transfer.began_s is not None
+                ended.append((channel, transfer.what, transfer.began_s))
+                if transfer.what is None:
+                    transfer.began_s = None  # units will move again
+                else:
+                    self._queues[channel].popleft()
+        return ended
+
+    def _settle(self) -> list[tuple[int, _Transfer, float]]:
+        """Return what moves now at which rate; set the speed of compute, and the time until that changes."""
+        moving: list[tuple[int, _Transfer, float]] = []
+        next_s, beside, rates = NEVER_S, 0.0, self.rates
+        for channel, queue in enumerate(self._queues):
+            if channel < 2 and self._units[channel].left_nbytes:
+                moving.append((channel, self._units[channel], rates[channel]))
+            elif queue:
+                first = queue[0]
+                wait_s = first.ready_s - self.now_s
+                if wait_s <= _NOW_S:
+                    moving.append((channel, first, rates[channel]))
+                elif wait_s < next_s:
+                    next_s = wait_s
+        if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
+            read, write = self._mixed
+            moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
+        moving = [each for each in moving if each[2] > 0]
+        for _, transfer, rate in moving:
+            if transfer.began_s is None:
+                transfer.began_s = self.now_s
+            left_s = transfer.left_nbytes / rate
+            if left_s < next_s:
+                next_s = left_s
+            if transfer.what is not None:
+                beside += rate
+        self._moving, self._next_s = moving, next_s
+        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        return moving
+
+
+# --- the outcome of a step ---------------------------------------------------------------------------
 
 
 class Interval(NamedTuple):
@@ -52,18 +233,15 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class StepTimeline:
-    """Records what happens in a simulated micro-batch with its update, for pictures.
+    """Records what happens in a simulated micro-batch with its update, for pictures."""
 
-    Attributes:
-        memory: Bytes of the step's own storages on the device; a step function.
-        channels: Transfers of each channel that moved something, in order.
-    """
-
+    #: Bytes of the step's own storages on the device; a step function.
     memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
-    channels: dict[str, list[Interval]] = field(default_factory=dict)
+    channels: dict[str, list[Interval]] = field(
+        default_factory=lambda: {channel.label: [] for channel in Channel}
+    )
     stalls: list[Interval] = field(default_factory=list)
     recomputed: list[Interval] = field(default_factory=list)
-    backward_s: float = 0.0
 
 
 def play(
@@ -75,11 +253,8 @@ def play(
         RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
     """
     lifetimes = lifetimes_of(profile, plan.recomputed)
-    others = [
-        *((load.after, load.slot) for load in plan.loads),
-        *((wait.at, wait.slot) for wait in plan.waits),
-    ]
-    named = {*plan.places, *(key for pair in others for key in pair if key is not None)}
+    named = {*plan.places, *(key for load in plan.loads for key in (load.slot, load.after or load.slot))}
+    named.update(key for wait in plan.waits for key in (wait.at, wait.slot))
     lacking = [f"slot {k.region}.{k.ordinal}" for k in sorted(named - lifetimes.index.keys())]
     lacking += [f"block {region}" for region in sorted(plan.recomputed - {b.region for b in profile.blocks})]
     if lacking:
@@ -95,13 +270,7 @@ def play_in_detail(
 ) -> tuple[Outcome, StepTimeline]:
     """Predict the same as :func:`play`, with a timeline; raises the same errors."""
     timeline = StepTimeline()
-    outcome = play(profile, plan, hardware, timeline)
-    labels = [channel.label for channel in Channel]
-    timeline.channels = {name: timeline.channels[name] for name in labels if name in timeline.channels}
-    return outcome, timeline
-
-
-# --- the tensor cache --------------------------------------------------------------------------------
+    return play(profile, plan, hardware, timeline), timeline
 
 
 class _Gauge:
@@ -130,19 +299,13 @@ class _Slot:
     is_wanted: bool = False
     is_released: bool = False
 
-    def nbytes_at(self, place: Place) -> int:
-        return self.period.nbytes if self.place is place else 0
+    @property
+    def host_nbytes(self) -> int:
+        return self.period.nbytes if self.place is Place.HOST else 0
 
 
 class _Slots:
-    """Moves the slots that a plan stores as the tensor cache would; by index of their inactive period.
-
-    Attributes:
-        loads: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
-        away_nbytes: Device memory that slots do not take.
-        backlog: Bytes whose store has not ended.
-        nbytes_stored, nbytes_loaded: Written to NVMe, and read from there.
-    """
+    """Moves the slots that a plan stores as the tensor cache would; by index of their inactive period."""
 
     def __init__(self, lifetimes: Lifetimes, plan: ActivationPlan, queues: TransferQueues) -> None:
         index = lifetimes.index
@@ -151,6 +314,7 @@ class _Slots:
             for key, place in plan.places.items()
             if place is not Place.KEEP
         }
+        #: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
         self.loads: defaultdict[int | None, list[int]] = defaultdict(list)
         for load in plan.loads:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
@@ -158,14 +322,15 @@ class _Slots:
         # Within a capacity no store may hold what backward has released.
         late = set() if plan.capacity_nbytes is None else {SlotState.STORING}
         self._unreadable = {SlotState.LOADING} | late
-        self.backlog, self.host = _Gauge(), _Gauge()
-        self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
+        self.backlog, self.host = _Gauge(), _Gauge()  # bytes whose store has not ended; in host memory
+        self.away_nbytes = 0  # device memory that slots do not take
+        self.moved_nbytes = Counter[int]()  # by each channel
 
     def pack(self, index: int) -> None:
         slot = self.all[index]
         slot.state = SlotState.STORING
         self.backlog.add(slot.period.nbytes)
-        self.host.add(slot.nbytes_at(Place.HOST))
+        self.host.add(slot.host_nbytes)
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
     def has_stored(self, index: int) -> bool:
@@ -192,18 +357,17 @@ class _Slots:
         if slot.state is SlotState.STORING:
             slot.is_released = True
         else:
-            self.host.add(-slot.nbytes_at(Place.HOST))
+            self.host.add(-slot.host_nbytes)
 
     def end(self, channel: int, index: int, at: int) -> None:
         slot = self.all[index]
+        self.moved_nbytes[channel] += slot.period.nbytes
         if channel == LOAD[slot.place]:
             slot.state = SlotState.RESIDENT
-            self.nbytes_loaded += slot.nbytes_at(Place.NVME)
             return
         self.backlog.add(-slot.period.nbytes)
-        self.nbytes_stored += slot.nbytes_at(Place.NVME)
         if slot.is_released:
-            self.host.add(-slot.nbytes_at(Place.HOST))
+            self.host.add(-slot.host_nbytes)
         if slot.is_wanted or slot.is_released or not slot.period.is_freed:
             slot.state = SlotState.RESIDENT
             return
@@ -227,7 +391,7 @@ class _Slots:
             if self._queues.cancel(STORE[slot.place], index):
                 slot.state = SlotState.RESIDENT
                 self.backlog.add(-slot.period.nbytes)
-                self.host.add(-slot.nbytes_at(Place.HOST))
+                self.host.add(-slot.host_nbytes)
                 slot.place = Place.KEEP
 
     def _leave(self, slot: _Slot) -> None:
@@ -235,14 +399,10 @@ class _Slots:
         self.away_nbytes += slot.period.nbytes
 
 
-# --- compute -----------------------------------------------------------------------------------------
-
-
 class Simulator:
     """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
 
-    Args:
-        lifetimes: In the step that recomputes the plan's blocks; has all slots that the plan names.
+    ``lifetimes`` are those of the step that recomputes the plan's blocks, with all slots that the plan names.
 
     Raises:
         RecipeError: The plan uses a channel that moves nothing.
@@ -302,8 +462,8 @@ class Simulator:
             recompute_s=sum(again.end_s - again.begin_s for again in again_s),
             peak_nbytes=self._peak_nbytes,
             host_peak_nbytes=slots.host.peak_nbytes,
-            nbytes_stored=slots.nbytes_stored,
-            nbytes_loaded=slots.nbytes_loaded,
+            nbytes_stored=slots.moved_nbytes[_WRITE],
+            nbytes_loaded=slots.moved_nbytes[_READ],
         )
 
     # --- between positions -------------------------------------------------------------------
@@ -325,7 +485,7 @@ class Simulator:
             period, last = lifetimes.periods[lifetimes.index[wait.at]], lifetimes.index[wait.slot]
             at = period.end if wait.backward else period.packed_at + 1
             found[at].append(partial(self._wait, "stores", partial(slots.has_stored, last)))
-        found[lifetimes.backward].append(self._begin_backward)
+        found[lifetimes.backward].append(partial(slots.start_loads, None))
         for index in sorted({after for after in slots.loads if after is not None} | slots.all.keys()):
             found[lifetimes.periods[index].end].append(partial(self._ask, index))
         return found
@@ -333,11 +493,6 @@ class Simulator:
     def _pack(self, index: int) -> None:
         self.slots.pack(index)
         self._wait("stores", lambda: self.slots.backlog.nbytes <= self._backlog_nbytes)
-
-    def _begin_backward(self) -> None:
-        if self._timeline is not None:
-            self._timeline.backward_s = self._queues.now_s
-        self.slots.start_loads(None)
 
     def _ask(self, index: int) -> None:
         self.slots.start_loads(index)
@@ -377,7 +532,7 @@ class Simulator:
         for channel, index, began_s in self._queues.advance(passed_s):
             if self._timeline is not None:
                 name = "units" if index is None else self._name(index)
-                moved = self._timeline.channels.setdefault(Channel(channel).label, [])
+                moved = self._timeline.channels[Channel(channel).label]
                 moved.append(Interval(began_s, self._queues.now_s, name))
             if index is not None:
                 self.slots.end(channel, index, self._at)

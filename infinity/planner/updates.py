@@ -1,7 +1,7 @@
 """Decide about updates, without threads: when a gradient is complete, what follows, and where.
 
 Training drives these decisions with threads, streams and engines (:mod:`infinity.shards.updates`,
-:mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.planner.clock`). Both tell what
+:mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.predict.play`). Both tell what
 has happened, and carry out the actions that are returned.
 
 [Note: when gradients are complete] A unit's gradient is complete when all its trainable parameters have
@@ -18,11 +18,11 @@ gradient exists: it reads the committed version and writes the next, which ``ste
 updates start at ``step``. Either way they lag into the next forward, in the order in which it needs units: a
 unit's next fetch waits for its own update.
 
-[Note: speculation] The clip coefficient depends on the norm of all gradients, which is known at ``step``
-only. An update inside backward takes it to be 1. If it is, ``step`` validates the update. If it is not, or
-``param_groups`` changed meanwhile, the update is rolled back and starts again from the committed version. So
-gradients are kept until ``step``, except by an optimizer that never clips. While speculation is predicted to
-be wrong, updates start at ``step``.
+[Note: speculation] The clip coefficient depends on the norm of all gradients, which is known at ``step``. An
+update inside backward takes it to be 1. If it is, ``step`` validates the update. If not, or if
+``param_groups`` changed, the update is rolled back and starts again from the committed version. So gradients
+are kept until ``step``, except by an optimizer that never clips. While speculation is predicted to be wrong,
+updates start at ``step``.
 
 [Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, those of some
 units are written to NVMe as soon as they are complete; their memory is given back when an update inside
@@ -67,11 +67,9 @@ class StepOrder:
 
 
 class Completions:
-    """Decides when gradients of a step are complete.
+    """Decides when gradients of a step are complete; those of ``leaves`` when backward leaves their module.
 
-    Args:
-        leaves: Units that are complete when backward leaves their module.
-        parameters: Returns how many parameters of a unit train, and how many it has.
+    ``parameters`` returns how many parameters of a unit train, and how many it has.
     """
 
     def __init__(
@@ -168,10 +166,8 @@ class Do(Enum):
 class ShardUpdate:
     """Tracks a shard's update from its gradient to the end of the step; methods return the actions due.
 
-    Args:
-        early: It starts inside backward; see [Note: when an update starts].
-        keeps: The step may clip, so the gradient is kept until then; see [Note: speculation].
-        spills: The gradient is written to NVMe; see [Note: gradients on NVMe].
+    It starts inside backward (``early``); the gradient is kept until the step, which may clip (``keeps``), or
+    is written to NVMe (``spills``): see [Note: when an update starts] and the two that follow.
     """
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:

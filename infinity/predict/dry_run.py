@@ -32,12 +32,17 @@ from infinity.engine.executor import reduction_dtype
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
-from infinity.planner.clock import play_step
-from infinity.planner.events import StepCost
-from infinity.planner.machines import Machine, RankRates, rank_rates
-from infinity.planner.search import POLICIES, device_error, smallest_budget
+from infinity.planner.search import device_error, simple_plan, smallest_budget
+from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
-from infinity.planner.step import (
+from infinity.predict.clock import StepCost
+from infinity.predict.machines import Machine, RankRates, rank_rates
+from infinity.predict.model import ModelWithoutValues
+from infinity.predict.operators import times_of_rank
+from infinity.predict.play import play_step
+from infinity.predict.recording import Batch
+from infinity.predict.recording import play as play_record
+from infinity.predict.step import (
     StepSetup,
     StepTrace,
     Stored,
@@ -45,10 +50,6 @@ from infinity.planner.step import (
     all_resident_nbytes,
     choose_homes,
 )
-from infinity.predict.model import ModelWithoutValues
-from infinity.predict.operators import times_of_rank
-from infinity.predict.recording import Batch
-from infinity.predict.recording import play as play_record
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseBuffers
 from infinity.shards.storage import Storage
@@ -103,14 +104,14 @@ class Layout:
 
     def _place_units(self, tiers: Tiers, rank: Ranks) -> tuple[UnitShape, ...]:
         model, layout, drives = self.model, self.storage.layout, bool(self.recipe.memory.nvme)
-        stored, shapes = model.values.stored if drives else {}, []
+        moments, shapes = layout.only(moments=True), []
         for unit in model.units:
             numel, weight_nbytes = unit.shard_numel, layout.weight_nbytes(unit.shard_numel)
-            nothing = None, weight_nbytes, 0, 0
-            unit.stored, read_nbytes, decode_nbytes, operators = stored.get(unit.index, nothing)
-            form, state_nbytes = unit.stored, layout.state_nbytes(numel)
-            moments_nbytes = layout.only(moments=True).state_nbytes(numel)
-            kept_nbytes = rounded(weight_nbytes) + rounded(state_nbytes - moments_nbytes)
+            stored = model.values.stored.get(unit.index) if drives else None
+            form, read_nbytes, decode_nbytes, operators = stored or (None, weight_nbytes, 0, 0)
+            unit.stored, moved_nbytes = form, weight_nbytes if form is None else form.shard_nbytes
+            state_nbytes, moments_nbytes = layout.state_nbytes(numel), moments.state_nbytes(numel)
+            beside_nbytes = rounded(state_nbytes - moments_nbytes) if form is None else 0
             gradient_nbytes = tiers.gradient_nbytes(unit) if self.machine.on_accelerator else 0
             shape = UnitShape(
                 name=unit.name,
@@ -118,9 +119,9 @@ class Layout:
                 nbytes=unit.nbytes,
                 weight_nbytes=weight_nbytes,
                 state_nbytes=state_nbytes,
-                moved_nbytes=weight_nbytes if form is None else form.shard_nbytes,
+                moved_nbytes=moved_nbytes,
                 read_nbytes=read_nbytes,
-                kept_nbytes=kept_nbytes if form is None else rounded(form.shard_nbytes),
+                kept_nbytes=rounded(moved_nbytes) + beside_nbytes,
                 trained_nbytes=rounded(moments_nbytes) + rounded(gradient_nbytes),
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
@@ -346,12 +347,12 @@ class DryRun(Layout):
             if not self.recipe.memory.nvme:
                 wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
                 raise SettingError("memory.activations", "offload", wanted)
-            return POLICIES["offload"](profile, hardware, None)
+            return simple_plan("offload", profile, hardware)
         if budget.device_nbytes is None:
-            return POLICIES["plan"](profile, hardware, None)
+            return make_plan(profile, hardware)
         for units_nbytes in dict.fromkeys((budget.division.total, budget.division.least)):
             with suppress(BudgetError):
-                return POLICIES["plan"](profile, hardware, budget.device_nbytes - units_nbytes)
+                return make_plan(profile, hardware, budget.device_nbytes - units_nbytes)
         raise device_error(
             profile, hardware, budget.device_nbytes, budget.division.least, self._auto_logits()
         )
@@ -445,12 +446,11 @@ def _built(
     if nbytes is None and on_accelerator:
         nbytes = machine.devices.memory
     sizes = CutSizes.of(built.partition.tile, nbytes, ranks, on_accelerator=on_accelerator)
-    if like is not None:
-        then, model = like.recipe, like.model
-        before = then.model, then.lora, then.partition, model.ranks, model.dtype, model.sizes
-        now = recipe.model, recipe.lora, recipe.partition, ranks, dtype, sizes
-        if before == now and like.machine.on_accelerator is on_accelerator:
-            return model
+    key = recipe.model, recipe.lora, recipe.partition, ranks, dtype, sizes, on_accelerator
+    if like is not None and like.model.key == key:
+        return like.model
     local = max(1, ranks // machine.nodes.count)
     times = times_of_rank(local, recipe.train.threads) if here else None
-    return ModelWithoutValues(recipe, ranks, dtype, sizes, times, on_accelerator=on_accelerator)
+    model = ModelWithoutValues(recipe, ranks, dtype, sizes, times, on_accelerator=on_accelerator)
+    model.key = key
+    return model

@@ -22,11 +22,10 @@ from infinity.checkpoint.load import CheckpointValues, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.plan import ActivationPlan
-from infinity.device.machine import DTYPES
+from infinity.device.machine import DTYPES, Dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
-from infinity.planner.machines import Dtype
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record
 from infinity.predict.recording import record as record_micro_batch
@@ -131,7 +130,8 @@ class ModelWithoutValues:
         on_accelerator: bool,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []  # for people, about what is taken for granted
-        self.ranks, self.dtype, self.sizes, self.times = ranks, dtype, sizes, times
+        self.key: tuple[object, ...] = ()  # what the model follows from
+        self.ranks, self.dtype, self.times = ranks, dtype, times
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.values = _NoValues(None if on_accelerator else self._mode)
         self._records: dict[object, Record] = {}

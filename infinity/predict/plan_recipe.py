@@ -15,10 +15,9 @@ from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
 from infinity.observe.metrics import PredictedStep
-from infinity.planner.events import COMPUTE
-from infinity.planner.machines import Machine
+from infinity.predict.clock import COMPUTE
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
-from infinity.predict.machines import describe_machine, load_machine, probe
+from infinity.predict.machines import Machine, describe_machine, load_machine, probe
 from infinity.predict.plan_run import make_table, print_line
 from infinity.recipes.recipe import Recipe, load_recipe
 
@@ -59,27 +58,26 @@ def show_recipe(
     began_s = time.perf_counter()
     planned = dry_run(recipe, machine, ranks, here=on is None)
     _, planning_s = planned.cost, time.perf_counter() - began_s  # the step is played here, too
-    for section in (_model_table, _tier_table, _channel_table):
-        console.print(section(planned))
+    for table in (_model_table(planned), _tier_table(planned), _channel_table(planned)):
+        console.print(table)
         console.print()
     for line in cost_lines(planned, tokens):
         print_line(console, line)
     print_line(console, f"planned in {planning_s:.2g} s, without reading a weight")
-    for title, rows in (("to fit", ways_to_fit(planned)), ("to be faster", changes(planned))):
-        cells = [
-            (what, f"{changed.tokens_per_s:,.0f}", _gain(changed, planned), changed.cost.bottleneck)
-            for what, changed in rows
+    for title, found in (("to fit", ways_to_fit(planned)), ("to be faster", changes(planned))):
+        rows = [
+            (what, f"{run.tokens_per_s:,.0f}", _gain(run, planned), run.cost.bottleneck)
+            for what, run in found
         ]
-        if cells:
+        if rows:
             console.print()
-            console.print(make_table([title, "tokens/s", "gain", "bottleneck then"], cells))
+            console.print(make_table([title, "tokens/s", "gain", "bottleneck then"], rows))
 
 
 def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype: Dtype) -> PredictedStep:
     """Predict the steps of a run on this machine, which is measured; takes some seconds.
 
-    Args:
-        dtype: The one that it had: measured again, ``auto`` may be another one.
+    ``dtype`` is the one that the run had: measured again, ``auto`` may be another one.
     """
     policy = recipe.memory.activations or ("keep" if recipe.memory.device is None else "plan")
     if recipe.train.schedule == "layer":
@@ -93,7 +91,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     machine = probe(_measurable(memory.nvme))
     built = replace(recipe, train=replace(recipe.train, dtype=dtype))
     planned = dry_run(replace(built, memory=memory), machine, ranks, here=True, built=built)
-    best, cost = next(changes(planned), None), planned.cost
+    best, cost = next(iter(changes(planned)), None), planned.cost
     advice = None if best is None else f"{best.what}: {_gain(best.planned, planned)} tokens/s"
     return PredictedStep(
         step_s=cost.step_s, nbytes_read=cost.nbytes.get("NVMe read", 0),
@@ -106,8 +104,7 @@ def _measurable(directories: Sequence[str]) -> list[Path]:
     found = []
     for each in directories:
         path = Path(each).absolute()
-        while not path.is_dir() and path != path.parent:
-            path = path.parent
+        path = next(above for above in (path, *path.parents) if above.is_dir())
         if not os.access(path, os.W_OK):
             raise RecipeError(
                 f"memory.nvme: {path} cannot be written, so its drive cannot be measured; name the hardware "
@@ -134,8 +131,8 @@ def _gain(changed: DryRun, planned: DryRun) -> str:
     return f"{changed.tokens_per_s / planned.tokens_per_s - 1:+.0%}"
 
 
-def changes(planned: DryRun) -> Iterator[Change]:
-    """Yield changes that make the plan better, the best first."""
+def changes(planned: DryRun) -> list[Change]:
+    """Return changes that make the plan better, the best first."""
     found = []
     for what, keys in _faster(planned):
         changed = _changed(planned, keys)
@@ -143,19 +140,19 @@ def changes(planned: DryRun) -> Iterator[Change]:
             continue
         if changed.tokens_per_s > (1 + _LEAST_GAIN) * planned.tokens_per_s:
             found.append(Change(f"{what} ({_written(keys)})", changed))
-    yield from sorted(found, key=lambda change: -change.planned.tokens_per_s)
+    return sorted(found, key=lambda change: -change.planned.tokens_per_s)
 
 
-def ways_to_fit(planned: DryRun) -> Iterator[Change]:
-    """Yield changes that make a plan fit, the fastest first; several together where no single one does."""
+def ways_to_fit(planned: DryRun) -> list[Change]:
+    """Return changes that make a plan fit, the fastest first; several together where no single one does."""
     single = list(_smaller(planned))
     together = {key: value for keys in single for key, value in keys.items()}
     for tried in (single, [together] if len(single) > 1 else []):
         plans = [(_written(keys), _changed(planned, keys)) for keys in tried]
         found = [Change(what, plan) for what, plan in plans if plan is not None and not any(plan.missing())]
         if found:
-            yield from sorted(found, key=lambda change: -change.planned.tokens_per_s)
-            return
+            return sorted(found, key=lambda change: -change.planned.tokens_per_s)
+    return []
 
 
 def _changed(planned: DryRun, keys: Keys) -> DryRun | None:
@@ -262,7 +259,7 @@ def _model_table(run: DryRun) -> Table:
     table = make_table(["", ""], rows)
     table.show_header = False
     table.columns[0].style = "bold"
-    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    table.columns[1].no_wrap = False
     return table
 
 

@@ -7,8 +7,9 @@ simple policies, and draws memory over one step with the channels below it.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,10 +17,20 @@ from rich.text import Text
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
-from infinity.core.plan import ActivationPlan, Outcome, Place
-from infinity.planner.planning import FOLDER, PLAN, Planning, PlanRow, load_measured, plan_rows
-from infinity.planner.search import POLICIES
+from infinity.core.plan import (
+    FOLDER,
+    PLAN,
+    ActivationPlan,
+    Outcome,
+    Phase,
+    Place,
+    Planning,
+    Profile,
+    load_measured,
+)
+from infinity.planner.lifetimes import lifetimes_of, operator_times
 from infinity.planner.search import plan as make_plan
+from infinity.planner.search import simple_plan
 from infinity.planner.simulator import play, play_in_detail
 
 #: ``(time_s, nbytes)``: bytes in memory from that time on.
@@ -27,17 +38,8 @@ Samples = Sequence[tuple[float, int]]
 #: ``(begin_s, end_s, name)``; those named "units" are drawn paler.
 Intervals = Sequence[tuple[float, float, str]]
 
-_KEPT, _PLANNED, _BUDGET = "#b8bcc4", "#2f6db5", "#c0392b"
-_LANE_COLORS = {
-    "stall": "#c0392b",
-    "recompute": "#8e6bbf",
-    "NVMe write": "#e08a3c",
-    "NVMe read": "#4f9d5d",
-    "device to host": "#c9a227",
-    "host to device": "#3a9a9a",
-}
 #: Names of the simple policies in the output.
-_BASELINES = {
+_SIMPLE = {
     "keep": "keep all",
     "offload": "offload all",
     "recompute": "recompute all",
@@ -70,7 +72,7 @@ def show_plan(run: str, budget: str | None, console: Console) -> None:
     console.print()
     console.print(plan_table(plan_rows(planning.profile, planning.plan)))
     console.print()
-    console.print(alternatives_table(list(alternatives(shown))))
+    console.print(alternatives_table(alternatives(shown)))
     console.print()
     print_line(console, _draw(shown))
 
@@ -92,11 +94,7 @@ def open_plan(run: str, budget: str | None) -> ShownPlan:
 
 
 def find_folder(run: Path) -> Path:
-    """Find the folder that holds a run's plan.
-
-    Raises:
-        RecipeError: There is none; says how to make one.
-    """
+    """Return the folder that holds a run's plan; RecipeError: there is none, and how to make one."""
     for folder in (run / FOLDER, run):
         if (folder / PLAN).is_file():
             return folder
@@ -116,6 +114,9 @@ def find_folder(run: Path) -> Path:
     )
 
 
+# --- tables ------------------------------------------------------------------------------------------
+
+
 class Alternative(NamedTuple):
     """Describes one row of the comparison: a policy and its cost; None: ``note`` says why."""
 
@@ -133,8 +134,8 @@ def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
     if shown.measured is not None:
         note = "recompute s as predicted" if shown.measured.recompute_s else ""
         yield Alternative("the plan, measured", shown.measured, note)
-    for name, words in _BASELINES.items():
-        plan = POLICIES[name](planning.profile, hardware, None)
+    for name, words in _SIMPLE.items():
+        plan = simple_plan(name, planning.profile, hardware)
         stores = Place.NVME in plan.places.values()
         if name == "recompute" and not plan.recomputed:
             yield Alternative(words, None, "not possible: the model has no blocks")
@@ -144,6 +145,99 @@ def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
             outcome = play(planning.profile, plan, hardware)
             over = capacity is not None and outcome.peak_nbytes > capacity
             yield Alternative(words, outcome, "over the budget" if over else "")
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line without wrapping it."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Return a table without the columns that have no values; those with a name, but the first, go right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    cells = list(rows)
+    shown = [i for i in range(len(columns)) if not i or any(row[i] for row in cells)]
+    for i in shown:
+        table.add_column(columns[i], justify="right" if i and columns[i] else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*(Text(row[i]) for i in shown))
+    return table
+
+
+class PlanRow(NamedTuple):
+    """Holds a block's times and bytes under a plan."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    saved_nbytes: int  # what autograd saves if everything is kept
+    kept_nbytes: int
+    host_nbytes: int
+    nvme_nbytes: int
+    recomputed_nbytes: int  # the rest: what is dropped and recomputed
+
+
+def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
+    """Return time and bytes of each block in forward order, between two rows for operators outside blocks.
+
+    Times add up to the profile's step without its update. Operators between two blocks are in the last row.
+    """
+    blocks = sorted(profile.blocks, key=lambda block: block.region)
+    names = ["before the blocks", *(block.name for block in blocks), "after the blocks"]
+    numbers = np.arange(len(profile.operators))
+    row_of_operator = np.full(len(numbers), len(names) - 1)
+    if blocks:
+        row_of_operator[(numbers < blocks[0].forward[0]) | (numbers >= blocks[0].backward[1])] = 0
+    row_of_region = {0: 0}
+    for row, block in enumerate(blocks, start=1):
+        row_of_operator[slice(*block.forward)] = row_of_operator[slice(*block.backward)] = row
+        row_of_region[block.region] = row
+    phases, times_s = np.array([each.phase for each in profile.operators]), operator_times(profile)
+    forward_s, backward_s = (
+        np.bincount(row_of_operator, times_s * (phases == phase), len(names)).tolist()
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    saved = [0] * len(names)
+    for slot in profile.slots:
+        saved[row_of_region.get(slot.key.region, -1)] += slot.nbytes
+    by_place = {place: [0] * len(names) for place in Place}
+    for period in lifetimes_of(profile, plan.recomputed).periods:
+        by_place[plan.place(period.key)][row_of_region.get(period.key.region, -1)] += period.nbytes
+    placed = [by_place[place] for place in (Place.KEEP, Place.HOST, Place.NVME)]
+    again = [max(0, of_block - sum(stays)) for of_block, *stays in zip(saved, *placed)]
+    rows = list(map(PlanRow, names, forward_s, backward_s, saved, *placed, again))
+    return rows if blocks else [rows[0], rows[-1]]
+
+
+def plan_table(rows: Sequence[PlanRow]) -> Table:
+    """Return a table with one row per block."""
+    columns = ["block", "forward ms", "backward ms", "saved", "kept", "to host", "to NVMe", "recomputed"]
+    return make_table(
+        columns,
+        [
+            [name, f"{1e3 * forward_s:.1f}", f"{1e3 * backward_s:.1f}", *map(_size, sizes)]
+            for name, forward_s, backward_s, *sizes in rows
+        ],
+    )
+
+
+def alternatives_table(rows: Iterable[Alternative]) -> Table:
+    cells = []
+    for name, outcome, note in rows:
+        figures = [""] * 7
+        if (o := outcome) is not None:
+            figures = [f"{time_s:.3f}" if time_s else "" for time_s in (o.step_s, o.stall_s, o.recompute_s)]
+            figures += map(_size, (o.peak_nbytes, o.nbytes_stored, o.nbytes_loaded, o.host_peak_nbytes))
+        cells.append([name, *figures, note])
+    columns = ["step s", "stall s", "recompute s", "peak", "stored", "loaded", "host peak"]
+    return make_table(["", *columns, ""], cells)
+
+
+def _size(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes else ""
+
+
+# --- the picture -------------------------------------------------------------------------------------
 
 
 def _draw(shown: ShownPlan) -> str:
@@ -166,63 +260,6 @@ def _draw(shown: ShownPlan) -> str:
     return f"memory over the step, without and with the plan: {shown.picture}"
 
 
-def print_line(console: Console, line: str) -> None:
-    """Print a line without wrapping it."""
-    console.print(Text(line), soft_wrap=True)
-
-
-def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    """Return a table whose first column is on the left, and all others on the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def plan_table(rows: Sequence[PlanRow]) -> Table:
-    """Return a table with one row per block; columns without values are omitted."""
-    columns = {
-        "kept": [row.kept_nbytes for row in rows],
-        "to host": [row.host_nbytes for row in rows],
-        "to NVMe": [row.nvme_nbytes for row in rows],
-        "recomputed": [row.recomputed_nbytes for row in rows],
-    }
-    shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-    cells = []
-    for i, row in enumerate(rows):
-        sizes = [row.saved_nbytes, *(of_rows[i] for of_rows in shown.values())]
-        times = [f"{1e3 * row.forward_s:.1f}", f"{1e3 * row.backward_s:.1f}"]
-        cells.append([row.name, *times, *map(_size, sizes)])
-    return make_table(["block", "forward ms", "backward ms", "saved", *shown], cells)
-
-
-def alternatives_table(rows: Sequence[Alternative]) -> Table:
-    """Return a table of alternatives; the column of host memory is omitted if none uses it."""
-    on_host = any(row.outcome is not None and row.outcome.host_peak_nbytes for row in rows)
-    host = ["host peak"] if on_host else []
-
-    def cells(outcome: Outcome) -> Iterator[str]:
-        yield f"{outcome.step_s:.3f}"
-        for time_s in (outcome.stall_s, outcome.recompute_s):
-            yield f"{time_s:.3f}" if time_s else ""
-        yield from map(_size, (outcome.peak_nbytes, outcome.nbytes_stored, outcome.nbytes_loaded))
-        yield from [_size(outcome.host_peak_nbytes)] * on_host
-
-    nothing = [""] * (6 + on_host)
-    table = make_table(
-        ["", "step s", "stall s", "recompute s", "peak", "stored", "loaded", *host, ""],
-        ([name, *(nothing if outcome is None else cells(outcome)), note] for name, outcome, note in rows),
-    )
-    table.columns[-1].justify = "left"
-    return table
-
-
-def _size(nbytes: int) -> str:
-    return format_nbytes(nbytes) if nbytes else ""
-
-
 def draw_memory(
     path: Path, kept: Samples, planned: Samples, lanes: Mapping[str, Intervals], *,
     capacity_nbytes: int | None = None, title: str = "",
@@ -242,48 +279,31 @@ def draw_memory(
     memory, channels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     last_s = max((at_s for at_s, _ in (*kept, *planned)), default=0.0)
     scale, unit = (1e3, "ms") if last_s < 1 else (1.0, "s")
-    _draw_curves(memory, kept, planned, scale)
-    if capacity_nbytes is not None and capacity_nbytes <= memory.get_ylim()[1]:
-        memory.axhline(capacity_nbytes, color=_BUDGET, linewidth=1.2, linestyle=(0, (4, 3)))
-        text = f" budget\n {format_nbytes(capacity_nbytes)}"
-        right = memory.get_yaxis_transform()
-        memory.text(1, capacity_nbytes, text, transform=right, color=_BUDGET, va="center")
-    _draw_lanes(channels, shown, scale)
+    for words, samples, color in (("everything kept", kept, "#b8bcc4"), ("with the plan", planned, "C0")):
+        times, sizes = [at_s * scale for at_s, _ in samples], [nbytes for _, nbytes in samples]
+        peak, end = format_nbytes(max(sizes, default=0)), max(times, default=0.0)
+        label = f"{words}: at most {peak}, {end:.3g} {unit}"
+        memory.fill_between(times, sizes, step="post", color=color, alpha=0.35, linewidth=0)
+        memory.step(times, sizes, where="post", color=color, label=label)
+    most_nbytes = max((nbytes for _, nbytes in (*kept, *planned)), default=0)
+    step_nbytes = 1 << max(0, int(most_nbytes / 6)).bit_length()
+    memory.set_yticks(range(0, most_nbytes + step_nbytes, step_nbytes))
+    memory.yaxis.set_major_formatter(lambda nbytes, _: format_nbytes(nbytes))
+    memory.set_ylim(0, 1.05 * most_nbytes or 1)
+    memory.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    memory.grid(axis="y", alpha=0.4)
+    if capacity_nbytes is not None and capacity_nbytes <= 1.05 * most_nbytes:
+        memory.axhline(capacity_nbytes, color="C3", linestyle="--")
+        text, right = f" budget\n {format_nbytes(capacity_nbytes)}", memory.get_yaxis_transform()
+        memory.text(1, capacity_nbytes, text, transform=right, color="C3", va="center")
+    for y, intervals in enumerate(shown.values()):
+        for units, alpha in ((False, 1.0), (True, 0.35)):
+            bars = [(i[0] * scale, (i[1] - i[0]) * scale) for i in intervals if (i[2] == "units") is units]
+            # The edge shows transfers that are narrower than a pixel.
+            channels.broken_barh(bars, (y - 0.36, 0.72), color=f"C{y}", alpha=alpha, linewidth=0.5)
+    channels.set_yticks(range(len(shown)), labels=list(shown))
+    channels.set_ylim(max(1, len(shown)) - 0.5, -0.5)
     channels.set_xlim(0, last_s * scale or 1)
     channels.set_xlabel(f"time of the step ({unit})")
     figure.suptitle(title, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
-
-
-def _draw_curves(axes: Any, kept: Samples, planned: Samples, scale: float) -> None:
-    most_nbytes = max((nbytes for _, nbytes in (*kept, *planned)), default=0)
-    for words, samples, color in (("everything kept", kept, _KEPT), ("with the plan", planned, _PLANNED)):
-        times, sizes = [at_s * scale for at_s, _ in samples], [nbytes for _, nbytes in samples]
-        peak, end = format_nbytes(max(sizes, default=0)), max(times, default=0.0)
-        label = f"{words}: at most {peak}, {end:.3g} {'ms' if scale > 1 else 's'}"
-        axes.fill_between(times, sizes, step="post", color=color, alpha=0.35, linewidth=0)
-        axes.step(times, sizes, where="post", color=color, linewidth=1.3, label=label)
-    step_nbytes = 1 << max(0, int(most_nbytes / 6)).bit_length()
-    axes.set_yticks(range(0, most_nbytes + step_nbytes, step_nbytes))
-    axes.yaxis.set_major_formatter(lambda nbytes, _: format_nbytes(nbytes))
-    axes.set_ylim(0, 1.05 * most_nbytes or 1)
-    axes.legend(
-        frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0, handlelength=1.2
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(axis="x", length=0)
-
-
-def _draw_lanes(axes: Any, lanes: Mapping[str, Intervals], scale: float) -> None:
-    for y, (lane, intervals) in enumerate(lanes.items()):
-        for units, alpha in ((False, 1.0), (True, 0.35)):
-            bars = [(i[0] * scale, (i[1] - i[0]) * scale) for i in intervals if (i[2] == "units") is units]
-            color = _LANE_COLORS.get(lane, "#888888")
-            # The edge shows transfers that are narrower than a pixel.
-            axes.broken_barh(bars, (y - 0.36, 0.72), color=color, alpha=alpha, linewidth=0.5)
-    axes.set_yticks(range(len(lanes)), labels=list(lanes))
-    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)

@@ -44,9 +44,9 @@ from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
-from infinity.planner.step import StepTrace
 from infinity.planner.updates import Completions
 from infinity.predict.operators import Operation, Touches
+from infinity.predict.step import StepTrace
 from infinity.recipes.models.causal import CausalLoss
 
 #: Operators that read a few rows of their first argument.

@@ -12,7 +12,7 @@ import infinity
 from infinity.activations.controller import METERED
 from infinity.activations.slots import ActivationStats
 from infinity.app.train import ActivationView, train
-from infinity.core.plan import Hardware
+from infinity.core.plan import FOLDER, Hardware, Planning, load_measured
 from infinity.engine import runtime
 from infinity.observe.metrics import (
     ActivationSummary,
@@ -22,7 +22,6 @@ from infinity.observe.metrics import (
     compared,
     summary_rows,
 )
-from infinity.planner.planning import FOLDER, Planning, load_measured
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 

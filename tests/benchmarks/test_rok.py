@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.rok import SHARES, RokPoint, draw_rok, main, measure_all, rok_table, run_point
-from infinity.planner.planning import FOLDER, Planning, load_measured
+from infinity.core.plan import FOLDER, Planning, load_measured
 from infinity.planner.search import smallest_budget
 from infinity.recipes.recipe import load_recipe
 from tests.helpers.profiles import hardware, transformer

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Traffic
-from infinity.planner.events import Channel, mixed_rates
 from infinity.planner.search import ChannelTimeline, channel_timelines
+from infinity.planner.simulator import Channel, mixed_rates
 from tests.helpers.cases import examples
 
 fast = examples(100)

@@ -6,25 +6,31 @@ from pathlib import Path
 import pytest
 
 from infinity.core.errors import RecipeError
-from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile, SlotKey
-from infinity.planner.lifetimes import operator_times
-from infinity.planner.planning import (
+from infinity.core.plan import (
     MEASURED,
     PLAN,
     PROFILE,
+    ActivationPlan,
+    Hardware,
+    Phase,
+    Place,
     Planning,
+    Profile,
+    SlotKey,
     count_blocks,
     load_measured,
-    plan_rows,
     save_measured,
 )
-from infinity.planner.search import POLICIES, smallest_budget
+from infinity.planner.lifetimes import operator_times
+from infinity.planner.search import plan as make_plan
+from infinity.planner.search import simple_plan, smallest_budget
 from infinity.planner.simulator import play
+from infinity.predict.plan_run import plan_rows
 from tests.helpers.profiles import hardware, transformer
 
 
 def planning_for(profile: Profile, channels: Hardware, budget_nbytes: int | None = None) -> Planning:
-    plan = POLICIES["plan"](profile, channels, budget_nbytes)
+    plan = make_plan(profile, channels, budget_nbytes)
     kept, predicted = (play(profile, each, channels) for each in (ActivationPlan("keep"), plan))
     return Planning(profile, channels, plan, kept, predicted, 0.25)
 
@@ -88,11 +94,14 @@ def test_each_block_has_one_fate() -> None:
     assert count_blocks(transformer(layers=0), ActivationPlan("keep")) == "no blocks"
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute", "plan"])
 def test_rows_account_for_every_saved_byte_and_every_second_but_the_update(policy: str) -> None:
     profile, channels = transformer(layers=4, update_s=0.5), hardware(1.0)
-    budget = smallest_budget(profile, channels) if policy == "plan" else None
-    rows = plan_rows(profile, POLICIES[policy](profile, channels, budget))
+    if policy == "plan":
+        made = make_plan(profile, channels, smallest_budget(profile, channels))
+    else:
+        made = simple_plan(policy, profile, channels)
+    rows = plan_rows(profile, made)
     assert [row.name for row in rows] == [
         "before the blocks", *(f"layers.{i}" for i in range(4)), "after the blocks",
     ]  # fmt: skip

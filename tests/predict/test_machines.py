@@ -8,9 +8,8 @@ import torch
 
 from infinity.cli import main
 from infinity.core.errors import RecipeError
-from infinity.planner.machines import rank_rates
 from infinity.predict import machines
-from infinity.predict.machines import _flops_per_s, load_machine, machine_names, probe
+from infinity.predict.machines import _flops_per_s, load_machine, machine_names, probe, rank_rates
 
 ROOT = Path(__file__).parents[2]
 

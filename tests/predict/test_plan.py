@@ -12,11 +12,11 @@ from rich.console import Console
 
 from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.plan import Outcome
-from infinity.planner.planning import FOLDER, Planning, PlanRow, save_measured
+from infinity.core.plan import FOLDER, Outcome, Planning, save_measured
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import (
     Alternative,
+    PlanRow,
     alternatives,
     alternatives_table,
     draw_memory,
@@ -129,8 +129,8 @@ def test_showing_a_plan_imports_no_torch() -> None:
 
 KIB = 1024
 ROWS = [
-    PlanRow("layers.0", 0.01, 0.02, 8 * KIB, 2 * KIB, 0, 6 * KIB),
-    PlanRow("layers.1", 0.01, 0.02, 8 * KIB, 1 * KIB, 0, 0),
+    PlanRow("layers.0", 0.01, 0.02, 8 * KIB, 2 * KIB, 0, 6 * KIB, 0),
+    PlanRow("layers.1", 0.01, 0.02, 8 * KIB, 1 * KIB, 0, 0, 7 * KIB),
 ]
 OUTCOME = Outcome(1.5, 0.25, 0.0, 4 * KIB, 0, 3 * KIB, 2 * KIB)
 
@@ -139,10 +139,6 @@ def lines(table: object) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=120).print(table)
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
-
-
-def test_bytes_that_are_neither_kept_nor_stored_are_recomputed() -> None:
-    assert [row.recomputed_nbytes for row in ROWS] == [0, 7 * KIB]
 
 
 def test_the_table_has_a_row_per_block_and_no_empty_column() -> None:
@@ -156,7 +152,7 @@ def test_alternatives_are_compared_even_if_one_is_not_possible() -> None:
     head, plan, other = lines(
         alternatives_table([Alternative("the plan", OUTCOME), Alternative("other", None, "not possible")])
     )
-    assert head == "step s stall s recompute s peak stored loaded"
+    assert head == "step s stall s peak stored loaded"  # nothing is recomputed
     assert plan == "the plan 1.500 0.250 4 KiB 3 KiB 2 KiB"
     assert other == "other not possible"
     on_host = Outcome(1.5, 0.25, 0.0, 4 * KIB, 5 * KIB, 0, 0)

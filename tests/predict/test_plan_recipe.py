@@ -16,10 +16,9 @@ from infinity.app.train import built
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
 from infinity.observe.metrics import PredictedStep, View
-from infinity.planner.machines import Machine
 from infinity.predict import plan_recipe as module
 from infinity.predict.dry_run import DryRun, dry_run
-from infinity.predict.machines import load_machine
+from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import (
     Change,
     changes,

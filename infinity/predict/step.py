@@ -1,7 +1,7 @@
 """Describes a training step before it runs: what it uses in which order, and what that takes.
 
 The runtime's own plan, a :class:`StepScript`, follows from a micro-batch as hooks see it, sizes of units and
-the division of the memory budgets; :mod:`infinity.planner.clock` plays it.
+the division of the memory budgets; :mod:`infinity.predict.play` plays it.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import numpy as np
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
-from infinity.planner.machines import RankRates
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.predict.machines import RankRates
 
 #: The least micro-batches that are played before they are taken to repeat.
 _LEAST = 3

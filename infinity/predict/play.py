@@ -33,20 +33,12 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.core.lifecycle import UpdateState
-from infinity.planner.events import (
-    DECODE,
-    LINKS,
-    UPDATE,
-    Channel,
-    DeviceMemory,
-    StepCost,
-    Task,
-    VirtualClock,
-)
-from infinity.planner.machines import COLLECTIVE_S
 from infinity.planner.prefetch_plan import Event, Kind
-from infinity.planner.step import StepScript, StepSetup, StepTrace, Stored, tries
+from infinity.planner.simulator import Channel
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
+from infinity.predict.clock import DECODE, LINKS, UPDATE, DeviceMemory, StepCost, VirtualClock
+from infinity.predict.machines import COLLECTIVE_S
+from infinity.predict.step import StepScript, StepSetup, StepTrace, Stored, tries
 
 #: Steps are played until so many in a row take about equally long, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
@@ -63,9 +55,9 @@ def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
 class _Span:
     """Holds the training thread's work between two events of the plan: calls, compute, calls."""
 
-    before: list[Callable[[], None]] = field(default_factory=list)
+    before: list[Callable[[], object]] = field(default_factory=list)
     compute_s: float = 0.0
-    after: list[Callable[[], None]] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
 
 
 class _Player:
@@ -75,8 +67,8 @@ class _Player:
         self.trace, self.setup = trace, setup
         self.script = StepScript.of(trace, setup)
         self._clock = VirtualClock(setup.rates)
-        self._memory = DeviceMemory(setup.division, on_accelerator=setup.on_accelerator)
-        self._updates = PlayedUpdates(self.script, setup, self._clock, self._memory)
+        self._memory = DeviceMemory(setup.division, self._clock, on_accelerator=setup.on_accelerator)
+        self._updates = _PlayedUpdates(self.script, setup, self._clock, self._memory)
         self._ready: dict[int, bool] = {}  # units on their way, or there
         self._staying: set[int] = set()
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
@@ -111,21 +103,16 @@ class _Player:
 
     # --- units ---------------------------------------------------------------------------------
 
-    def _lease(self, nbytes: int) -> None:
-        if not self._memory.has_room(nbytes):
-            self._memory.end_turn()
-            self._clock.wait(lambda: self._memory.has_room(nbytes), "memory")
-        self._memory.take(nbytes)
-
     def _start(self, unit: int) -> None:
+        """Begin to bring a unit: read, uploaded, gathered and decoded, each step when the one before ends."""
         setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
         stayed = unit in self._staying
         # Without drives, an accelerator and other ranks it is decoded from where it lies.
         travels = shape.on_nvme or setup.on_accelerator or setup.ranks > 1
         stored_nbytes = shape.stored_nbytes if travels else 0
         if not stayed:
-            self._lease(shape.nbytes)
-            self._lease(stored_nbytes)
+            self._memory.lease(shape.nbytes)
+            self._memory.lease(stored_nbytes)
         self._staying.discard(unit)
         self._ready[unit] = False
 
@@ -133,26 +120,20 @@ class _Player:
             self._memory.give_back(stored_nbytes)
             self._ready[unit] = True
 
-        def gathered() -> None:
-            if not shape.stored_nbytes:
-                is_there()
-                return
+        arrived: Callable[[], object] = is_there
+        if shape.stored_nbytes:
             operators_s = shape.decode_operators * rates.operator_s
             time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
-            clock.serve(DECODE, time_s, is_there, rates.threads)
-
-        arrived: Callable[[], None] = gathered
+            arrived = partial(clock.serve, DECODE, time_s, is_there, rates.threads)
         if setup.ranks > 1:  # see [Note: one queue of collectives]
-            nbytes, links = shape.stored_nbytes or shape.nbytes, clock.servers[LINKS]
+            nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
             time_s = nbytes / rates.gather_bytes_per_s + COLLECTIVE_S
-            gather = Task(time_s, gathered, rates.link_threads, ready=False)
-            links.submit(gather)
-            arrived = partial(links.ready, gather)
-
-        upload = partial(self._over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
-        if unit in self._memory.updated:
-            upload = partial(arrived)
+            gather = clock.serve(LINKS, time_s, arrived, rates.link_threads, ready=False)
+            arrived = partial(setattr, gather, "ready", True)
+        upload = arrived
+        if unit not in self._memory.updated:
+            upload = partial(self._over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
         if stayed:
             self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:
@@ -174,7 +155,7 @@ class _Player:
                 self._clock.wait(lambda: not self._reducing, LINKS)
                 self._carried = False
             self._gradients[unit] = self.setup.units[unit].nbytes
-            self._lease(self.setup.units[unit].nbytes)
+            self._memory.lease(self.setup.units[unit].nbytes)
             self._memory.end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
@@ -188,14 +169,14 @@ class _Player:
             return
         full = self._gradients.pop(unit, 0)
         if not full:
-            self._lease(shape.nbytes)
+            self._memory.lease(shape.nbytes)
             self._memory.end_turn()
             full = shape.nbytes
         shard = setup.gradient_nbytes(unit)
         if self._reducing and not setup.on_accelerator:
             self._clock.wait(lambda: not self._reducing, LINKS)
-        self._lease(shape.nbytes)
-        self._lease(shard)
+        self._memory.lease(shape.nbytes)
+        self._memory.lease(shard)
         self._arriving += 1
         self._reducing += 1
         turn = self._memory.turn
@@ -216,7 +197,7 @@ class _Player:
         if setup.on_accelerator:
             self._clock.serve(LINKS, time_s, reduced)
             return
-        self._clock.serve(LINKS, time_s, lambda: None, setup.rates.link_threads)
+        self._clock.serve(LINKS, time_s, _nothing, setup.rates.link_threads)
         # The same thread adds up what has arrived, divides it, and takes its norm.
         itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
         passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
@@ -239,11 +220,8 @@ class _Player:
     # --- activations ---------------------------------------------------------------------------
 
     def _pack(self, stored: Stored) -> None:
-        def write() -> None:
-            if stored.on_nvme:
-                self._clock.move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
-
-        self._over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write)
+        write = partial(self._clock.move, Channel.NVME_WRITE, stored.nbytes, _nothing)
+        self._over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write if stored.on_nvme else _nothing)
 
     def _load(self, stored: Stored) -> None:
         self._away[id(stored)] = False
@@ -254,7 +232,7 @@ class _Player:
         else:
             upload()
 
-    def _over_link(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+    def _over_link(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         """Move bytes between an accelerator and host memory; without one they are there."""
         if self.setup.on_accelerator:
             self._clock.move(channel, nbytes, then)
@@ -273,13 +251,13 @@ class _Player:
         script, setup = self.script, self.setup
         if script.earlier:  # the step begins with its last micro-batch: the others have left these
             for unit in script.present:
-                self._lease(setup.units[unit].nbytes)
+                self._memory.lease(setup.units[unit].nbytes)
                 self._ready[unit] = True
             gradients = self._gradients if setup.ranks == 1 else self._reduced
             for _, unit in self.trace.begun:
                 nbytes = setup.units[unit].nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
                 gradients[unit] = nbytes
-                self._lease(nbytes)
+                self._memory.lease(nbytes)
         self._play(script.earlier)
         marks = [self._mark()]
         while len(marks) <= (1 if script.is_long else _MOST_STEPS):
@@ -366,11 +344,11 @@ class _Player:
                     self._updates.weights[unit] = shape.nbytes
                 else:
                     if kept and not setup.on_accelerator:
-                        self._lease(shape.weight_nbytes)
+                        self._memory.lease(shape.weight_nbytes)
                         self._updates.weights[unit] = shape.weight_nbytes
                     self._release(unit)
                 if kept:
-                    self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
+                    self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
             if shape.trainable:
                 self._end_gradient(unit, True)
 
@@ -387,11 +365,15 @@ class _PlayedUpdate(Job):
     rest_nbytes: int = 0  # what each chunk reads beside the state: weights and gradient, if not at hand
     written_nbytes: int = 0  # by each chunk; likewise the time of its computation
     compute_s: float = 0.0
-    when_computed: list[Callable[[], None]] | None = None  # calls; None: no update runs, or it is computed
-    when_landed: list[Callable[[], None]] = field(default_factory=list)
+    when_computed: list[Callable[[], object]] | None = None  # calls; None: no update runs, or it is computed
+    when_landed: list[Callable[[], object]] = field(default_factory=list)
 
 
-class PlayedUpdates:
+def _nothing() -> None:
+    """Follows what nothing waits for."""
+
+
+class _PlayedUpdates:
     """Drives the updates of shards, and the queue of their chunks, by the clock."""
 
     def __init__(
@@ -411,7 +393,7 @@ class PlayedUpdates:
             ended = set(order)
             order = [unit for unit in script.first_uses if unit in ended]
         coming = [unit for unit in order if units[unit].on_nvme and units[unit].trainable]
-        self._play(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
+        self._proceed(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
         """Add a unit's gradient with ``nbytes`` of device memory, which was complete in ``turn``."""
@@ -443,14 +425,14 @@ class PlayedUpdates:
         """Return whether fetches of a unit wait for its update."""
         return unit in self._latest and self._latest[unit].update.holds_fetches
 
-    def when_landed(self, unit: int, then: Callable[[], None]) -> None:
+    def when_landed(self, unit: int, then: Callable[[], object]) -> None:
         """Call ``then`` once the unit's update no longer holds back fetches of the unit."""
         if self.is_landing(unit):
             self._latest[unit].when_landed.append(then)
         else:
             then()
 
-    def when_computed(self, unit: int, then: Callable[[], None]) -> None:
+    def when_computed(self, unit: int, then: Callable[[], object]) -> None:
         """Call ``then`` once the unit's latest update has been computed."""
         calls = self._latest[unit].when_computed if unit in self._latest else None
         if calls is not None:
@@ -501,7 +483,7 @@ class PlayedUpdates:
         job.compute_s = touched / setup.rates.background_bytes_per_s
         job.when_computed = []
         self._latest[unit] = job
-        self._play(self._queue.submit(job))
+        self._proceed(self._queue.submit(job))
 
     def _update_in_memory(self, job: _PlayedUpdate) -> None:
         """Update a shard in host memory, or on the device, while nothing else computes."""
@@ -517,7 +499,7 @@ class PlayedUpdates:
 
     # --- what the queue says ---------------------------------------------------------------------
 
-    def _play(self, moves: Moves) -> None:
+    def _proceed(self, moves: Moves) -> None:
         """Carry out what follows from an event, and begin what can begin now."""
         self._carry_out(moves)
         while begins := self._queue.next():
@@ -533,7 +515,7 @@ class PlayedUpdates:
                 case Move.REST if target.job.rest_nbytes:
                     self._send(target, Channel.NVME_READ, target.job.rest_nbytes)
                 case Move.COMPUTE:
-                    computed = lambda each=target: self._play(self._queue.computed(each))  # noqa: E731
+                    computed = lambda each=target: self._proceed(self._queue.computed(each))  # noqa: E731
                     threads = self._setup.rates.background_threads
                     self._clock.serve(UPDATE, target.job.compute_s, computed, threads)
                 case Move.WRITE:
@@ -551,4 +533,4 @@ class PlayedUpdates:
 
     def _send(self, chunk: ChunkInFlight, channel: Channel, nbytes: int) -> None:
         chunk.moving += 1
-        self._clock.send(channel, nbytes, lambda: self._play(self._queue.moved(chunk)))
+        self._clock.send(channel, nbytes, lambda: self._proceed(self._queue.moved(chunk)))

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
-from infinity.planner import clock, events
-from infinity.planner.clock import play_step
-from infinity.planner.events import COMPUTE, DECODE, LINKS, UPDATE, Server, StepCost, Task
-from infinity.planner.machines import (
+from infinity.planner.prefetch_plan import Event, Kind, make_plan
+from infinity.planner.simulator import NEVER_S, TransferQueues
+from infinity.predict.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, VirtualClock
+from infinity.predict.machines import (
     DevicesConfig,
     DrivesConfig,
     HostConfig,
@@ -20,8 +20,8 @@ from infinity.planner.machines import (
     NodesConfig,
     rank_rates,
 )
-from infinity.planner.prefetch_plan import Event, Kind, make_plan
-from infinity.planner.step import StepSetup, StepTrace, Stored, UnitShape
+from infinity.predict.play import play_step
+from infinity.predict.step import StepSetup, StepTrace, Stored, UnitShape
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
@@ -171,9 +171,9 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
     cost = play_step(*step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "infinity.planner.step.make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None)
+            "infinity.predict.step.make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None)
         )
-        patch.setattr(clock._Player, "_state", lambda self: object())
+        patch.setattr(VirtualClock, "state", lambda self: object())
         every = play_step(*step)
     assert cost.step_s == pytest.approx(every.step_s, rel=1e-6)
     assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-6)
@@ -184,13 +184,13 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
 @pytest.mark.parametrize("units", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_64_micro_batches_are_planned_by_playing_a_few(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = []
-    event = clock._Player._event
-    monkeypatch.setattr("infinity.planner.step._MANY_EVENTS", 1000)
-    monkeypatch.setattr(clock._Player, "_event", lambda self, one: played.append(1) or event(self, one))
+    compute = VirtualClock.compute
+    monkeypatch.setattr("infinity.predict.step._MANY_EVENTS", 1000)
+    monkeypatch.setattr(VirtualClock, "compute", lambda self, s: played.append(1) or compute(self, s))
     made = setup(units, ranks=2, window=units // 10, micro_batches=64)
     cost = play_step(trace(units), made)
     assert cost.step_s >= 64 * 4 * units * 1e12 / made.rates.flops_per_s
-    assert len(played) <= 5 * 4 * units  # of 64 x 4 x units in a step
+    assert len(played) <= 5 * (5 * units + 1)  # of 64 in a step: positions of the trace, and gradients
 
 
 def test_activations_that_leave_move_their_bytes_and_hold_backward_until_they_are_back() -> None:
@@ -233,26 +233,15 @@ def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
     assert cost.busy_s[UPDATE] == pytest.approx(moved / made.rates.memory_bytes_per_s)
 
 
-def test_cost_grows_like_the_model() -> None:
+def test_cost_grows_like_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in events of the clock, since times of a busy machine say nothing."""
-    counts = []
+    counts, events = [], []
+    advance = TransferQueues.advance
+    monkeypatch.setattr(TransferQueues, "advance", lambda self, s: events.append(s) or advance(self, s))
     for units in (50, 100, 200):
-        made = setup(units, window=units // 5, micro_batches=2)
-        queues: list[int] = []
-
-        class Counted(events.TransferQueues):
-            def advance(
-                self, passed_s: float, queues: list[int] = queues
-            ) -> list[tuple[int, int | None, float]]:
-                queues.append(1)
-                return super().advance(passed_s)
-
-        before, events.TransferQueues = events.TransferQueues, Counted  # type: ignore[misc]
-        try:
-            play_step(trace(units), made)
-        finally:
-            events.TransferQueues = before  # type: ignore[misc]
-        counts.append(len(queues))
+        events.clear()
+        play_step(trace(units), setup(units, window=units // 5, micro_batches=2))
+        counts.append(len(events))
     assert counts[2] / counts[1] < 1.2 * 2
     assert counts[1] / counts[0] < 1.2 * 2
 
@@ -342,17 +331,14 @@ def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
 def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
     ended: list[str] = []
-    links, gather = Server(), Task(1.0, lambda: ended.append("gather"), ready=False)
-    links.submit(gather)
-    links.submit(Task(2.0, lambda: ended.append("reduction")))
-    assert not links.busy
-    links.ready(gather)
-    assert links.left_s == 1.0
-    links.end()()
-    assert links.left_s == 2.0
-    links.end()()
-    assert not links.busy
+    clock = VirtualClock(on_cores(1).rates)
+    gather = clock.serve(LINKS, 1.0, lambda: ended.append("gather"), ready=False)
+    clock.serve(LINKS, 2.0, lambda: ended.append("reduction"))
+    assert clock.elapse(NEVER_S) == NEVER_S  # nothing goes on
+    gather.ready = True
+    assert [clock.elapse(NEVER_S) for _ in range(2)] == [1.0, 2.0]
     assert ended == ["gather", "reduction"]
+    assert clock.busy_s[LINKS] == 3.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
