@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from infinity.activations.controller import METERED, Activations, FixedBudget
+from infinity.activations.controller import METERED, ActivationBudget, Activations
 from infinity.app.loop import Loop
 from infinity.app.runs import RECIPE, write_recipe
 from infinity.app.train import ActivationView, built, open_inputs, process_group, set_threads
@@ -260,7 +260,7 @@ def measure(folder: Path) -> RokPoint:
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
         if point.budget_nbytes is not None:
-            activations.budget = FixedBudget(point.budget_nbytes)
+            activations.budget = ActivationBudget(point.budget_nbytes)
         steps = StepMedians(warmup_steps(recipe.train.accumulate))
         moved = ActivationView(activations, folder, recipe.train.accumulate, lambda line: None)
         loop = Loop(recipe, model, optimizer, data, View(steps, moved))

@@ -1,33 +1,47 @@
 """Decide what a model's activations do: by a fixed policy, or by a plan made from a profile of its own step.
 
 [Note: the first passes]
-Under ``plan`` nothing is known before the model has run, and not everything may fit, so the first passes
-store all they can. The fifth is profiled as if everything were kept. Then rank 0 makes the plan for all,
-since ranks that recompute different blocks would gather different units. The second pass under the plan is
-metered, to compare predictions with measurements.
+Under ``plan`` nothing is known before the model has run, so the first passes store all they can. The fifth is
+profiled as if everything were kept. Then rank 0 makes the plan for all, since ranks that recompute different
+blocks would gather different units. The second pass under the plan is metered, to compare predictions.
 
 [Note: the time of a pass]
-A pass lasts from its forward to the next one, or to the end of its step; of accumulated micro-batches only
-the last includes the update. So only passes that end as the profiled one did are compared with it. The
-profiled pass itself is slow: its operators go through Python, and wait for its lock while threads store and
-load. So the plan takes a step to last as long as the quickest pass that found everything compiled and every
-buffer made, without its waits and without the time that moving its bytes cost.
+A pass lasts from its forward to the next one, or to the end of its step; only passes that end as the profiled
+one did are compared with it. The profiled pass itself is slow, since its operators go through Python. So the
+plan takes a step to last as long as the quickest pass that found everything compiled and every buffer made,
+without its waits and without the time that moving its bytes cost.
+
+[Note: wrapped forwards]
+``forward`` of each block is wrapped, only while a forward pass runs. The wrapper tells the tensor cache the
+position of the pass, and puts a block that is to be recomputed under ``torch.utils.checkpoint``; there, and
+in the recomputation, the block's own forward runs.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.blocks import recomputable_blocks, tracked
 from infinity.activations.profiler import MemoryMeter, Profiler
 from infinity.activations.slots import ActivationStats
-from infinity.activations.tensor_cache import PassRecord, TensorCache, planned, storages_of, uniform
+from infinity.activations.tensor_cache import (
+    PassRecord,
+    TensorCache,
+    patched,
+    planned,
+    storages_of,
+    uniform,
+    untraced,
+)
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Planning, Profile
 from infinity.observe.timeline import WatchedEngine
@@ -42,39 +56,125 @@ _WARM, PROFILED, METERED = 2, 4, 6
 REMEMBERED = 1000
 
 
+# --- blocks ------------------------------------------------------------------------------------------
+
+
+class NamedBlock(NamedTuple):
+    """Names a block of the model."""
+
+    name: str
+    module: nn.Module
+
+
+def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
+    """Return the members of every ``nn.ModuleList`` that have parameters and are in no other block, in order.
+
+    A block may be compiled. A model compiled as a whole has none: the pass's position in it is unknown.
+    """
+
+    def blocks_in(module: nn.Module, name: str, listed: bool) -> Iterator[NamedBlock]:
+        is_list = isinstance(module, nn.ModuleList)
+        if listed and not is_list and next(module.parameters(), None) is not None:
+            yield NamedBlock(name, module)
+        elif module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+            for child_name, child in module.named_children():
+                yield from blocks_in(child, f"{name}.{child_name}" if name else child_name, is_list)
+
+    return list(blocks_in(model, "", False))
+
+
+@contextmanager
+def tracked(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
+    """Make the blocks tell ``cache`` the position of a pass; see [Note: wrapped forwards]."""
+    with ExitStack() as stack:
+        for block in blocks:
+            name = "forward" if block.module._compiled_call_impl is None else "_compiled_call_impl"
+            own = getattr(block.module, name)
+            stack.enter_context(patched(block.module, name, partial(_forward, block, own, cache)))
+        yield
+
+
+@untraced
+def _forward(
+    block: NamedBlock, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any
+) -> Any:
+    record = cache.record
+    in_backward = torch._C._current_graph_task_id() != -1
+    if record is None or in_backward or not torch.is_grad_enabled():
+        return own(*args, **kwargs)
+    region, profiler = record.enter(), cache.profiler
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_kv_cache)
+    # Asked of every block's cache, recomputed or not: it is filled after the pass came to it first.
+    empty = [record.was_empty(leaf) for leaf in leaves if _is_kv_cache(leaf)]
+    if profiler is not None:
+        profiler.enter_region(region, block.name)
+    try:
+        if record.policy.recomputes(region) and all(empty):
+            return _recomputed(block.module, own, args, kwargs)
+        return own(*args, **kwargs)
+    finally:
+        record.leave()
+        if profiler is not None:
+            profiler.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+def _is_kv_cache(leaf: object) -> bool:
+    return hasattr(leaf, "get_seq_length")
+
+
+def _recomputed(
+    module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if "use_cache" in kwargs:
+        kwargs = {**kwargs, "use_cache": False}
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_kv_cache)
+    runs_again = False
+
+    def call(*leaves: Any) -> Any:
+        nonlocal runs_again
+        args, kwargs = tree_unflatten(leaves, spec)
+        restored, runs_again = _restored_buffers(module) if runs_again else nullcontext(), True
+        with restored:
+            return own(*args, **kwargs)
+
+    # Twice through a cache of keys and values would put them there twice.
+    leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]
+    # Positional, because checkpoint saves what it finds there, and our hooks see it.
+    return checkpoint(call, *leaves, use_reentrant=False)
+
+
+@contextmanager
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back at the end, so that running statistics count a batch once."""
+    buffers = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    before = [(among, name, b, b.detach().clone()) for among, name, b in buffers if b is not None]
+    try:
+        yield
+    finally:
+        for among, name, buffer, values in before:
+            buffer.data.copy_(values)  # not counted as a write
+            among[name] = buffer
+
+
 # --- the budget of activations -----------------------------------------------------------------------
 
 
-class ActivationBudget(Protocol):
-    """Tells how much device memory a step itself may allocate."""
+@dataclass(eq=False)
+class ActivationBudget:
+    """Tells how much device memory a step itself may allocate: a fixed capacity that nothing else shares."""
+
+    capacity_nbytes: int | None = None
 
     def capacities(self) -> Sequence[int | None]:
         """Return the bytes that activations may have, the best division of memory first; None: no bound."""
-        ...
+        return [self.capacity_nbytes]
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Take note that the plan was made for one of the capacities, and takes at most ``kept_nbytes``."""
-        ...
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         """Return the error to raise when no plan for a profile fits any capacity."""
-        ...
-
-
-class FixedBudget:
-    """Gives activations a capacity that nothing else shares."""
-
-    def __init__(self, capacity_nbytes: int | None = None) -> None:
-        self._capacity_nbytes = capacity_nbytes
-
-    def capacities(self) -> Sequence[int | None]:
-        return [self._capacity_nbytes]
-
-    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
-        pass  # no other part takes what is left
-
-    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
-        return budget_error(profile, hardware, self._capacity_nbytes or 0)
+        return budget_error(profile, hardware, self.capacity_nbytes or 0)
 
 
 # --- the time of passes ------------------------------------------------------------------------------
@@ -155,7 +255,7 @@ class Activations:
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
-        self.budget: ActivationBudget = budget or FixedBudget()
+        self.budget = budget or ActivationBudget()
         self.meters = policy == "plan"
         self.metered_nbytes: int | None = None
         self._hardware, self._decide, self._units = hardware, decide, units

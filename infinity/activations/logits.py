@@ -7,8 +7,7 @@ copy, its log-softmax, gradients. But the loss of a row needs the logits of that
 While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor with the shape of
 logits that knows the head's input. It records what models do to logits before the loss: casts, rows in
 another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for one slice of rows
-after another, each under ``torch.utils.checkpoint``: backward computes its logits again. Whatever else asks
-for values computes the logits whole, as the model would have.
+after another, each under ``torch.utils.checkpoint``. Whatever else asks for values computes the logits whole.
 
 [Note: numbers]
 Losses of rows and gradients of their logits are those of whole logits, as far as a product of fewer rows
@@ -32,8 +31,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.blocks import patched
-from infinity.activations.tensor_cache import untraced
+from infinity.activations.tensor_cache import patched, untraced
 from infinity.core.errors import StateError
 
 Mode = Literal["auto", "whole", "slices"]
@@ -97,7 +95,7 @@ class LogitSlices:
         self.using, self.stamp = using, stamp
         self.computing = False
         self.chosen: Mode | None = None
-        self._head: Any = None  # the one whose calls are pending now
+        self.head: Any = None  # the one whose calls are pending now
         self.decide("whole", lambda: None)
 
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
@@ -113,7 +111,7 @@ class LogitSlices:
     def opened(self, model: nn.Module) -> Iterator[None]:
         """Let calls of the head of ``model`` be pending inside this context."""
         head = None
-        if self._mode != "whole" and not self.computing and self._head is None:
+        if self._mode != "whole" and not self.computing and self.head is None:
             if model not in self._heads:
                 found = find_head(model)
                 self._heads[model] = None if found is None else weakref.ref(found)
@@ -122,12 +120,12 @@ class LogitSlices:
         if head is None:
             yield
             return
-        self._head = head
+        self.head = head
         try:
             with patched(head, "forward", partial(self._forward, head, head.forward)):
                 yield
         finally:
-            self._head = None
+            self.head = None
 
     @untraced
     def _forward(self, head: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +139,7 @@ class LogitSlices:
 
     def defers(self, module: Any, args: Any) -> bool:
         """Return whether a call of ``module`` with ``args`` is to be pending."""
-        if module is not self._head or self.computing or len(args) != 1 or torch.is_inference_mode_enabled():
+        if module is not self.head or self.computing or len(args) != 1 or torch.is_inference_mode_enabled():
             return False
         (hidden,) = args
         if not (isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.is_floating_point()):
@@ -192,13 +190,9 @@ class _HeadCall:
             nullcontext() if plain
             else torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None)
         )  # fmt: skip
-        before, self.slices.computing = self.slices.computing, True
-        try:
-            with autocast:
-                logits: Tensor = self.head(hidden)
-                return logits
-        finally:
-            self.slices.computing = before
+        with autocast, patched(self.slices, "computing", True):
+            logits: Tensor = self.head(hidden)
+            return logits
 
 
 # --- pending logits ----------------------------------------------------------------------------------
@@ -230,10 +224,8 @@ class PendingLogits(Tensor):
         operators: tuple[Operator, ...] = (), made: "tuple[PendingLogits, Operator] | None" = None,
     ) -> "PendingLogits":  # fmt: skip
         """Return, pending, what ``operators`` make of the head's output for ``hidden``."""
-        requires_grad, shape = (
-            trained and torch.is_grad_enabled(),
-            (*hidden.shape[:-1], call.head.out_features),
-        )
+        requires_grad = trained and torch.is_grad_enabled()
+        shape = *hidden.shape[:-1], call.head.out_features
         self: PendingLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )

@@ -3,12 +3,11 @@
 [Note: a step as if everything were kept]
 The recorded step may already send activations away. Then a saved storage vanishes in forward, and backward
 reads another with the same bytes: :meth:`Profiler.unpacked` says for which one it stands, and the profile
-gives that one the life that it has when nothing moves. :meth:`Profiler.paused` leaves out the cache's own
-operators.
+gives that one the life that it has when nothing moves.
 
 [Note: storages]
-A storage is known by a weak reference, which ends when its memory is given back. An address says nothing: it
-is used again at once. Views share a storage.
+A storage, which views share, is known by a weak reference, which ends when its memory is given back. An
+address is used again at once.
 
 [Note: the block of a backward operator]
 Autograd numbers nodes in the order of forward, so the numbers at a block's beginning and end tell whose
@@ -81,12 +80,11 @@ class _Storages:
     def find(self, tensor: Tensor, kind: Kind, name: str) -> int:
         """Return the index of the storage of ``tensor``, which is added if it is new."""
         known, storage = self.index(tensor), tensor.untyped_storage()
-        if known is not None:
-            return known
-        born = self._position() if kind is Kind.WORKING else 0
-        self.lives.append(Life(name, storage.nbytes(), kind, born))
-        self._remember(storage, len(self.lives) - 1, "died")
-        return len(self.lives) - 1
+        if known is None:
+            known, born = len(self.lives), self._position() if kind is Kind.WORKING else 0
+            self.lives.append(Life(name, storage.nbytes(), kind, born))
+            self._remember(storage, known, "died")
+        return known
 
     def index(self, tensor: Tensor) -> int | None:
         """Return the index of the storage of ``tensor``; None: it is not known."""

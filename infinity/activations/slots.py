@@ -116,11 +116,6 @@ class Slot:
             else:
                 self._release()
 
-    def _release(self) -> None:
-        self.lifecycle.move(S.STORED)
-        self._storage = None
-        self._stats.add(-self.nbytes)
-
     # --- and back ----------------------------------------------------------------------------
 
     def fetch(self) -> bool:
@@ -169,6 +164,11 @@ class Slot:
             if self.state is S.RESIDENT and self._stored is not None:
                 self._release()
 
+    def _release(self) -> None:
+        self.lifecycle.move(S.STORED)
+        self._storage = None
+        self._stats.add(-self.nbytes)
+
 
 class StoreQueue:
     """Stores slots in the order of packing, at least one and up to ``in_flight_nbytes`` at one time."""
@@ -209,15 +209,17 @@ class StoreQueue:
     @property
     def nbytes(self) -> int:
         """Return the bytes that wait or are in flight."""
-        with self._lock:
-            waiting = (nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None)
-            return self.in_flight_nbytes + sum(waiting)
+        return sum(nbytes for _, nbytes in self._left())
 
     def has_ended(self, number: int) -> bool:
         """Return whether nothing that was put up to ``number`` waits or is in flight."""
+        return all(left > number for left, _ in self._left())
+
+    def _left(self) -> list[tuple[int, int]]:
+        """Return number and bytes of each store that waits or is in flight."""
         with self._lock:
-            waiting = (before for slot, (before, _) in self._waiting.items() if slot() is not None)
-            return all(before > number for before in (*self._in_flight, *waiting))
+            waiting = (each for slot, each in self._waiting.items() if slot() is not None)
+            return [*self._in_flight.items(), *waiting]
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
         """Wait until ends of stores make ``is_over()`` true, or nothing is in flight; then :meth:`check`."""

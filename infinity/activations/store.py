@@ -2,17 +2,16 @@
 
 [Note: no copy]
 Without an accelerator the engine writes an activation from where it lies. The drive wants whole blocks at
-addresses that are multiples of a block, which an allocator does not give: so the few bytes before the first
-and after the last whole block stay in memory. How many blocks move depends on the size alone, so that a
-plan's bytes are exact. A load's fresh memory begins at the same offset in a block, since some kernels look at
-alignment.
+addresses that are multiples of a block: so the few bytes before the first and after the last whole block stay
+in memory. How many blocks move depends on the size alone, so that a plan's bytes are exact. A load's fresh
+memory begins at the same offset in a block, since some kernels look at alignment.
 
 [Note: staging]
-Other stores go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One
-thread stores and another loads, each in the order of calls and on its own stream: copies out overlap with
-copies in, and both with compute. A copy waits for what compute had been given when its tensor was packed or
-allocated, and for nothing later. Compute may use loaded bytes as soon as their copies are issued, since its
-stream waits for them. Memory is held until copies have ended.
+Other stores go through pinned host memory, or past it with GPUDirect Storage. One thread stores and another
+loads, each in the order of calls and on its own stream: copies out overlap with copies in, and both with
+compute. A copy waits for what compute had been given when its tensor was packed or allocated, and for nothing
+later. Compute may use loaded bytes as soon as their copies are issued, since its stream waits for them.
+Memory is held until copies have ended.
 """
 
 import ctypes
@@ -103,10 +102,8 @@ def open_stores(
 ) -> "dict[Place, ActivationStore]":
     """Open the stores for activations on ``device``: NVMe if there is a ``volume``, and host memory.
 
-    Without an accelerator, activations are in host memory already, and there is only NVMe.
-
-    Args:
-        piece_nbytes: Bytes of ``pool`` that are staged at one time.
+    Without an accelerator, activations are in host memory already, and there is only NVMe. Of ``pool``
+    ``piece_nbytes`` are staged at one time.
     """
     stores: dict[Place, ActivationStore] = {}
     if device.type != "cpu":
@@ -127,9 +124,6 @@ def measure_hardware(
         directories: On NVMe, one for each drive; empty: nothing can be stored there.
         host_nbytes: Host memory that activations may take.
         gds: Activations go from ``device`` to NVMe by GPUDirect Storage.
-
-    Raises:
-        DiskError: A file system is full, or a drive reports an error.
     """
     on_cpu = device.type == "cpu"
     # Without an accelerator activations move from and to memory that the allocator hands out.
@@ -331,10 +325,9 @@ class StagedStore:
             thread.shutdown()
 
     def _pieces(self, extent: Extent, tensor: Tensor) -> list[tuple[Tensor, Extent]]:
-        pieces, at = torch.split(tensor, self._piece_nbytes), range(0, len(tensor), self._piece_nbytes)
-        return [
-            (piece, extent.part(start, aligned(len(piece)))) for piece, start in zip(pieces, at, strict=True)
-        ]
+        size = self._piece_nbytes
+        pieces = enumerate(torch.split(tensor, size))
+        return [(piece, extent.part(i * size, aligned(len(piece)))) for i, piece in pieces]
 
     def _put(self, extent: Extent, who: str, source: Tensor) -> None:
         """Copy the next piece while the one before it is copied, and those before that are written."""

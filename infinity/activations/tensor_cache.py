@@ -7,8 +7,7 @@ which torch keeps as long as the memory lives. Views and transposes share it.
 [Note: versions]
 Autograd refuses to read a saved tensor that was modified in place since, but not where hooks are. So hooks
 compare versions themselves, also after the bytes have left: a tensor without bytes that shares the count of
-writes stays behind. Writes that torch does not count (through ``.data``, numpy or a kernel of one's own)
-reach backward only while the storage is in memory.
+writes stays behind. Writes that torch does not count reach backward only while the storage is in memory.
 
 [Note: one record per forward pass]
 Several forward passes may be in flight (interleaved micro-batches); backward of each asks its own record what
@@ -24,8 +23,8 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -50,6 +49,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def untraced(function: F) -> F:
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def patched(target: Any, name: str, value: object) -> Iterator[None]:
+    """Set the attribute ``name`` of ``target`` to ``value``, hiding its class's, until the context ends."""
+    before = target.__dict__.get(name)
+    target.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del target.__dict__[name]
+        else:
+            target.__dict__[name] = before
 
 
 # --- policies and records ----------------------------------------------------------------------------
@@ -131,10 +144,9 @@ class PassRecord:
     def was_empty(self, kv_cache: Any) -> bool:
         """Return whether a cache of keys and values was empty when the pass first came to it."""
         if kv_cache not in self._empty:
-            try:
+            self._empty[kv_cache] = False
+            with suppress(ValueError):  # one that keeps states in place of keys does not tell
                 self._empty[kv_cache] = not int(kv_cache.get_seq_length())
-            except ValueError:  # one that keeps states in place of keys does not tell
-                self._empty[kv_cache] = False
         return self._empty[kv_cache]
 
     def add(self, slot: Slot) -> None:
@@ -269,8 +281,7 @@ class TensorCache:
         if not is_plain(tensor) or tensor.device != self.device:
             return False
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < LEAST_NBYTES or storage in self.exempt:
+        if (nbytes := storage.nbytes()) < LEAST_NBYTES or storage in self.exempt:
             return False
         # Memory that is not torch's own (numpy's, a file's, that of a worker) cannot be freed by us.
         return storage.resizable() and tensor.nbytes * _LEAST_PART >= nbytes
@@ -301,9 +312,7 @@ class TensorCache:
     def unpack(self, packed: KeptTensor) -> Tensor:
         """Return the packed tensor, bitwise.
 
-        Raises:
-            RuntimeError: It was modified in place since.
-            DiskError: Its bytes could not be read back, or a store failed.
+        RuntimeError: it was modified in place since. DiskError: it could not be read, or a store failed.
         """
         self.queue.check()
         backward = torch._C._current_graph_task_id()

@@ -22,7 +22,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted
-from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
+from infinity.engine.executor import EngineConfig, HasEngineConfig, engine_config
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
 from infinity.nvme.volume import open_sealed
@@ -94,9 +94,9 @@ class Init:
 
     Args:
         recipe: Budgets, dtype and directories: a recipe, or the
-            :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model of an earlier ``Init``
-            or ``from_pretrained`` without an optimizer, which modules that are added to it, or embeddings
-            that are resized, in the block then join.
+            :class:`~infinity.engine.executor.EngineConfig` that it contains. Or a model of an earlier
+            ``Init`` or ``from_pretrained`` without an optimizer, which modules that are added to it, or
+            embeddings that are resized, in the block then join.
         device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says.
 
     Raises:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.activations.tensor_cache import patched
 from infinity.api.init import gathered
 from infinity.checkpoint.export import Publication
 from infinity.core.errors import RecipeError, StateError
@@ -112,15 +113,11 @@ def _refuse_packed(adapted: nn.Module, kind: str) -> None:
 @contextlib.contextmanager
 def _shapes_only(model: nn.Module) -> Iterator[None]:
     """Serve released parameters inside with their shapes only, so that asking for one gathers nothing."""
-    served = [m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters)]
-    touches = [parameters.touch for parameters in served]
-    for parameters in served:
-        parameters.touch = lambda param, siblings: None
-    try:
+    served = (m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters))
+    with contextlib.ExitStack() as stack:
+        for server in {parameters.server for parameters in served}:
+            stack.enter_context(patched(server, "touch", lambda param, siblings: None))
         yield
-    finally:
-        for parameters, touch in zip(served, touches, strict=True):
-            parameters.touch = touch
 
 
 def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:

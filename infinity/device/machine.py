@@ -150,9 +150,9 @@ class DtypeSpeed:
         return self.flops_per_s / self.fp32_flops_per_s
 
     def __str__(self) -> str:
-        who = "this CPU" if self.on_cpu else "this accelerator"
         speeds = self.flops_per_s / 1e9, self.fp32_flops_per_s / 1e9
         own, fp32 = (f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}" for gflops in speeds)
+        who = "this CPU" if self.on_cpu else "this accelerator"
         return f"{who} multiplies {self.name} at {own} GFLOP/s and fp32 at {fp32}"
 
 
@@ -184,13 +184,11 @@ def measure_dtype(name: Dtype, device: torch.device) -> DtypeSpeed:
 
     One thread multiplies: several would wait for each other where other ranks use the same cores.
     """
-    threads, on_cpu = torch.get_num_threads(), device.type == "cpu"
+    threads, on_cpu, both = torch.get_num_threads(), device.type == "cpu", (torch.float32, DTYPES[name])
     torch.set_num_threads(1)
     try:
         for size in CPU_SIZES if on_cpu else ACCELERATOR_SIZES:
-            taken_s = [
-                [multiply_s(DTYPES[each], size, device) for each in ("fp32", name)] for _ in range(_TRIES)
-            ]
+            taken_s = [[multiply_s(dtype, size, device) for dtype in both] for _ in range(_TRIES)]
             fp32_s, own_s = map(min, zip(*taken_s[1:], strict=True))  # the first makes kernels ready
             speed = DtypeSpeed(name, 2 * size**3 / own_s, 2 * size**3 / fp32_s, on_cpu)
             if speed.ratio < _HOPELESS:
@@ -238,9 +236,8 @@ def rank_threads() -> int:
     return share_of_cores()
 
 
-@functools.cache
+@functools.cache  # every update asks, and system files are read
 def share_of_cores() -> int:
-    """Return this rank's part of the cores; cached, because every update asks and system files are read."""
     return max(1, usable_cores() // local_ranks())
 
 
@@ -274,9 +271,7 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
     """
 
     def quietly() -> None:
-        with suppress(
-            Exception
-        ):  # the same error meets who needs the function, on a thread that can tell of it
+        with suppress(Exception):  # it meets who needs the function, too, on a thread that can tell of it
             run()
 
     with _lock:

@@ -11,22 +11,19 @@ Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also giv
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
 with it, and ``tensor`` and ``memory`` wait for them: for accelerator memory the calling thread's stream, for
 host memory the thread itself. A thread that gave a stream work on a buffer that another thread or stream uses
-next calls ``record_use``; giving back accelerator memory does so by itself. There is one user at a time.
-
-A buffer of accelerator memory is lent again at once, with its events; one of host memory when its copies have
-ended, so that it can be read into and written at once.
+next calls ``record_use``; giving back accelerator memory does so by itself. A buffer of accelerator memory is
+lent again at once, with its events; one of host memory when its copies have ended.
 
 [Note: memory of an accelerator]
 torch's allocator gives memory to the stream that was current when it was asked, and takes it back in that
 stream's order. A pool asks on a stream of its own, on which nothing else runs: its memory does not mix with
 activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited for
-there. Neither this memory nor page-locked memory is one arena: a lease that fits by bytes might find no gap
-that is large enough. Both are made and locked outside of the pool's lock.
+there. It is no arena, in which a lease that fits by bytes might find no gap that is large enough.
 
 [Note: forked children]
 A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would
-keep a second copy of the pool as training writes on, and huge pages would be broken up. The addresses stay
-taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap what it has put there.
+keep a second copy of the pool as training writes on. The addresses stay taken: were they free
+(MADV_DONTFORK), a buffer that the child gives back could unmap what it has put there.
 """
 
 import ctypes
@@ -250,13 +247,13 @@ class Pool:
         return sum(buffer.nbytes for buffer in list(self._kept))
 
     @property
-    def held(self) -> dict[str, int]:
+    def held(self) -> Counter[str]:
         """Bytes that are leased, by holder."""
         found = Counter[str]()
         with self.changed:
             for buffer, who in (*self._lent.items(), *self._ending):
                 found[who] += buffer.nbytes
-        return dict(found)
+        return found
 
     def lease(self, nbytes: int, *, who: str) -> Lease:
         """Hold a buffer of ``nbytes``; block until it fits.
@@ -282,7 +279,7 @@ class Pool:
                 if given_back != self._given_back:
                     left_s, given_back = self.patience_s, self._given_back
                 if left_s <= 0:
-                    holders = sorted(self.held.items(), key=lambda item: -item[1])
+                    holders = self.held.most_common()
                     named = ", ".join(f"{name}: {format_nbytes(held)}" for name, held in holders[:8])
                     more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
                     raise BudgetError(

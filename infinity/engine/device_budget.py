@@ -25,11 +25,10 @@ that was derived, what the first step has left of the device's memory.
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from infinity.activations.blocks import recomputable_blocks
+from infinity.activations.controller import recomputable_blocks
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
@@ -54,6 +53,7 @@ class _Given:
     states: bool  # may be in an accelerator's memory
     trained: frozenset[int]  # units that get a gradient
     recomputes: bool  # blocks are recomputed in backward
+    early: bool  # an update inside backward is done with its gradient
     accumulates: bool = False  # gradients wait for later micro-batches
     block: int = 0  # the least window, for a layer schedule
 
@@ -68,7 +68,6 @@ class UnitBudget:
         policy: Of activations: with ``plan`` these take a part of ``memory.device``.
         clips: Gradients are clipped, so no update inside backward is done with them.
         updates_nbytes: Memory of an accelerator that updates take beside pools.
-        recomputes: Blocks may be recomputed in backward, whatever the model says.
 
     Attributes:
         division: The present division of the device budget.
@@ -81,11 +80,10 @@ class UnitBudget:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
         ranks: Ranks, tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
-        recomputes: bool,
     ) -> None:  # fmt: skip
         memory = tiers.storage.memory
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._early, self._updates_nbytes = not clips and memory.versions == 2, updates_nbytes
+        self._updates_nbytes = updates_nbytes
         self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
         self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         for model in models:
@@ -94,26 +92,26 @@ class UnitBudget:
                 self._blocks[block.module] = self._used_together(block.module.parameters())
         self.device_nbytes = total = memory.device
         shared = policy == "plan" and total is not None
-        self._given = _Given(
+        given = _Given(
             total=total, most=None if shared else total, shared=shared,
             states=memory.updates != "host" and ranks.on_accelerator,
             ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
-            trained=self._trained_now(), recomputes=recomputes or self._recomputes_now(),
+            trained=self._trained_now(),
+            recomputes=policy in ("recompute", "plan") or self._recomputes_now(),
+            early=not clips and memory.versions == 2,
         )  # fmt: skip
-        self.host: budget.HostBudget | None = None
-        self._divide()
+        self._divide(given)
 
     def _find_nested(self, module: nn.Module, outer: frozenset[int]) -> None:
-        own = (param for param in module._parameters.values() if param is not None)
-        inner = outer | self._used_together(own)
+        inner = outer | self._used_together(module._parameters.values())
         if len(inner) > 2:  # any two have room
             self._nested.add(inner)
         for child in module.children():
             self._find_nested(child, inner)
 
-    def _used_together(self, params: Iterable[nn.Parameter]) -> frozenset[int]:
+    def _used_together(self, params: Iterable[nn.Parameter | None]) -> frozenset[int]:
         """Return the units that hold ``params``; of tiles, which are used one by one, only the first."""
-        holding = self._units.holding(params)
+        holding = self._units.holding(param for param in params if param is not None)
         return frozenset(unit.index for unit in holding if not any(s.first for s in unit.segments))
 
     def _recomputes_now(self) -> bool:
@@ -149,21 +147,24 @@ class UnitBudget:
     def divide_again(self, *, accumulates: bool) -> bool:
         """Divide anew if more gradients wait than were counted, and return whether ``division`` changed."""
         before = self._given
-        now: dict[str, Any] = {
-            "trained": before.trained | self._trained_now(),
-            "accumulates": before.accumulates or accumulates,
-            "recomputes": before.recomputes or self._recomputes_now(),
-        }
-        if replace(before, **now) == before:
-            return False
-        self._divide(**now)
-        return True
+        now = replace(
+            before, trained=before.trained | self._trained_now(),
+            accumulates=before.accumulates or accumulates,
+            recomputes=before.recomputes or self._recomputes_now(),
+        )  # fmt: skip
+        if now != before:
+            self._divide(now)
+        return now != before
+
+    def clip(self, clips: bool) -> None:
+        early = not clips and self._tiers.storage.memory.versions == 2
+        self._divide(replace(self._given, early=early))
 
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
         left_nbytes = self.device_nbytes - activations_nbytes
-        self._divide(ceiling=left_nbytes, most=left_nbytes)
+        self._divide(replace(self._given, ceiling=left_nbytes, most=left_nbytes))
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
@@ -173,7 +174,8 @@ class UnitBudget:
 
     def divide_after_step(self, left_nbytes: int) -> None:
         """Divide again with the device memory that a whole step has left, the same number on every rank."""
-        self._divide(most=min(self._given.ceiling, self.division.total + left_nbytes))
+        most = min(self._given.ceiling, self.division.total + left_nbytes)
+        self._divide(replace(self._given, most=most))
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
@@ -191,28 +193,31 @@ class UnitBudget:
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
         if weights + gradients > free and division.on_device:  # states give way
-            self._divide(states=False)
+            self._divide(replace(self._given, states=False))
             return self.window_for(blocks, described)
         if weights + gradients > free:
             missing = weights + gradients - free
+            beside_a_plan = (
+                "; or set memory.activations=keep: a plan gives activations a share of memory.device, and "
+                "this schedule keeps little more than each block's input"
+            )
             raise BudgetError(
                 f"micro-batches that go through a block together ({described}) need {format_nbytes(weights)} "
                 f"for its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
                 f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
                 f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
-                + (_BESIDE_A_PLAN if self._given.shared else "")
+                + (beside_a_plan if self._given.shared else "")
             )
         if division.spilled and weights + gradients > division.window:
-            self._divide(block=weights + gradients)
+            self._divide(replace(self._given, block=weights + gradients))
             division, free = self.division, self.division.window
         return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
-    def _divide(self, **changes: Any) -> None:
-        """Divide by what is known now and ``changes``; where there is no room the old division stays."""
-        given = replace(self._given, **changes)
+    def _divide(self, given: _Given) -> None:
+        """Divide by what is ``given``; where there is no room the old division stays."""
         sizes = [self._sizes(unit, given) for unit in self._units]
         in_use = set(self._nested)
         if given.recomputes:
@@ -224,10 +229,10 @@ class UnitBudget:
             lingering = {i for i, each in enumerate(sizes) if each.lingers}
             in_use = {each | lingering for each in in_use}
         on_accelerator = self._ranks.on_accelerator
-        host = self._divide_host(sizes, given.trained) if on_accelerator else None
+        host = self._divide_host(sizes, given) if on_accelerator else None
         made = budget.divide_device(
             None if given.shared else given.total, given.ceiling, sizes,
-            early=self._early, world_size=self._ranks.world_size,
+            early=given.early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
             in_use=in_use, in_host=on_accelerator, updates=self._updates_nbytes,
             decoding=self._decoding_nbytes, block=given.block,
@@ -243,25 +248,23 @@ class UnitBudget:
             made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
         self._given, self.host, self.division = given, host, made
 
-    def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
-        tiers, storage = self._tiers, self._tiers.storage
-        residents = 0
+    def _divide_host(self, sizes: Sequence[budget.UnitSizes], given: _Given) -> budget.HostBudget:
+        tiers, storage, residents = self._tiers, self._tiers.storage, 0
         for unit in self._units:
             if unit.home.tier is Tier.HOST or unit.home.stored_form is not None:
                 bare = tiers.resident_nbytes_of(unit, moments=False)
-                moments = unit.index in trained or tiers.taken.get(unit.index, 0) > bare  # set aside
+                moments = unit.index in given.trained or tiers.taken.get(unit.index, 0) > bare  # set aside
                 residents += tiers.resident_nbytes_of(unit, moments=moments)
-        chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
-        return budget.divide_host(
-            storage.host_nbytes, residents, chunks, sizes, resident=storage.memory.resident
-        )
+        chunks, resident = budget.STAGED_CHUNKS * storage.chunk_nbytes, storage.memory.resident
+        chunks *= bool(storage.memory.nvme)
+        return budget.divide_host(storage.host_nbytes, residents, chunks, sizes, resident=resident)
 
     def _sizes(self, unit: Unit, given: _Given) -> budget.UnitSizes:
         trainable = unit.index in given.trained
         # A thawed unit leaves its stored form, also where that is in host memory, for a home on NVMe.
         stored, thawed = unit.stored, trainable and unit.stored is not None
         on_nvme = unit.home.tier is Tier.NVME or thawed
-        until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
+        until_step, in_host = not (given.early and on_nvme), self._ranks.on_accelerator
         numel, largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         state_nbytes = self._tiers.layout.state_nbytes(unit.shard_numel)
         states = budget.rounded(unit.shard_nbytes) + budget.rounded(state_nbytes)
@@ -281,12 +284,6 @@ class UnitBudget:
             stored=0 if stored is None else stored.nbytes,
             states=states if trainable and not on_nvme else 0,
         )
-
-
-_BESIDE_A_PLAN = (
-    "; or set memory.activations=keep: a plan gives activations a share of memory.device, and this "
-    "schedule keeps little more than each block's input"
-)
 
 
 def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:

@@ -1,22 +1,17 @@
-"""Runs the training steps of one model: builds the parts that serve its units, and drives a step.
-
-[Note: two executors]
-A model runs without an optimizer, too: then its executor is made as for clipped gradients. An optimizer that
-does not clip has another one made before the first step. Modules keep their hooks.
-"""
+"""Runs the training steps of one model: builds the parts that serve its units, and drives a step."""
 
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from infinity.activations.controller import Activations
+from infinity.activations.controller import ActivationBudget, Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
@@ -26,7 +21,6 @@ from infinity.core.plan import Hardware, Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
-from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
@@ -34,16 +28,65 @@ from infinity.nvme.probe import measure
 from infinity.observe.timeline import Stalls, TimedRule
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
+from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import Staging, UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.search import device_error
 from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
+from infinity.shards.journal import DurabilityConfig, Resume
 from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates
+
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Holds the settings of one ``Init``.
+
+    Attributes:
+        partition: The way in which ranks share the model.
+        durability: The failures that a committed step survives.
+        dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
+        device: This rank's, such as ``cuda:1``; None: the accelerator with its number on the machine, if any.
+        loss_scale: First loss scale of fp16 training.
+        run_name: Names the run's directories on NVMe; None: a new id.
+        resume: Whether an interrupted run of that name goes on; must: it is an error if there is none.
+        timeline: Record when everything moves and computes.
+        layer_schedule: All micro-batches go through a block before the next, which recomputes blocks.
+    """
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    durability: DurabilityConfig = field(default_factory=DurabilityConfig)
+    dtype: Dtype = "auto"
+    device: str | None = None
+    loss_scale: float = 2.0**16
+    run_name: str | None = None
+    resume: Resume = "auto"
+    timeline: bool = False
+    layer_schedule: bool = False
+
+
+class HasEngineConfig(Protocol):
+    """Describes a larger configuration that contains the engine's, such as a recipe."""
+
+    @property
+    def engine(self) -> EngineConfig: ...
+
+
+def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
+    """Return the engine's part of ``config``; None stands for the defaults."""
+    found = EngineConfig() if config is None else getattr(config, "engine", config)
+    if not isinstance(found, EngineConfig):
+        raise TypeError(
+            f"wanted a recipe; got {type(config).__name__}: write "
+            "infinity.Init(infinity.load_recipe('recipe.yaml'))"
+        )
+    return found
 
 
 @dataclass(slots=True)
@@ -56,13 +99,13 @@ class PassFigures:
     moved: tuple[int, int] = (0, 0)  # bytes that updates and records were to move since the beginning
 
 
-class StepExecutor:
+class StepExecutor(ActivationBudget):
     """Runs the training steps of one model, under one division of its device budget.
 
     Args:
         leaves: Units that are gathered as one, by module.
-        clips: Whether gradients are clipped: then they are kept until ``step()``.
-        before: The executor that this one replaces; None: the first.
+        clips: Whether gradients are clipped: then they are kept until ``step()``. A model that runs before
+            it has an optimizer is divided for as if they were.
         on_failure: Called with the error of an update, on the pipeline's thread.
 
     Raises:
@@ -72,21 +115,18 @@ class StepExecutor:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
         ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls, *,
-        clips: bool, before: "StepExecutor | None", on_failure: Callable[[BaseException], None],
+        clips: bool, on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
-        self.stalls, self.clips = stalls, clips
+        self.stalls = stalls
         self.figures = PassFigures()  # of the last step
-        self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
-            None if before is None else before._blocks
-        )
+        self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
         storage, device = tiers.storage, ranks.device
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
                 units, leaves, models, ranks, tiers, ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 policy=activations.policy, clips=clips, updates_nbytes=device_nbytes(rules.values(), ranks),
-                recomputes=activations.policy in ("recompute", "plan"),
             )  # fmt: skip
             tiers.on_device = self.host = None
             if ranks.on_accelerator:
@@ -96,22 +136,19 @@ class StepExecutor:
                 for each in self.host:
                     stack.callback(each.close)
                 self._resize_host_pools()
-            self.updates = self._make_updates(rules, config, on_failure, stack)
-            self.device_pool: Pool = (
-                DevicePool(self.budget.pool_nbytes, device)
-                if ranks.on_accelerator
-                else HostPool(self.budget.pool_nbytes, key="memory.device")
-            )
+            self.updates = self._make_updates(rules, config, clips, on_failure, stack)
+            nbytes, there = self.budget.pool_nbytes, ranks.on_accelerator
+            pool = DevicePool(nbytes, device) if there else HostPool(nbytes, key="memory.device")
+            self.device_pool: Pool = pool
             stack.callback(self.device_pool.close)
-            self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
             self._serve(leaves, reduction_dtype(config, storage.layout.dtype), stack)
             activations.budget = self
             self.hooks.logits.decide(config.memory.logits, self._pass_nbytes)
             self.stack = stack.pop_all()  # refers to no module
 
     def _make_updates(
-        self, rules: Mapping[Tier, Rule], config: EngineConfig, on_failure: Callable[[BaseException], None],
-        stack: contextlib.ExitStack,
+        self, rules: Mapping[Tier, Rule], config: EngineConfig, clips: bool,
+        on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
         """Make the updates: in host memory on the training thread or beside it, on NVMe in a pipeline."""
         storage, timeline, pipeline, beside = self.tiers.storage, self.stalls.timeline, None, None
@@ -125,7 +162,7 @@ class StepExecutor:
                 storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
             )
             stack.callback(pipeline.close)
-        speculation = Speculation(two_versions=storage.memory.versions == 2, clips=self.clips)
+        speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
         updates = Updates(
             self.tiers, rules[Tier.HOST], beside, pipeline, self.units, StepOrder(), speculation,
             commits=storage.commits, on_failure=on_failure, every=config.durability.every,
@@ -157,7 +194,10 @@ class StepExecutor:
         self.gradients = Gradients(
             self.units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
         )
-        self.hooks.connect(self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward)
+        self.hooks = Hooks(
+            self.units, leaves, self.activations, self.prefetcher, pins, self.gradients, self.mover.attached,
+            self._begin_forward,
+        )  # fmt: skip
         for unit in set(self.units).difference(streaming):  # its parameters view its shard, which is whole
             if not unit.gathered:
                 unit.lifecycle.move(UnitState.GATHERED)
@@ -165,6 +205,14 @@ class StepExecutor:
                 unit.attach(unit.home.weight)
             assert unit.flat is not None
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
+
+    def clip(self, clips: bool) -> None:
+        """Divide the budgets for gradients that are clipped, or not; those of a step change nothing."""
+        if clips != self.updates.speculation.clips and not self.gradients.received:
+            self.hooks.release_unscoped_units()
+            self.budget.clip(clips)
+            self.updates.speculation.clips = clips
+            self._apply_division()
 
     def divide_again(self, *, accumulates: bool) -> None:
         """Divide the device budget again between two steps, for more waiting gradients, and for states."""
@@ -174,17 +222,18 @@ class StepExecutor:
             self._apply_division()
         chosen, on_device = frozenset(self.budget.division.on_device), self.tiers.on_device
         if on_device is not None and not self.gradients.received:
-            self._bring_home(on_device.elsewhere(chosen))
+            self._bring_home(on_device, but=chosen)
             if chosen != on_device.chosen:
                 on_device.chosen = chosen
                 on_device.pool.resize(self.budget.states_nbytes)
 
-    def _bring_home(self, indices: Iterable[int]) -> None:
+    def _bring_home(self, on_device: DeviceShards, but: frozenset[int] = frozenset()) -> None:
+        """Bring states home from the accelerator, those of all units ``but`` these."""
+        indices = on_device.elsewhere(but)
         self.prefetcher.forget(indices)  # copies of them may still be asked of the device
         for index in indices:
             self.tiers.at_home(self.units[index])
-            assert self.tiers.on_device is not None
-            self.tiers.on_device.leave(index)
+            on_device.leave(index)
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
         """Keep any one of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
@@ -213,15 +262,6 @@ class StepExecutor:
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
 
-    def _divide_after_step(self) -> None:
-        if self.budget.asks_what_a_step_leaves:
-            device, pool = self.ranks.device, self.device_pool
-            free, total = memory_nbytes(device)
-            free -= pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes  # which it may still take
-            left = budget.left_for_states(free, total, cached_nbytes(device))
-            self.budget.divide_after_step(self.ranks.least(left, "memory.device"))
-            self._apply_division()
-
     @property
     def device_pools(self) -> list[Pool]:
         on_device = self.tiers.on_device
@@ -238,30 +278,24 @@ class StepExecutor:
 
     def _can_stay(self) -> set[int]:
         """Return units that may be updated in place; with an accelerator they have a copy in host memory."""
-        on_nvme = [unit for unit in self.units if unit.home.tier is Tier.NVME]
-        if self.budget.host is None:
-            return {unit.index for unit in on_nvme}
-        fitting, left = set(), self.budget.host.stays
-        for unit in on_nvme:  # those that a forward needs first
-            if budget.rounded(unit.shard_nbytes) <= left:
+        fitting, left = set(), math.inf if self.budget.host is None else self.budget.host.stays
+        for unit in self.units:  # those that a forward needs first
+            if unit.home.tier is Tier.NVME and budget.rounded(unit.shard_nbytes) <= left:
                 left -= budget.rounded(unit.shard_nbytes)
                 fitting.add(unit.index)
         return fitting
 
     def capacities(self) -> Sequence[int | None]:
         """Return ``memory.device`` less what units have, and less the least that they need (bytes)."""
-        if self.budget.device_nbytes is None:
-            return [None]
-        division = self.budget.division
+        nbytes, division = self.budget.device_nbytes, self.budget.division
         totals = dict.fromkeys((division.total, division.least))
-        return [self.budget.device_nbytes - total for total in totals]
+        return [None] if nbytes is None else [nbytes - total for total in totals]
 
     def _pass_nbytes(self) -> int:
-        planned = self.capacities()[-1] if self.activations.policy == "plan" else None
-        if planned is not None:
+        if self.activations.policy == "plan" and (planned := self.capacities()[-1]) is not None:
             return planned
-        ranks = self.ranks
-        total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
+        on_accelerator, device = self.ranks.on_accelerator, self.ranks.device
+        total = memory_nbytes(device)[1] if on_accelerator else total_host_nbytes()
         return total - self.budget.division.states
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
@@ -306,7 +340,13 @@ class StepExecutor:
         self._count_step()
         self.gradients.reset(committed=math.isfinite(norm))
         self.activations.end_step()
-        self._divide_after_step()
+        if self.budget.asks_what_a_step_leaves:
+            device, pool = self.ranks.device, self.device_pool
+            free, total = memory_nbytes(device)
+            free -= pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes  # which it may still take
+            left = budget.left_for_states(free, total, cached_nbytes(device))
+            self.budget.divide_after_step(self.ranks.least(left, "memory.device"))
+            self._apply_division()
         self._conclude_pass()
         order = self.updates.order  # the states of others would be read ahead in vain
         order.gradients = tuple(unit for unit in order.gradients if unit in updated)
@@ -345,13 +385,20 @@ class StepExecutor:
         self.prefetcher.end_training_pass()
 
     def retire(self) -> None:
-        """Release all that this executor holds, since another one takes over."""
+        """Release all that this executor holds, since the model changes and gets another one."""
         self.hooks.release_unscoped_units()
+        self.hooks.end(_CHANGED)
         self.prefetcher.forget()
         self.updates.stored_gradients.place(frozenset(), ())
         if self.tiers.on_device is not None:
-            self._bring_home(self.tiers.on_device.elsewhere(frozenset()))
+            self._bring_home(self.tiers.on_device)
         self.stack.close()
+
+
+_CHANGED = (
+    "the model was changed inside `with infinity.Init(model)` since this forward pass: run the forward "
+    "again, and then its backward"
+)
 
 
 def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
+from infinity.partition.mover import Stored
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
@@ -38,7 +39,7 @@ class FullValues:
         self.units, self.ranks, self.tiers = units, ranks, tiers
         self.construction, self._executor = construction, executor
         self.every_rank = False
-        self._loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
+        self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
 
@@ -99,8 +100,7 @@ class FullValues:
         """Hold the full values of a unit; what the block wrote is dropped if it raises."""
         executor, before, stored = self._executor(), None, False
         prefetcher = executor.prefetcher
-        streams = prefetcher.streams(unit.index)
-        if streams:
+        if streams := prefetcher.streams(unit.index):
             with prefetcher.visiting():
                 prefetcher.use(unit.index, ())
         try:
@@ -127,7 +127,7 @@ class FullValues:
                 with prefetcher.visiting():
                     prefetcher.unpin(unit.index)
                 if modify:
-                    prefetcher.forget_stored(unit.index)
+                    prefetcher.residents.release([Stored(unit.index)])
                 if undone:
                     prefetcher.forget([unit.index])
 
@@ -150,24 +150,19 @@ class FullValues:
 
     def register_hooks(self, module: nn.Module) -> list[RemovableHandle]:
         """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
-
-        def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._export(module, state_dict, prefix)
-
-        def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-            self._begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
-
+        # Functions, which copy.deepcopy of a module shares; with bound methods it would clone the runtime.
         return [
-            module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(lambda *args: self._export(*args)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(lambda *args: self._begin_load(*args)),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(lambda *_: self.end_load()),  # type: ignore[no-untyped-call]
         ]
 
-    def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
         if self._destination is None or self._destination() is not state_dict:
-            self._exported = {}
-            self._destination = weakref.ref(state_dict, self._forget_exported)
+            exported: dict[int, Tensor | None] = {}  # goes with the dictionary
+            self._destination = weakref.ref(state_dict, lambda _: exported.clear())
+            self._exported = exported
         for name, param in module._parameters.items():
             key = prefix + name
             if param is None or key not in state_dict or not self.units.places(param):
@@ -181,10 +176,6 @@ class FullValues:
                 keeps_vars = isinstance(state_dict[key], nn.Parameter)
                 state_dict[key] = nn.Parameter(value, param.requires_grad) if keeps_vars else value
 
-    def _forget_exported(self, destination: Any) -> None:
-        if destination is self._destination:
-            self._destination, self._exported = None, {}
-
     def _full_value(self, param: nn.Parameter) -> Tensor | None:
         wanted = self.every_rank or self.ranks.rank == 0
         if self.construction.active:
@@ -196,25 +187,27 @@ class FullValues:
         with self.gathered([param], modify=False):
             return param.detach().to("cpu", copy=True) if wanted else None
 
-    def _begin_load(self, module: nn.Module, assign: bool) -> None:
+    def _begin_load(
+        self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
         """Prepare for ``load_state_dict``, which is about to copy into this module's own parameters."""
         self.end_load()  # of the parent: its own parameters come before its children's
-        if assign:
+        if metadata.get("assign_to_params_buffers", False):
             raise StateError(
                 "load_state_dict(assign=True) would replace sharded parameters by whole ones. Load with "
                 "assign=False, which copies into them, unit by unit"
             )
-        own = [p for p in module._parameters.values() if p is not None]
         if not self.construction.active:
+            own = [p for p in module._parameters.values() if p is not None]
             with uninterrupted, contextlib.ExitStack() as stack:
                 stack.enter_context(self.gathered(own, modify=True))
-                self._loading = stack.pop_all()
+                self.loading = stack.pop_all()
 
     def end_load(self) -> None:
         """Store what ``load_state_dict`` copied, also if it raised midway."""
-        if self._loading is not None:
+        if self.loading is not None:
             with uninterrupted:
-                stack, self._loading = self._loading, None
+                stack, self.loading = self.loading, None
                 stack.close()
 
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:

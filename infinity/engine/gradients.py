@@ -20,13 +20,12 @@ memory is lent again as soon as they are issued.
 
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
-that, or for the reduction, copies the gradient to host memory, takes its norm and hands it over, while
-backward goes on. The lease carries the order from stream to stream. The norm has a stream of its own, so that
-the copy does not wait for it: the bus is what is short.
+that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, since the
+bus is what is short, and hands it over. The lease carries the order from stream to stream.
 
 The gradient of a unit that is updated on the accelerator stays there, and nothing waits until ``step()``: the
 hook, or the thread of collectives, gives the norm's stream its work, too, and ``step()`` reads all norms at
-once. Another thread would need the interpreter's lock from the one that computes, and get it every 5 ms.
+once. Another thread would get the interpreter's lock from the one that computes every 5 ms only.
 
 [Note: gradients borrow from the window]
 Budgets have room for one gradient that is open and one on its way to its update. Where units have parameters
@@ -36,7 +35,7 @@ complete the same units, so they decide alike; leaves have room of their own.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -55,20 +54,30 @@ from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
 
 
-class UnitGradient:
-    """Collects one unit's gradient, ``(numel,)`` in the compute dtype; blocks while updates hold too much."""
+@dataclass(slots=True)
+class Gradient:
+    """Holds the gradient of one unit, ``(numel,)``, or of this rank's shard of it, ``(shard_numel,)``."""
 
-    def __init__(self, unit: Unit, pool: Pool | CountingPool) -> None:
-        self.unit, self.lease = unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
-        self.flat: Tensor = self.lease.tensor.view(unit.dtype)
-        self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
+    lease: Lease
+    dtype: torch.dtype
+    used: bytearray  # 1: the segment has a gradient of this step, of a shard on any rank
+
+    @classmethod
+    def of(cls, unit: Unit, pool: Pool | CountingPool) -> "Gradient":
+        """Return an empty one of a whole unit; blocks while updates hold too much memory."""
+        lease = pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
+        return cls(lease, unit.dtype, bytearray(len(unit.segments)))
+
+    @property
+    def flat(self) -> Tensor:
+        """Return the values, ordered after every earlier use of their buffer."""
+        return self.lease.tensor.view(self.dtype)
 
     def add(self, segment: Segment, grad: Tensor) -> None:
         """Add one parameter's gradient of this backward, as ``p.grad`` would."""
@@ -84,17 +93,16 @@ class UnitGradient:
             place.copy_(grad)
             self.used[segment.index] = 1
 
-    def seal(self) -> Tensor:
-        """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
-        position = 0
-        for segment in self.unit.segments:
+    def seal(self, segments: Iterable[Segment]) -> None:
+        """Set elements that no gradient of the unit's ``segments`` reached to zero (frozen ones, padding)."""
+        flat, position = self.flat, 0
+        for segment in segments:
             if self.used[segment.index]:
                 if position < segment.offset:
-                    self.flat[position : segment.offset].zero_()
+                    flat[position : segment.offset].zero_()
                 position = segment.stop
-        if position < self.unit.numel:
-            self.flat[position:].zero_()
-        return self.flat
+        if position < len(flat):
+            flat[position:].zero_()
 
 
 #: What may be asked of a released gradient: nothing that depends on its values.
@@ -171,20 +179,6 @@ class HostPools(NamedTuple):
             pool.resize(nbytes)
 
 
-@dataclass(slots=True)
-class ShardGradient:
-    """Sums the gradient of one shard over micro-batches; ``used``: which segments any rank has used."""
-
-    lease: Lease
-    dtype: torch.dtype
-    used: bytes
-
-    @property
-    def grad(self) -> Tensor:
-        """Return the gradient, ``(shard_numel,)``, ordered after every earlier use of its buffer."""
-        return self.lease.tensor.view(self.dtype)
-
-
 class GradientPath:
     """Brings complete gradients of units to the updates of their shards.
 
@@ -197,7 +191,7 @@ class GradientPath:
     ) -> None:  # fmt: skip
         self.mover, self.updates, self.pool, self.host = mover, updates, pool, host
         self.collectives, self.reduce_dtype = collectives, reduce_dtype
-        self._shards: dict[int, ShardGradient] = {}  # of earlier micro-batches
+        self._shards: dict[int, Gradient] = {}  # sums of earlier micro-batches
         self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
         self._offload_thread: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
@@ -207,22 +201,20 @@ class GradientPath:
             self._norms = new_stream(device)
             self._offload_thread = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
 
-    def send(self, unit: Unit, gradient: UnitGradient | None, weights: TakesWeights | None) -> None:
+    def send(self, unit: Unit, gradient: Gradient | None, weights: TakesWeights | None) -> None:
         """Send a complete gradient of a backward pass to its update; None: there is none (one rank only).
 
         ``weights`` returns the weights that the update starts from; None: another micro-batch follows.
         """
-        total = None
         if gradient is not None:
-            gradient.seal()
+            gradient.seal(unit.segments)
             gradient.lease.record_use()
             if self.collectives is not None:
-                self._reduce(gradient, weights)
+                self._reduce(unit, gradient, weights)
                 return
             self._hold_back(gradient.lease)
-            total = ShardGradient(gradient.lease, unit.dtype, bytes(gradient.used))
         assert weights is not None
-        self._offload(unit, partial(self._hand_over, unit, total, weights))
+        self._offload(unit, partial(self._hand_over, unit, gradient, weights))
 
     def wait_for_reduction(self) -> None:
         """Wait for the last reduction where the next gradient does: see [Note: gradients that pass]."""
@@ -255,11 +247,11 @@ class GradientPath:
         for lease in leases if self.mover.staging is None else ():
             self.pool.hold_back(lease)
 
-    def _reduce(self, gradient: UnitGradient, weights: TakesWeights | None) -> None:
+    def _reduce(self, unit: Unit, gradient: Gradient, weights: TakesWeights | None) -> None:
         """Start to reduce a gradient; the rest runs when every rank's has arrived."""
         assert self.collectives is not None
         self.wait_for_reduction()
-        unit, flat = gradient.unit, gradient.lease
+        flat = gradient.lease
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
         nbytes = unit.shard_numel * self.reduce_dtype.itemsize
         lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
@@ -273,7 +265,7 @@ class GradientPath:
             flat.release()
             spare.release()
             lease.record_use()
-            reduced = ShardGradient(lease, self.reduce_dtype, used)
+            reduced = Gradient(lease, self.reduce_dtype, bytearray(used))
             self._offload(unit, partial(self._add_up, unit, reduced, weights))
 
         pending = self.collectives.reduce(
@@ -299,7 +291,7 @@ class GradientPath:
 
         self._offload_thread.submit(left.run, run)
 
-    def _add_up(self, unit: Unit, reduced: ShardGradient, weights: TakesWeights | None) -> None:
+    def _add_up(self, unit: Unit, reduced: Gradient, weights: TakesWeights | None) -> None:
         """Add a micro-batch's gradient to the step's sum; hand the sum over after the last one."""
         earlier = self._shards.get(unit.index)
         if not any(reduced.used):
@@ -307,14 +299,14 @@ class GradientPath:
         elif earlier is None:
             self._shards[unit.index] = reduced
         else:
-            earlier.grad.add_(reduced.grad)
+            earlier.flat.add_(reduced.flat)
             earlier.lease.record_use()
-            earlier.used = bytes(map(operator.or_, earlier.used, reduced.used))
+            earlier.used = bytearray(map(operator.or_, earlier.used, reduced.used))
             reduced.lease.release()
         if weights is not None:
             self._hand_over(unit, self._shards.pop(unit.index, None), weights)
 
-    def _hand_over(self, unit: Unit, total: ShardGradient | None, weights: TakesWeights) -> None:
+    def _hand_over(self, unit: Unit, total: Gradient | None, weights: TakesWeights) -> None:
         """Give a step's gradient to the update; None: see [Note: parameters without a gradient]."""
         if total is None:
             weights().release()
@@ -323,14 +315,14 @@ class GradientPath:
         if unit.index in self.updates.chosen:
             self._submit_device_update(unit, total, used)
             return
-        grad, lease = total.grad, total.lease
+        grad, lease = total.flat, total.lease
         total.lease.record_use()  # the stream of the norm waits for what this one has waited for
         if self.host is not None:
             lease = self.host.gradients.lease(grad.nbytes, who="gradient for the update")
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
         with on_stream(self._norms):
-            there = total.grad
+            there = total.flat
             norm = None if self._norms is None else norm_on_device(there)
             total.lease.record_use()
         if self.host is not None:
@@ -339,9 +331,9 @@ class GradientPath:
             squares = sum_of_squares(there) if norm is None else norm.item() ** 2
         self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
 
-    def _submit_device_update(self, unit: Unit, total: ShardGradient, used: tuple[Segment, ...]) -> None:
+    def _submit_device_update(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
         with on_stream(self._norms):
-            grad = total.grad
+            grad = total.flat
             self._unread[unit.index] = norm_on_device(grad)
             total.lease.record_use()  # and so of what the norm's stream has waited for
         self.updates.add(unit, grad, 0.0, total.lease, Weights(), used)
@@ -360,7 +352,7 @@ class Gradients:
             leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
         )
         self.received: dict[int, Segment] = {}  # in this step, by id of the parameter
-        self._open: dict[int, UnitGradient] = {}
+        self._open: dict[int, Gradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
@@ -439,11 +431,11 @@ class Gradients:
             # the buffers of units that stayed may hold what is forgotten
             self.prefetcher.forget(self.prefetcher.staying & delivered)
 
-    def _begin(self, unit: Unit) -> UnitGradient:
+    def _begin(self, unit: Unit) -> Gradient:
         if not self.completions.passed:  # the last reduction of the micro-batch before
             self.path.wait_for_reduction()
-        self.borrow([unit, *(each.unit for each in self._open.values())])
-        gradient = self._open[unit.index] = UnitGradient(unit, self.path.pool)
+        self.borrow([unit.index, *self._open])
+        gradient = self._open[unit.index] = Gradient.of(unit, self.path.pool)
         self.path.pool.give_back()
         return gradient
 
@@ -466,7 +458,7 @@ class Gradients:
     def _send(self, unit: Unit, weights: TakesWeights | None) -> None:
         gradient = self._open.pop(unit.index, None)
         if self.prefetcher.residents.borrowed_nbytes:
-            self.borrow([each.unit for each in self._open.values()])
+            self.borrow(self._open)
         self.path.send(unit, gradient, weights)
 
     def _take_weights(self, unit: Unit) -> TakesWeights:
@@ -494,10 +486,10 @@ class Gradients:
         lease.release()
         return Weights if kept is None else lambda: Weights(kept.tensor.view(unit.dtype), kept)
 
-    def borrow(self, opened: Sequence[Unit]) -> None:
+    def borrow(self, indices: Iterable[int]) -> None:
         """Borrow window memory that the gradients of these units need, and give back what they do not."""
         several, lent = self.path.collectives is not None, self.prefetcher.residents.borrowed_nbytes
-        opened = [unit for unit in opened if not (several and unit.index in self._leaves)]
+        opened = [self.units[i] for i in indices if not (several and i in self._leaves)]
         if len(opened) < (2 if several else 3) and not lent:
             return
         reserve_nbytes = self._others_nbytes()

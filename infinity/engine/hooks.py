@@ -2,8 +2,8 @@
 
 [Note: handles in place of weights]
 Autograd must never hold a unit's buffer. Saved tensors in one are packed as a :class:`Handle`; unpacking
-gathers the unit if needed and views it. So backward asks for exactly the weights that it reads, and buffers
-are reused meanwhile. All else that autograd saves goes to the tensor cache.
+gathers the unit if needed and views it, so backward asks for exactly the weights that it reads. All else
+that autograd saves goes to the tensor cache.
 
 [Note: forwards inside a backward]
 Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass, where
@@ -21,12 +21,11 @@ ran several times are complete at the end of backward.
 
 [Note: logits in slices]
 A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. All
-slices are one use where the loss is computed, in the model's forward or after it: so the order of uses is
-that of whole logits, the same on every rank, even where ranks differ under ``auto``. An inference pass with
-pending logits goes on until they are read once, or another pass begins; units of the calls around the head
-stay until then, since calls release theirs after its unit. Backward recomputes all slices together, so the
-head is kept for one autograd node, not until its gradients are complete: with tied weights that would be the
-whole backward pass.
+slices are one use where the loss is computed, in the model's forward or after it: the order of uses is that
+of whole logits, on every rank. An inference pass with pending logits goes on until they are read once, or
+another pass begins; until then units of the calls around the head stay. Backward recomputes all slices
+together, so the head is kept for one autograd node, not until its gradients are complete: with tied weights
+that would be the whole backward pass.
 
 [Note: tiles]
 Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`). What they
@@ -34,11 +33,10 @@ save of it becomes a handle also where ``torch.utils.checkpoint`` has opened hoo
 not stay until the backward pass of a recomputed forward.
 
 [Note: the outermost module]
-Submodules are called on their own, and forward runs twice before one backward. So the outermost module of a
-call opens and closes the saved-tensor hooks. PyTorch calls no hook after a forward that ``KeyboardInterrupt``
-ended: so the outermost call keeps its Python frame, and only a frame that has ended can be cleared. What such
-a call holds is given back before the next call, visit, backward pass or step; pinned units would keep weights
-from before their updates.
+The outermost module of a call opens and closes the saved-tensor hooks, since submodules are called on their
+own, too. PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended: so the outermost call keeps
+its Python frame, and only a frame that has ended can be cleared. What such a call holds is given back before
+the next call, visit, backward pass or step.
 
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
 look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
@@ -65,8 +63,7 @@ from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
-from infinity.partition.pins import BackwardPins, Leaves
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.
@@ -100,6 +97,21 @@ class Frame:
     call: FrameType | None = None  # of the outermost call: see [Note: the outermost module]
 
 
+class Leaves:
+    """Knows the modules whose units are used as one on several ranks, and which of them backward is in."""
+
+    def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        self.of_module = leaves
+        self.of_unit = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self.calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
+        self.current: tuple[Unit, ...] = ()  # the one that backward is in; empty: in none
+
+    def leave(self, following: tuple[Unit, ...]) -> tuple[Unit, ...]:
+        """Move on to the leaf that backward is in now; return the one that is over, if any."""
+        left, self.current = self.current, following
+        return () if left is following or self.calls[left] > 1 else left
+
+
 class Ended:
     """Stands in for a part that has ended: any use of it raises :class:`StateError`."""
 
@@ -120,13 +132,23 @@ class _Outside:
 
 
 class Hooks:
-    """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients."""
+    """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
+
+    ``leaves`` are units that are used as one, by module; ``attached`` units whose flat buffers exist now, by
+    the address of their storage; ``begin_forward`` is called before each forward that autograd records.
+    """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
-    ) -> None:
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations,
+        prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
+        begin_forward: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.units, self.activations = units, activations
-        self.logits = LogitSlices(self._running, self._stamp)
+        self.prefetcher, self.pins, self.gradients = prefetcher, pins, gradients
+        self.attached, self._begin_forward = attached, begin_forward
+        self.logits = LogitSlices(
+            self._running, lambda head: tuple(unit.updates for unit in units.holding(head.parameters()))
+        )
         self.stack: list[Frame] = []
         self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
         self._leaves, self._outside = Leaves(leaves), _Outside()
@@ -143,19 +165,6 @@ class Hooks:
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
-    def connect(
-        self, prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
-        begin_forward: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """Connect the hooks to the parts that serve the model; call between steps.
-
-        Args:
-            attached: Units whose flat buffers exist now, by the address of their storage.
-            begin_forward: Called before each forward pass that autograd records.
-        """
-        self.prefetcher, self.pins, self.gradients = prefetcher, pins, gradients
-        self.attached, self._begin_forward = attached, begin_forward
-
     def enter(self, module: nn.Module, args: Any = ()) -> None:
         """Use the units of a module whose forward begins, with ``args``."""
         self._close_ended()
@@ -168,14 +177,12 @@ class Hooks:
             if not in_backward:
                 self._open(frame, frame.contexts)
             frame.contexts.enter_context(self.logits.opened(module))
-        if self.logits.defers(module, args):
+        if module is self.logits.head and self.logits.defers(module, args):
             for each in self.stack:
                 each.pending = True
             return
-        if module in self._leaves.of_module:
-            leaf = self._leaves.of_module[module]
-            if torch.is_grad_enabled() and not in_backward:
-                self._leaves.count_call(leaf)
+        if (leaf := self._leaves.of_module.get(module)) is not None:
+            self._leaves.calls[leaf] += torch.is_grad_enabled() and not in_backward
             for unit in leaf:
                 self._use(unit, frame)
             frame.leaf = True
@@ -266,7 +273,7 @@ class Hooks:
 
     def _begin_visit(self) -> None:
         self._end_outside()
-        self.prefetcher.begin_visit()
+        self.prefetcher.begin_inference(visit=True)
         self._outside.goes_on = True
 
     def _end_outside(self) -> None:
@@ -283,7 +290,7 @@ class Hooks:
         if _in_backward():  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
-        one_use = self._leaves.of(unit) or self.logits.computing
+        one_use = unit.index in self._leaves.of_unit or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
@@ -313,20 +320,19 @@ class Hooks:
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors of units become handles, and others go where they went."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not torch.is_grad_enabled() or (outer is not None and outer[0] == self.pack):
             return nullcontext()
 
+        others = outer or (lambda value: value, lambda value: value)
+
         def pack(tensor: Tensor) -> Any:
-            if self.unit_of(tensor) is not None:
-                return True, self.pack(tensor)
-            return False, tensor if outer is None else outer[0](tensor)
+            ours = self.unit_of(tensor) is not None
+            return ours, (self.pack if ours else others[0])(tensor)
 
         def unpack(packed: Any) -> Any:
             ours, value = packed
-            if ours:
-                return self.unpack(value)
-            return value if outer is None else outer[1](value)
+            return (self.unpack if ours else others[1])(value)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -375,7 +381,7 @@ class Hooks:
                     if outside.units or outside.goes_on != frame.inference:
                         self.release_unscoped_units()
                         if frame.inference:
-                            self.prefetcher.begin_visit()
+                            self.prefetcher.begin_inference(visit=True)
                     if not frame.inference:
                         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
                         stack.enter_context(hooks)
@@ -390,9 +396,6 @@ class Hooks:
         self._end_outside()
         for each in self.stack:
             each.pending = False  # the first read is over
-
-    def _stamp(self, module: nn.Module) -> object:
-        return tuple(unit.updates for unit in self.units.holding(module.parameters()))
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         return self.attached.get(tensor.untyped_storage().data_ptr())
@@ -440,8 +443,8 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
-        leaf = self._leaves.of(unit)
-        if not recomputing or not self._leaves.is_in(leaf):
+        leaf = self._leaves.of_unit.get(unit.index, ())
+        if not recomputing or leaf is not self._leaves.current:
             self._move_to(() if recomputing else leaf)
         if leaf or recomputing:
             for each in leaf or (unit,):
@@ -454,9 +457,8 @@ class Hooks:
             self.pins.keep_for(unit.index, node)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Note that backward is in ``leaf`` (None: in none), and complete the one that it has left."""
-        left = self._leaves.move_to(leaf)
-        if left:
+        """Note that backward is in ``leaf`` (empty: in none), and complete the one that it has left."""
+        if left := self._leaves.leave(leaf):
             self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
@@ -464,8 +466,9 @@ class Hooks:
     @uninterrupted
     def _end_backward(self) -> None:
         self._move_to(())
-        for leaf in self._leaves.several_calls():
-            self.gradients.complete_together(leaf)
+        for leaf, calls in self._leaves.calls.items():
+            if calls > 1:  # its gradients come at the end
+                self.gradients.complete_together(leaf)
         self.gradients.end_backward()
         self._leave_backward()
 
@@ -485,7 +488,8 @@ class Hooks:
                 param.grad = placeholder
         self._dropped.clear()
         self._backward = None
-        self._leaves.end_backward()
+        self._leaves.calls.clear()
+        self._leaves.current = ()
         self.pins.drop()
 
     def _hook_parameters(self) -> None:
@@ -518,7 +522,7 @@ class Hooks:
         assert place is not None
         unit, segment = place
         self._enter_backward()
-        self._move_to(self._leaves.of(unit))
+        self._move_to(self._leaves.of_unit.get(unit.index, ()))
         grad = param.grad
         self._replace_gradient(param, unit, segment)
         if grad is not None:

@@ -42,15 +42,10 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.plan import Hardware
 from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
 from infinity.device.accelerator import heap_line, memory_nbytes
-from infinity.device.machine import (
-    DTYPES,
-    choose_dtype,
-    free_host_nbytes,
-)
+from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.device.memory import Pool
-from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import check_memory
-from infinity.engine.executor import StepExecutor, reduction_dtype
+from infinity.engine.executor import EngineConfig, StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
@@ -86,7 +81,6 @@ class Runtime:
         self.notes: list[str] = []  # on what is done otherwise on this machine; rank 0's are shown
         self.saves: list[PortableSave] = []  # the last portable checkpoint
         self._executor: StepExecutor | None = None
-        self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s, config.device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -106,27 +100,32 @@ class Runtime:
         self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
-        self._choose_dtype()
+        chosen, line = choose_dtype(
+            self.config.dtype, device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
+        )
+        self.config = replace(self.config, dtype=chosen)
+        reduction = reduction_dtype(self.config, self.dtype)
+        prepare(default_rule(), self.dtype, reduction if ranks.world_size > 1 else self.dtype)
+        if line:
+            self._note(line)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
-        self.storage = Storage(memory, host_nbytes, self.dtype, ranks.device)
+        self.storage = Storage(memory, host_nbytes, self.dtype, device)
         self.stack.callback(self.storage.close)
         self.storage.open_files(
             self.run_id, ranks, resume, self.stalls.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
         )  # fmt: skip
-        self.tiers = Tiers(self.storage, ranks, reduction_dtype(self.config, self.dtype))
+        self.tiers = Tiers(self.storage, ranks, reduction)
         self.tiers.pending = self.storage.saved is not None
         self.stack.callback(self.tiers.unpin)
         self.stack.callback(_close_all_of, self.saves)
         self.activations = self._make_activations()
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
-        nbytes = memory.device
-        if nbytes is None and ranks.on_accelerator:
-            nbytes = memory_nbytes(ranks.device)[1]
+        nbytes = memory.device or (memory_nbytes(device)[1] if ranks.on_accelerator else None)
         least = None if nbytes is None else ranks.least(nbytes, "memory.device")
         sizes = CutSizes.of(partition.tile, least, ranks.world_size, on_accelerator=ranks.on_accelerator)
         self.construction = Construction(
@@ -150,17 +149,6 @@ class Runtime:
         if self.ranks.collectives is None:
             return hit
         return [bool(x) for x in self.ranks.collectives.exchange("any", hit, "tiles of experts").amax(0)]
-
-    def _choose_dtype(self) -> None:
-        ranks = self.ranks
-        chosen, line = choose_dtype(
-            self.config.dtype, ranks.device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
-        )
-        self.config = replace(self.config, dtype=chosen)
-        reduction = reduction_dtype(self.config, self.dtype) if ranks.world_size > 1 else self.dtype
-        prepare(default_rule(), self.dtype, reduction)
-        if line:
-            self._note(line)
 
     def _note(self, line: str) -> None:
         self.notes.append(line)
@@ -189,7 +177,7 @@ class Runtime:
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         served[module] = weakref.ref(self)
-        install_parameter_dict(module, self._touch, self._deep_copy, self._check)
+        install_parameter_dict(module, self)
         handles = register_forward_hooks(module, self._enter, self._leave)
         handles += self.values.register_hooks(module)
 
@@ -215,30 +203,23 @@ class Runtime:
         return self._executor is not None
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
-        """Return the executor, rebuilt if ``clips`` (None: no change) changes whether gradients clip."""
+        """Return the executor, made if there is none; ``clips``: whether gradients do (None: no change)."""
         self.check_open()
         if clips is None:
             self.check_resumed()
-        # One that has gradients of a step stays, and with it when updates start, which changes no number.
-        if self._executor is None or not (
-            clips in (None, self._executor.clips) or self._executor.gradients.received
-        ):
+        if self._executor is None:
+            # one rank alone need not gather what is in a leaf as one
+            leaves = self.construction.builder.leaves if self.ranks.world_size > 1 else {}
             with uninterrupted:
-                self._rebuild(clips is not False)
-        assert self._executor is not None
+                self._executor = StepExecutor(
+                    self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
+                    self.config, self.stalls, clips=clips is not False, on_failure=weakly(self.fail),
+                )  # fmt: skip
+                self.stack.callback(self._executor.stack.close)
+        elif clips is not None:
+            with uninterrupted:
+                self._executor.clip(clips)
         return self._executor
-
-    def _rebuild(self, clips: bool) -> None:
-        before = self._executor or self._retired
-        if self._executor is not None:
-            self._executor.retire()
-        # one rank alone need not gather what is in a leaf as one
-        leaves = self.construction.builder.leaves if self.ranks.world_size > 1 else {}
-        self._executor = StepExecutor(
-            self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
-            self.config, self.stalls, clips=clips, before=before, on_failure=weakly(self.fail),
-        )  # fmt: skip
-        self.stack.callback(self._executor.stack.close)
 
     def reopen(self) -> None:
         """Prepare for another ``Init`` block, in which the model is changed."""
@@ -254,12 +235,13 @@ class Runtime:
             if unit.gathered:  # in host memory, its parameters views of its shard
                 unit.detach()
                 unit.lifecycle.move(UnitState.ON_HOST)
-        self._executor, self._retired = None, self._executor
+        self._executor = None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
             with uninterrupted:
-                self.values.end_load()
+                if self.values.loading is not None:
+                    self.values.end_load()
                 self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
@@ -267,23 +249,23 @@ class Runtime:
             with uninterrupted:
                 self._executor.hooks.leave(module, output)
 
-    def _touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
+    def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
         elif self._executor is None or not self._executor.hooks.serves(siblings):
             with uninterrupted:
                 self.executor().hooks.touch(param)
 
-    def _check(self, param: nn.Parameter) -> None:
+    def check(self, param: nn.Parameter) -> None:
         if self.construction.active:
             self.construction.check(param)
         else:
             for unit, segment in self.units.places(param):
-                unit.check_place(segment)
+                unit.restore_place(segment)
 
-    def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
+    def deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.construction.active:
-            return self.construction.plain_copy(param)
+            return self.construction.deep_copy(param)
         raise StateError(
             "copy.deepcopy of a model whose parameters are sharded: the copy would hold every weight in this "
             "process's memory. Build a second model under its own infinity.Init and load "
@@ -344,10 +326,8 @@ class Runtime:
     def meet(self) -> None:
         """Wait until every rank has built its model; raise unless all are the same."""
         if self.ranks.collectives is not None:
-            units = [
-                (unit.home.tier.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units
-            ]
-            numel = sum(segment.numel for unit in self.units for segment in unit.segments)
+            units = [(u.home.tier.name, [(s.offset, *s.shape) for s in u.segments]) for u in self.units]
+            numel = sum(segment.numel for _, segment in self.units.segments())
             where = f"of the model: {len(units)} units, {numel} parameters"
             self.ranks.collectives.check(zlib.crc32(repr(units).encode()), where)
 

@@ -2,14 +2,14 @@
 
 [Note: where a unit ends]
 A unit should be large enough for full-speed I/O and should not mix two blocks, because then it is needed
-twice as long. A new block begins with a module that has children with parameters and whose class has been
-built before; the open unit closes before it. Inside a block a unit closes when it holds enough bytes; small
-newcomers (norms, biases) may still join a full unit.
+twice as long. A new block, before which the open unit closes, begins with a module that has children with
+parameters and whose class has been built before. Inside a block a unit closes when it holds enough bytes;
+small newcomers (norms, biases) may still join a full unit.
 
 [Note: a unit that memory can hold]
 A gradient, its reduction and two units in flight are in memory at one time. On many ranks units of full-speed
-shards would take all of a device's memory for these (8 GiB each on 512 ranks). So units are no larger than
-half of the memory has room for, unless one parameter is.
+shards would take all of a device's memory (8 GiB each on 512 ranks). So units are no larger than half of the
+memory has room for, unless one parameter is.
 
 [Note: a leaf]
 Experts are used by some ranks and not by others, but gathers must come in the same order everywhere. So the
@@ -72,11 +72,11 @@ class PartitionConfig(Config):
 
 #: Bytes of a rank's shard of a full unit: several requests of the size at which drives reach full speed.
 TARGET_SHARD_NBYTES = 16 * 2**20
-#: The least, where memory has no room for that. Two such shards at one time are read as fast as larger ones
-#: (0.99), two of half the size more slowly (0.90); and volumes divide no smaller ones among drives.
+#: The least, where memory has no room for that: two of half the size are read more slowly (0.90), and volumes
+#: divide no smaller ones among drives.
 LEAST_SHARD_NBYTES = 2 * 2**20
-#: Beside an accelerator, what all ranks hold of a full unit is at least so much: each unit costs the host
-#: about a millisecond, in which a fast link moves as many bytes.
+#: Beside an accelerator, the least of a full unit on all ranks: each unit costs the host about a millisecond,
+#: in which a fast link moves as many bytes.
 TARGET_ACCELERATOR_NBYTES = 64 * 2**20
 #: Names of classes that may hold experts; see [Note: a leaf].
 _EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
@@ -102,12 +102,9 @@ class CutSizes:
         """Return the sizes that follow from ``partition.tile`` and the memory of a device.
 
         A linear layer, whose input gradient is rounded otherwise in tiles, is tiled only if it could not be
-        gathered at all (its gradient and update, and two units in flight). Experts in tiles give the same
-        bits. What a full unit would hold is not tiled.
+        gathered at all. Experts in tiles give the same bits. What a full unit would hold is not tiled.
         """
-        full = TARGET_SHARD_NBYTES * world_size
-        if on_accelerator:
-            full = max(full, TARGET_ACCELERATOR_NBYTES)
+        full = max(TARGET_SHARD_NBYTES * world_size, TARGET_ACCELERATOR_NBYTES * on_accelerator)
         copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
         most = sys.maxsize
         if device_nbytes is not None:
@@ -212,7 +209,7 @@ class UnitBuilder:
         module = self.building.pop()
         self.join(module)
         if self._leaf is not None and self._leaf[0] is module:
-            first, self._leaf = self._leaf[1], None
+            (_, first), self._leaf = self._leaf, None
             self.close()
             if type(module).__name__ in self._leaf_names or _has_experts(module):
                 self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
@@ -294,11 +291,10 @@ def _has_experts(module: nn.Module) -> bool:
 
     A list of what has packed experts is one of layers.
     """
-    for each in module.modules():
-        items = list(each) if isinstance(each, nn.ModuleList) else []
-        if len(items) > 1 and len({type(item) for item in items}) == 1:
-            inner = [(m, p) for item in items for m in item.modules() for p in m._parameters.values()]
-            params = [(m, p) for m, p in inner if p is not None]
-            if params and not any(is_packed(m, p) for m, p in params):
-                return True
+    for items in (each for each in module.modules() if isinstance(each, nn.ModuleList)):
+        inner = [(m, p) for item in items for m in item.modules() for p in m._parameters.values()]
+        params = [(m, p) for m, p in inner if p is not None]
+        alike = len(items) > 1 and len(set(map(type, items))) == 1
+        if alike and params and not any(is_packed(m, p) for m, p in params):
+            return True
     return False

@@ -12,9 +12,8 @@ models, tied weights) is materialized from its master weight, may be written, an
 
 [Note: when a materialized unit is stored again]
 Code may ask for several parameters before it writes to the first. So the latest touched units stay
-materialized, up to the memory of a few. In any case the last one stays beside the next
-(``a.weight.data.copy_(b.weight)``), and so do those of one module's own parameters (a list that is
-initialized in a loop), which existed together when the module was made.
+materialized, up to the memory of a few, and in any case the last one (``a.weight.data.copy_(b.weight)``) and
+those of one module's own parameters (a list that is initialized in a loop).
 
 [Note: values that come later]
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither values
@@ -23,8 +22,7 @@ parameter has its full name, :class:`LateValues` gives each unit both.
 
 [Note: parameters by name]
 A module that reads ``self.weight`` asks its :class:`ServedParameters` by key. That gathers the unit of a
-released parameter (in a parent's forward, say, or in ``_init_weights``) and records it in the trace.
-Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+released parameter and records it in the trace. Iterating (``named_parameters``) touches nothing.
 
 [Note: casts]
 ``module.half()`` and the like replace the data of each parameter while they iterate over ``_parameters``. So
@@ -49,46 +47,53 @@ from infinity.partition.builder import UnitBuilder
 from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
-Touch = Callable[[nn.Parameter, Mapping[str, nn.Parameter | None]], None]
-DeepCopy = Callable[[nn.Parameter], nn.Parameter]
-Check = Callable[[nn.Parameter], None]
 #: Closed units of full size that stay materialized while a model is built; two if fp32 is trained in bf16.
 OPEN_UNITS = 4
 
 
+class Server(Protocol):
+    """Serves parameters: the block in which a model is built, and later its runtime."""
+
+    def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None], /) -> None:
+        """Make the values readable that are asked for by key in ``siblings``, a module's parameters."""
+
+    def deep_copy(self, param: nn.Parameter, /) -> nn.Parameter:
+        """Return the plain copy of a parameter for ``copy.deepcopy``, or raise."""
+        ...
+
+    def check(self, param: nn.Parameter, /) -> None:
+        """Raise if the data of a parameter was replaced."""
+
+
 class ServedParameters(dict[str, nn.Parameter | None]):
-    """``module._parameters`` that serves parameters when they are touched by key.
+    """``module._parameters`` that serves parameters when they are touched by key."""
 
-    ``touch`` is called with each parameter that is asked for by key, and with this dictionary; ``deep_copy``
-    makes the plain copy of one for ``copy.deepcopy``, or raises; ``check`` raises if its data was replaced.
-    """
-
-    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
+    def __init__(self, values: dict[str, Any], server: Server) -> None:
         super().__init__(values)
-        self.touch, self.deep_copy, self.check = touch, deep_copy, check
+        self.server = server
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
             yield name, param
             if param is not None:
-                self.check(param)
+                self.server.check(param)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if param is not None:
-            self.touch(param, self)
+            self.server.touch(param, self)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         copied: dict[str, nn.Parameter | None] = {}
         for name, param in self.items():
             if param is not None and id(param) not in memo:
-                memo[id(param)] = self.deep_copy(param)
+                memo[id(param)] = self.server.deep_copy(param)
             copied[name] = None if param is None else memo[id(param)]
         return copied
 
     def __copy__(self) -> "ServedParameters":
-        return ServedParameters(dict(self), self.touch, self.deep_copy, self.check)
+        return ServedParameters(dict(self), self.server)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise StateError(
@@ -97,9 +102,9 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         )
 
 
-def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
+def install_parameter_dict(module: nn.Module, server: Server) -> None:
     if not isinstance(module._parameters, ServedParameters):
-        module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy, check)
+        module.__dict__["_parameters"] = ServedParameters(module._parameters, server)
 
 
 class Masters(Protocol):
@@ -157,15 +162,10 @@ class Construction:
         self._take_out: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
             weakref.WeakKeyDictionary()
         )
+        self.active = False  # the block is not over
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
-        self._thread = threading.get_ident()
         self._normal_mode = contextlib.ExitStack()
-
-    @property
-    def active(self) -> bool:
-        """Whether the block is not over."""
-        return Construction._open is self
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -173,7 +173,7 @@ class Construction:
         return [root for each in self._roots if (root := each()) is not None]
 
     def is_building(self, params: Iterable[nn.Parameter]) -> bool:
-        return self.active and any(self.builder.has(param) for param in params)
+        return self.active and any(map(self.builder.has, params))
 
     def add_root(self, module: nn.Module) -> None:
         """Treat ``module`` as a model, whose new parameters are stored when the block ends."""
@@ -186,7 +186,7 @@ class Construction:
                 "block, or in one after the other (infinity.from_pretrained opens a block of its own: call "
                 "it outside)"
             )
-        Construction._open = self
+        Construction._open, self.active = self, True
         if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
             self._normal_mode.enter_context(torch.inference_mode(False))
             self._normal_mode.enter_context(torch.no_grad())  # as there: initializers write parameters
@@ -214,7 +214,7 @@ class Construction:
             self._take_out.clear()
         finally:
             self._normal_mode.close()
-            Construction._open = None
+            Construction._open, self.active = None, False
 
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
         """Materialize the unit of ``param``, and keep those of ``siblings``, its module's own parameters."""
@@ -223,8 +223,8 @@ class Construction:
             last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
             beside = [each for each in (siblings or {}).values() if each is not None]
             keep = self.builder.units.holding([*last, *beside])
-            needed_nbytes = sum(map(_created_nbytes, units))
-            self._stow(OPEN_UNITS * self.builder.sizes.full_nbytes - needed_nbytes, keep)
+            room_nbytes = OPEN_UNITS * self.builder.sizes.full_nbytes - sum(map(_created_nbytes, units))
+            self._stow(room_nbytes, keep)
             for unit in units:
                 self._materialize(unit)
         for unit in units:
@@ -243,7 +243,7 @@ class Construction:
         finished = unit.index < self._finished and unit not in self._whole
         return unit.dtype if finished else segment.created_dtype
 
-    def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
+    def deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         """Return a whole copy of ``param``, for modules that are cloned while a model is built."""
         self.touch(param)
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -294,12 +294,12 @@ class Construction:
                     cls.__init__ = self._wrap(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def _wrap(self, original: Callable[..., None]) -> Callable[..., None]:
-        building = self.builder.building
+        building, thread = self.builder.building, threading.get_ident()
 
         @functools.wraps(original)
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inner = building and building[-1] is module
-            if inner or not self.active or threading.get_ident() != self._thread:
+            if inner or not self.active or threading.get_ident() != thread:
                 original(module, *args, **kwargs)
                 return
             if not building:
@@ -332,22 +332,23 @@ class Construction:
             self._serve_all(root)
         self.builder.adopt(roots)
         self._roots = [weakref.ref(root) for root in roots]
+        units = self.builder.units
         if self.late is not None:
             self._prune(roots)
         names = self._names(roots)
-        for unit in self.builder.units:
+        for unit in units:
             unit.rename(names)
         if self.late is not None:
-            self.late.fill(self.builder.units, self.masters)
+            self.late.fill(units, self.masters)
             self._stow()
-        for unit in self.builder.units:
+        for unit in units:
             unit.device = self.device
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
                 if s.is_tile and s.is_last:
                     s.whole.data = placeholder(s.whole_shape, unit.dtype, self.device)
                     self._tile(s.whole)
-        self._finished = len(self.builder.units)
+        self._finished = len(units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
@@ -374,8 +375,7 @@ class Construction:
         used = {id(p) for root in roots for p in root.parameters()}
         kept: list[Unit] = []
         for unit in self.builder.units:
-            params = [(s.name, s.param) for s in unit.segments if id(s.whole) in used]
-            if params:
+            if params := [(s.name, s.param) for s in unit.segments if id(s.whole) in used]:
                 tiles = [s for s in unit.segments if s.is_tile]
                 segments = tiles or layout(params, unit.dtype.itemsize)
                 kept.append(Unit(len(kept), segments, unit.dtype, unit.rank, unit.world_size))

@@ -9,9 +9,9 @@ when its copies are on the way. A shard that is already in accelerator memory is
 asks for it.
 
 [Note: decoded after the gather]
-A unit in a stored form is brought in that form into memory beside its full buffer. A thread decodes it on the
-device (an accelerator: on a stream of its own). The stored bytes of a tile of experts may be an item of their
-own, which comes far ahead and stays: a few full buffers take turns, and a tile can be decoded again.
+A unit in a stored form is brought in that form into memory beside its full buffer, and a thread decodes it on
+the device, on a stream of its own. The stored bytes of a tile of experts may be an item of their own, which
+comes far ahead and stays: a few full buffers take turns, and a tile can be decoded again.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer during its update, which writes this rank's new
@@ -27,12 +27,12 @@ Shards are uploaded in the order in which they were asked for. One that found no
 Until then no later shard takes a buffer, which would come back only after the turn of the first.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -47,7 +47,6 @@ from infinity.core.nbytes import Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import CountingPool, Lease, Pool
-from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
@@ -65,6 +64,16 @@ Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 _MOST_DECODED = 4
 #: The least on a CPU: while compute waits for one, its core decodes another.
 _LEAST_DECODED = 2
+
+
+class Stored(NamedTuple):
+    """Names the stored bytes of a tile, from which its full values are decoded."""
+
+    unit: int
+
+
+#: What memory holds: the full values of a unit, by its index, or stored bytes.
+Item = int | Stored
 
 
 class Staging:
@@ -98,16 +107,13 @@ class Staging:
                 return reading
             return fetch(buffer.memory[: min(size, nbytes - start)], start)
 
-        def its_turn() -> Lease:
-            try:
-                return self.pool.lease(size, who=who)
-            finally:
-                with self._lock:
-                    self._without -= 1
-
         def ready() -> None:
             with ExitStack() as held:
-                buffers = [lease or its_turn()]
+                try:
+                    buffers = [lease or self.pool.lease(size, who=who)]
+                finally:
+                    with self._lock:
+                        self._without -= lease is None
                 held.callback(buffers[0].release)
                 if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
@@ -139,7 +145,7 @@ class _Stored:
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     """Run outside ``torch.inference_mode`` and ``torch.func``, so that training can use the buffers."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if not (transformed or torch.is_inference_mode_enabled()):  # each tile comes here several times
@@ -158,7 +164,7 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class UnitMover:
-    """Moves the full values of units; implements :class:`infinity.partition.prefetcher.Mover`.
+    """Moves the full values of units; the prefetcher says when.
 
     Full buffers are leased from ``pool`` (the device tier); ``staging`` exists only with an accelerator.
     ``wait_until_unused`` returns when no update reads or writes the weights that a unit stayed with.
@@ -180,6 +186,11 @@ class UnitMover:
 
     @_never_inference
     def start(self, item: Item) -> None:
+        """Begin to bring an item; wait neither for the disk nor for other ranks.
+
+        Full values are decoded from the unit's stored bytes if these are present or on their way; those of a
+        unit that stayed follow its update.
+        """
         if isinstance(item, Stored):
             unit = self.units[item.unit]
             assert unit.stored is not None
@@ -187,11 +198,9 @@ class UnitMover:
             return
         unit, staying = self.units[item], self._staying.pop(item, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
-        if staying is not None:
-            self._arriving[item] = self._gather(unit, lease, self._go_on(unit, staying)), None
-        elif unit.stored is None:
-            arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
-            self._arriving[item] = arriving, None
+        if staying is not None or unit.stored is None:
+            ready = self._bring(unit, lease, unit.shard_nbytes, staying)
+            self._arriving[item] = self._gather(unit, lease, ready), None
         else:
             stored = self._stored.get(item) or self._bring_stored(unit, unit.stored, stays=False)
             if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
@@ -200,6 +209,7 @@ class UnitMover:
             self._arriving[item] = stored.ready, decoded.result
 
     def stored_nbytes(self, index: int) -> int:
+        """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
         form = self.units[index].stored
         return 0 if form is None else rounded(form.nbytes)
 
@@ -244,14 +254,15 @@ class UnitMover:
             else:
                 held.callback(stored.lease.release)
 
-    def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
+    def _bring(
+        self, unit: Unit, lease: Lease, nbytes: int, staying: Staying | None = None
+    ) -> Callable[[], object]:
         """Start to bring this rank's shard into its slice of ``lease``; return the call that completes it."""
-        begin, resident = unit.rank * nbytes, unit.home.lease
-        if resident is not None:
-            unit.lifecycle.move(S.UPLOADING)
+        begin, source = unit.rank * nbytes, staying.shard if staying else unit.home.lease
+        unit.lifecycle.move(S.FETCHING if staying or source is None else S.UPLOADING)
+        if staying or source is not None:
             updated = unit.home.updated_in_place()
-            return lambda: self._upload(updated, resident, lease, begin)
-        unit.lifecycle.move(S.FETCHING)
+            return partial(self._upload, updated, source, lease, begin, staying is not None)
         if self.staging is None:
             return unit.home.read(lease.memory[begin : begin + nbytes]).wait
 
@@ -266,27 +277,20 @@ class UnitMover:
 
         return ready
 
-    def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
-        """Return a call that brings a staying unit's new weights to their slice, after its update."""
-        unit.lifecycle.move(S.FETCHING)
-        updated = unit.home.updated_in_place()
-        shard = staying.shard
-        if shard is None:
-            return updated
-
-        def ready() -> None:
-            self._upload(updated, shard, staying.full, unit.rank * unit.shard_nbytes)
-            shard.release()
-
-        return ready
-
-    def _upload(self, updated: Callable[[], object], shard: Lease, lease: Lease, begin: int) -> None:
+    def _upload(
+        self, updated: Callable[[], object], shard: Lease | None, lease: Lease, begin: int, gives_back: bool
+    ) -> None:
+        """Copy a shard in host memory, once it is ``updated``; None: that has written to the slice itself."""
         updated()
-        lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
-        shard.record_use()
-        lease.record_use()
+        if shard is not None:
+            lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
+            shard.record_use()
+            lease.record_use()
+            if gives_back:
+                shard.release()
 
     def finish(self, index: int) -> None:
+        """Wait until the full values are there and the parameters view them."""
         arriving = self._arriving.get(index)
         if arriving is not None:  # most uses find the unit here
             self._finish(self.units[index], arriving)
@@ -306,7 +310,8 @@ class UnitMover:
                     self.waits("decode", decoded)
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
-            self._note_failure(unit.index)
+            if unit.index in self._stored:
+                self._stored[unit.index].failed = True
             raise
         del self._arriving[unit.index]
         assert unit.lease is not None
@@ -317,11 +322,8 @@ class UnitMover:
         self.attached[flat.untyped_storage().data_ptr()] = unit
         unit.attach(flat)
 
-    def _note_failure(self, index: int) -> None:
-        if index in self._stored:
-            self._stored[index].failed = True
-
     def release(self, item: Item) -> None:
+        """Drop an item; of a tile the full values before the stored bytes."""
         if isinstance(item, Stored):
             unit, stored = self.units[item.unit], self._stored.pop(item.unit)
             if unit.state in (S.FETCHING, S.UPLOADING):
@@ -384,7 +386,8 @@ class UnitMover:
                 self._wait_for_writers(decoded or ready, unit.lease)
             except Exception:
                 del self._arriving[index]
-                self._note_failure(index)
+                if index in self._stored:
+                    self._stored[index].failed = True
                 self._detach(unit)
                 raise
         failed, lease = isinstance(self._arriving.pop(index, None), Exception), self._detach(unit)

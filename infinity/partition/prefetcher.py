@@ -15,16 +15,16 @@ update writes the new weights there. A use before the next pass releases it and 
 
 [Note: what the plan did not foresee]
 An event that is not the plan's next one is served on demand, and the plan waits: often a use was added. If
-the last few events occur together later in the plan, something was left out, and the plan goes on from there.
-The new trace becomes the plan of the next pass.
+the last few events occur together later in the plan, something was left out, and it goes on from there. The
+new trace becomes the plan of the next pass.
 
 [Note: tiles of experts]
-Which tiles a step uses depends on its batch, so plans have none, and only tiles that are used are brought. A
-use of one tells those that follow it, which begin to arrive as far as there is room. Backward uses tiles in
-reverse: uses in forward are written down, and crossed out as backward comes to them. A block that is
-recomputed uses its tiles anew, in place of what forward wrote down; before that they are not brought, since
-their order differs. Tiles are the first to go. Plans leave them half of the room, or all that they need, or,
-where all micro-batches go through a block before the next, room for those of a block.
+Which tiles a step uses depends on its batch, so plans have none. A use of one tells those that follow it,
+which begin to arrive as far as there is room. Backward uses tiles in reverse: uses in forward are written
+down, and crossed out as backward comes to them. A block that is recomputed uses its tiles anew, in place of
+what forward wrote down, in another order; so they are not brought before. Tiles are the first to go. Plans
+leave them half of the room, or all that they need, or, where all micro-batches go through a block before the
+next, room for those of a block.
 
 From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
 unit is released waits for the last tile, or for the next use of a planned unit.
@@ -38,42 +38,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any
 
+from infinity.partition.mover import Item, Stored, UnitMover
 from infinity.planner.prefetch_plan import Event, Kind, Plan, ResidentSet, make_plan
 from infinity.planner.updates import StepOrder
-
-
-class Stored(NamedTuple):
-    """Names the stored bytes of a tile, from which its full values are decoded."""
-
-    unit: int
-
-
-#: What memory holds: the full values of a unit, by its index, or stored bytes.
-Item = int | Stored
-
-
-class Mover(Protocol):
-    """Moves the weights of units; the prefetcher says when."""
-
-    def start(self, item: Item) -> None:
-        """Begin to bring an item; must not wait for the disk or for other ranks.
-
-        Full values are decoded from the unit's stored bytes if these are present or on their way; those of a
-        unit that stayed follow its update.
-        """
-
-    def finish(self, unit: int) -> None:
-        """Wait until the full values are there and the parameters view them."""
-
-    def release(self, item: Item) -> None:
-        """Drop an item; of a tile the full values before the stored bytes."""
-
-    def stored_nbytes(self, unit: int) -> int:
-        """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
-        ...
-
 
 #: Tiles decoded before their turn: as many, or as many bytes if these are more; some ms of a thread's work.
 DECODED_AHEAD = 4
@@ -207,7 +176,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
+        self, mover: UnitMover, nbytes: Mapping[int, int], capacity_nbytes: int,
         can_stay: Collection[int] = (), order: StepOrder | None = None, routed: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.mover, self.nbytes, self.can_stay, self.order = mover, nbytes, can_stay, order or StepOrder()
@@ -265,7 +234,8 @@ class Prefetcher:
         elif over:
             residents.spare.pop(unit, None)
         residents.present.move_to_end(unit)
-        self._fetch_all(fetch)
+        for each in fetch:
+            self._prefetch(each)
 
     def unpin(self, unit: int) -> None:
         if self.residents.unpin(unit) and unit not in self.routed:
@@ -296,19 +266,15 @@ class Prefetcher:
         if self.running is self.training:
             self._begin()
 
-    def begin_inference(self) -> None:
+    def begin_inference(self, *, visit: bool = False) -> None:
+        """Begin an inference pass, or a visit, which lasts until :meth:`end_inference`."""
         self._fetch_later()
-        self.running = self.inference
-
-    def begin_visit(self) -> None:
-        """Begin a visit, which lasts until :meth:`end_inference`."""
-        self._fetch_later()
-        self.running = Pass()
+        self.running = Pass() if visit else self.inference
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
         outer = self.running
-        self.begin_visit()
+        self.begin_inference(visit=True)
         try:
             yield
         finally:
@@ -350,17 +316,13 @@ class Prefetcher:
         self.residents.borrowed_nbytes = nbytes
         self.residents.make_room(0, self._to_go())
 
-    def forget_stored(self, unit: int) -> None:
-        """Release ``unit`` if its stored bytes are kept: its full values were written."""
-        self.residents.release([Stored(unit)])
-
     def streams(self, unit: int) -> bool:
         """Return whether the unit's full values come and go; otherwise they are always in memory."""
         return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
-        lent_nbytes = self.residents.borrowed_nbytes
-        return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
+        nbytes = self.residents.borrowed_nbytes + sum(self.nbytes[unit] for unit in units)
+        return nbytes <= self.residents.capacity_nbytes
 
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace)
@@ -394,11 +356,10 @@ class Prefetcher:
         release, fetch = self._actions(self.running.align(event))
         self.residents.release(release)
         if self.routed and event.kind is Kind.UNPIN and self.running is self.training:
-            for unit in fetch:
-                self._expect(unit)
             self._later = [unit for unit in self._later if unit not in release] + fetch
-        else:
-            self._fetch_all(fetch)
+            return
+        for unit in fetch:
+            self._prefetch(unit)
 
     def _actions(self, over: range) -> tuple[list[int], list[int]]:
         """Return the plan's releases and fetches at these positions, taken together."""
@@ -414,16 +375,12 @@ class Prefetcher:
             for unit in actions.fetch:
                 release.pop(unit, None)
                 fetch[unit] = None
+        self._expect(*fetch)
         return list(release), list(fetch)
 
-    def _expect(self, unit: int) -> None:
+    def _expect(self, *units: int) -> None:
         if self.training.fetched is not None:
-            self.training.fetched.append(unit)
-
-    def _fetch_all(self, units: Iterable[int]) -> None:
-        for unit in units:
-            self._expect(unit)
-            self._prefetch(unit)
+            self.training.fetched += units
 
     def _fetch_later(self) -> None:
         """Start the fetches that were put off; see [Note: tiles of experts]."""
@@ -487,8 +444,7 @@ class Prefetcher:
                 self._decode(coming)
 
     def _has(self, tile: int) -> bool:
-        present = self.residents.present
-        return tile in present or self.room.items[tile] in present
+        return tile in self.residents or self.room.items[tile] in self.residents
 
     def _first(self, tile: int) -> tuple[Item, int]:
         """Return the item that a tile begins with, and its bytes."""
@@ -538,3 +494,80 @@ class Prefetcher:
 
 def _unit_of(item: Item) -> int:
     return item.unit if isinstance(item, Stored) else item
+
+
+class BackwardPins:
+    """Keeps each unit that a backward pass uses until its last reader in that pass is done.
+
+    ``node`` is the number of the autograd node that reads a unit, or for which it is recomputed.
+    """
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+        #: In the order in which they came, each with the node that reads it; None: a recomputed forward does.
+        self._kept: dict[int, Any] = {}
+        self._node: Any = None  # the autograd node that read frozen units last,
+        self._read: list[int] = []  # and which ones
+
+    def recomputed(self, index: int) -> bool:
+        """Return whether a recomputed forward reads the unit."""
+        return self._kept.get(index, self) is None
+
+    def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
+        """Use a unit until its gradients are complete; without ``to_the_end`` at most until room is short."""
+        if to_the_end:
+            self._reach(node)
+        reader = None if to_the_end else node
+        if index not in self._kept:
+            self.make_room(index, node)
+            self._kept[index] = reader
+            self._prefetcher.use(index)
+        elif self._kept[index] is not None:
+            self._kept[index] = reader
+
+    def keep_for(self, index: int, node: Any) -> None:
+        """Use a unit without gradients until another node reads one."""
+        self._reach(node)
+        if index not in self._read:
+            self.make_room(index, node)
+            self._read.append(index)
+            self._prefetcher.use(index)
+
+    def make_room(self, index: int, node: Any) -> None:
+        """Release units that need not be kept, if unit ``index`` does not fit beside them."""
+        if index not in self._kept and index not in self._read:
+            if not self._prefetcher.holds([*self._kept, *self._read, index]):
+                self._reach(node)
+            self.shrink([index], node)
+
+    def shrink(self, beside: Sequence[int] = (), node: Any = None) -> None:
+        """Release units that need not be kept and that ``node`` does not read, if they no longer fit."""
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, *self._read, *beside]):
+                break
+            if reader is not None and reader != node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
+
+    def _reach(self, node: Any) -> None:
+        """Release units without gradients that an earlier node read: no other one reads them."""
+        if node != self._node:
+            for read in self._read:
+                self._prefetcher.unpin(read)
+            self._node, self._read = node, []
+
+    def unpin(self, index: int) -> None:
+        """Release a unit that is not read any more, and whose weights stay."""
+        if index in self._kept:
+            del self._kept[index]
+            self._prefetcher.unpin(index)
+
+    def forget(self, index: int) -> None:
+        """Forget a unit whose gradients are complete, and whose weights went to the update."""
+        self._kept.pop(index, None)
+
+    def drop(self) -> None:
+        """Release every unit at the end of the backward pass."""
+        for index in [*self._kept, *self._read]:
+            self._prefetcher.unpin(index)
+        self._kept.clear()
+        self._node, self._read = None, []

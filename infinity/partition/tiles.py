@@ -13,14 +13,14 @@ Any other operator would read the parameter as a whole, and raises.
 [Note: the same bits]
 Outputs of tiles and gradients of weights are products over the same elements as those of the whole parameter:
 bitwise the same where a product of fewer rows gives the same bits, as on CPUs, except perhaps for a last tile
-of one row. Experts are multiplied one by one either way, so all their gradients are bitwise the same. The
-input gradient of a linear layer is a sum over tiles and differs within rounding.
+of one row. Experts are multiplied one by one either way. The input gradient of a linear layer is a sum over
+tiles and differs within rounding.
 
 [Note: only those that are used]
 A tile of experts to which no rank's batch is routed is not read, gathered or computed; ranks agree for each
 call which ones are. A grouped product without tokens has a gradient of zeros, so backward is the same on all
-ranks. The module multiplies the same tokens with its next packed parameter, so the tiles of that begin to
-arrive while the last ones of this are computed.
+ranks. Tiles of the module's next packed parameter, which multiplies the same tokens, begin to arrive while
+the last ones of this are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -202,11 +202,11 @@ class TileView:
     def device(self) -> torch.device:
         return self.weight.places[0][1].whole.device
 
-    @property
-    def ndim(self) -> int:
+    def dim(self) -> int:
         return len(self.shape)
 
-    def dim(self) -> int:
+    @property
+    def ndim(self) -> int:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
@@ -231,14 +231,10 @@ class TileView:
     def is_floating_point(self) -> bool:
         return True
 
-    @property
-    def mT(self) -> "TileView":  # noqa: N802  (torch's name)
-        return self.transpose(-2, -1)
-
-    T = mT
-
     def t(self) -> "TileView":
         return self.transpose(-2, -1)
+
+    T = mT = property(t)  # noqa: N815  (torch's names)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

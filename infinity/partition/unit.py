@@ -3,8 +3,8 @@
 [Note: the flat buffer]
 Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases, norms) last, so
 that one set of hyperparameters covers a long run. Rank r owns slice r, its shard: a whole number of 2,048
-elements, so each field of its state begins on a block of 4,096 bytes, whatever its dtype. The all-gather
-output *is* the flat buffer, and the parameters are views of it.
+elements, so each field of its state begins on a block of 4,096 bytes. The all-gather output *is* the flat
+buffer, and the parameters are views of it.
 
 [Note: the released parameter]
 A released parameter keeps its shape, dtype and device; its data is one NaN expanded to the shape (stride 0).
@@ -247,9 +247,9 @@ class Unit:
     def rename(self, names: dict[int, str]) -> None:
         """Name the segments after the model's own names, by parameter identity."""
         for segment in self.segments:
-            name = names.get(id(segment.whole), segment.whole_name)
-            rows = segment.rows if segment.is_tile else range(0)
-            segment.name = f"{name}[{rows.start}:{rows.stop}]" if segment.is_tile else name
+            segment.name = names.get(id(segment.whole), segment.whole_name)
+            if segment.is_tile:
+                segment.name += f"[{segment.rows.start}:{segment.rows.stop}]"
         if self.segments:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
 
@@ -289,16 +289,14 @@ class Unit:
 
     def _place(self, segments: Iterable[Segment]) -> None:
         """Give parameters their data: views of the flat buffer, or placeholders where there is none."""
-        flat = self.flat
         for each in segments:
-            each.param.data = self._released(each) if flat is None else self._view_of(each, flat)
-
-    def _released(self, segment: Segment) -> Tensor:
-        """The placeholder of a parameter: the one from before, unless an alias of it was written."""
-        had = segment.released
-        if had is None or had.shape != segment.shape or not is_placeholder(had) or _filled(had):
-            had = segment.released = placeholder(segment.shape, self.dtype, self.device)
-        return had
+            if self.flat is not None:
+                each.param.data = self._view_of(each, self.flat)
+                continue
+            had = each.released  # another one only where an alias of it was written
+            if had is None or had.shape != each.shape or not is_placeholder(had) or _filled(had):
+                had = each.released = placeholder(each.shape, self.dtype, self.device)
+            each.param.data = had
 
     def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
         # by one operator: each tile of a step needs it twice
@@ -310,33 +308,33 @@ class Unit:
 
     def check_data(self, segment: Segment) -> None:
         """Raise unless the parameter's data is what the unit's state says, and was not written."""
-        self.check_place(segment)
+        self.restore_place(segment)
         if self.flat is None:
             if _filled(segment.param.data):
-                self._refuse(segment)
+                self._refuse(segment.name, segment.shape, segment.param.data)
         elif segment.param._version != segment.writes:
             raise StateError(
                 f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what was "
                 "written would be lost, or would not agree with the exact weights. Write inside that context"
             )
 
-    def check_place(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is in its place; but undo ``model.cpu()`` and the like."""
-        param, flat = segment.param, self.flat
+    def restore_place(self, segment: Segment) -> None:
+        """Undo ``model.cpu()`` and the like; raise unless the parameter's data is in its place now."""
+        param = segment.param
         # Once for all its tiles; a parameter of torch's own class has its full values now.
         if segment.is_tile and not segment.first and type(segment.whole) is not nn.Parameter:
             self._check_whole(segment)
         if self._was_moved(segment):  # others may have been given other values
             self._place([each for each in self.segments if self._was_moved(each)])
             return
-        if flat is None:
+        if self.flat is None:
             right = is_placeholder(param)
         else:
             self.check_memory()
             place = self._address + segment.offset * self.dtype.itemsize
             right = param.data_ptr() == place or not segment.numel
         if param.dtype != self.dtype or not right:
-            self._refuse(segment)
+            self._refuse(segment.name, segment.shape, param.data)
 
     def check_memory(self) -> None:
         """Raise if the flat buffer's storage was moved: an engine would read into its old place for ever."""
@@ -366,14 +364,11 @@ class Unit:
         kept = (data.dtype, data.device, data.shape) == wanted
         if not kept or not is_placeholder(data) or _filled(data):
             segment.whole.data = placeholder(segment.whole_shape, self.dtype, self.device)
-            self._raise(segment.whole_name, segment.whole_shape, data)
+            self._refuse(segment.whole_name, segment.whole_shape, data)
 
-    def _refuse(self, segment: Segment) -> NoReturn:
-        data = segment.param.data
+    def _refuse(self, name: str, shape: torch.Size, data: Tensor) -> NoReturn:
+        """Put all parameters back in their places, and raise for one that had other ``data``."""
         self._place(self.segments)
-        self._raise(segment.name, segment.shape, data)
-
-    def _raise(self, name: str, shape: torch.Size, data: Tensor) -> NoReturn:
         if data.shape != shape:
             raise StateError(
                 f"{name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "
@@ -488,7 +483,7 @@ def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def is_placeholder(data: Tensor) -> bool:
-    """Return whether ``data`` is a placeholder: one element in storage, whatever the shape."""
+    """Return whether ``data`` has one element in storage, whatever its shape."""
     return data.untyped_storage().nbytes() == data.dtype.itemsize
 
 

@@ -26,9 +26,8 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import aligned, format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
-from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.executor import reduction_dtype
+from infinity.engine.executor import EngineConfig, reduction_dtype
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
@@ -87,8 +86,8 @@ class Layout:
         self.placed = self._place_units(tiers, rank)
         self.budget = UnitBudget(
             model.units, model.leaves, [model.module], rank, tiers, self.device_nbytes // 2,
-            policy=self.policy, clips=recipe.optim.max_grad_norm is not None, updates_nbytes=0,
-            recomputes=self.policy in ("recompute", "plan") and not self.layered,  # that has whole blocks
+            policy="keep" if self.layered else self.policy,  # the layer schedule has whole blocks
+            clips=recipe.optim.max_grad_norm is not None, updates_nbytes=0,
         )  # fmt: skip
         if self.micro_batches > 1:
             self.budget.divide_again(accumulates=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
-from infinity.engine.config import Dtype
+from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
 from infinity.predict.clock import COMPUTE
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run

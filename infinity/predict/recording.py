@@ -32,16 +32,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.blocks import patched, recomputable_blocks, tracked
+from infinity.activations.controller import recomputable_blocks, tracked
 from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler
-from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
+from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Completions
@@ -218,15 +217,15 @@ class _RecordedHooks(Hooks):
     def __init__(
         self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record
     ) -> None:
-        super().__init__(units, leaves, cast(Any, SimpleNamespace(open=self._open_pass)))
+        prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
+        activations = cast(Any, SimpleNamespace(open=self._open_pass))
+        super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._blocks = recomputable_blocks(model)
         self._by_storage = {_storage(segment.param): unit for unit, segment in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
         self._keys: dict[int, SlotKey] = {}
-        prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
-        self.connect(prefetcher, pins, gradients, {}, lambda: None)
         self.logits.decide(made.batch.logits, lambda: None)
 
     def _open_pass(self, model: nn.Module) -> ExitStack:
@@ -311,9 +310,10 @@ def record(
 def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
     before = {module: module._parameters for module in model.modules()}
     handles = []
+    server = SimpleNamespace(touch=lambda param, _: hooks.touch(param), deep_copy=_never, check=_nothing)
     for module, own in before.items():
         module.__dict__["_parameters"] = {name: _read_in_tiles(param, hooks) for name, param in own.items()}
-        install_parameter_dict(module, lambda param, siblings: hooks.touch(param), _never, lambda param: None)
+        install_parameter_dict(module, server)
         handles += register_forward_hooks(module, hooks.enter, hooks.leave)
     try:
         yield
@@ -409,5 +409,5 @@ def play(
 
 
 def _nothing(item: object) -> int:
-    """Stands for what moves bytes (:class:`infinity.partition.prefetcher.Mover`): none do."""
+    """Stands for what moves bytes (:class:`infinity.partition.mover.UnitMover`): none do."""
     return 0

@@ -25,7 +25,7 @@ from infinity.core.config import (
 )
 from infinity.core.errors import RecipeError, first_line
 from infinity.core.files import read_file, user_path
-from infinity.engine.config import Dtype, EngineConfig
+from infinity.engine.executor import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig

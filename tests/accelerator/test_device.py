@@ -13,8 +13,7 @@ import infinity
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import DevicePool, HostBuffer, HostPool
-from infinity.partition.mover import Staging
-from infinity.partition.prefetcher import Stored
+from infinity.partition.mover import Staging, Stored
 from infinity.partition.unit import StoredForm
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated

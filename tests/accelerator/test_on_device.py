@@ -385,7 +385,7 @@ def take_from_device(executor: Any) -> None:
     gate, leave, forget = threading.Event(), on_device.leave, prefetcher.forget
     prefetcher.forget()
     executor.mover.staging.uploads.submit(gate.wait)
-    prefetcher.begin_visit()
+    prefetcher.begin_inference(visit=True)
     unit = executor.units[0].index
     prefetcher._start(unit, prefetcher.nbytes[unit])
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.activations.blocks import recomputable_blocks, tracked
+from infinity.activations.controller import recomputable_blocks, tracked
 from infinity.activations.slots import Slot
 from infinity.activations.store import DirectStore, StagedStore
 from infinity.activations.tensor_cache import (

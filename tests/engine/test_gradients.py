@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import StateError
-from infinity.engine.gradients import ReleasedGradient, UnitGradient
+from infinity.engine.gradients import Gradient, ReleasedGradient
 from infinity.partition.unit import Unit, layout, placeholder
 from tests.helpers.fakes import FakePool
 
@@ -20,12 +20,12 @@ def unit() -> Unit:
 
 @pytest.fixture
 def gradient(unit):
-    return UnitGradient(unit, FakePool(2**20))
+    return Gradient.of(unit, FakePool(2**20))
 
 
 def test_a_gradient_leases_a_flat_buffer(unit):
     pool = FakePool(2**20)
-    gradient = UnitGradient(unit, pool)
+    gradient = Gradient.of(unit, pool)
     assert pool.leased_nbytes == unit.nbytes
     assert gradient.flat.shape == (unit.numel,)
     gradient.lease.release()
@@ -39,7 +39,8 @@ def test_micro_batches_add_up_in_the_compute_dtype_and_in_order(unit, gradient):
             grad = torch.randn(s.shape).bfloat16()
             plain[s.name] = plain[s.name] + grad if s.name in plain else grad
             gradient.add(s, grad)
-    flat = gradient.seal()
+    gradient.seal(unit.segments)
+    flat = gradient.flat
     for s in unit.segments:
         assert torch.equal(flat[s.offset : s.stop].view(s.shape), plain[s.name])
 
@@ -49,7 +50,8 @@ def test_what_no_gradient_reached_is_zero(unit, gradient, missing):
     for i, s in enumerate(unit.segments):
         if i not in missing:
             gradient.add(s, torch.ones(s.shape))
-    flat = gradient.seal()
+    gradient.seal(unit.segments)
+    flat = gradient.flat
     expected = torch.zeros(unit.numel)
     for i, s in enumerate(unit.segments):
         if i not in missing:
@@ -61,13 +63,14 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
     shapes = [(0, 7), (5, 7), (3, 0), (4, 3), (0,), (9,)]
     params = [(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)]
     unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
-    gradient, plain = UnitGradient(unit, FakePool(2**20)), {}
+    gradient, plain = Gradient.of(unit, FakePool(2**20)), {}
     for turn in range(2):
         for s in unit.segments if turn else reversed(unit.segments):
             grad = torch.randn(s.shape).bfloat16()
             plain[s.name] = plain[s.name] + grad if s.name in plain else grad
             gradient.add(s, grad)
-    flat = gradient.seal()
+    gradient.seal(unit.segments)
+    flat = gradient.flat
     for s in unit.segments:
         assert torch.equal(flat[s.offset : s.stop].view(s.shape), plain[s.name])
 
@@ -75,7 +78,8 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
 def test_a_transposed_gradient_lands_in_the_parameters_order(unit, gradient):
     grad = torch.arange(35.0).view(7, 5).t()
     gradient.add(unit.segments[0], grad)
-    assert torch.equal(gradient.seal()[:35].view(5, 7).float(), grad)
+    gradient.seal(unit.segments)
+    assert torch.equal(gradient.flat[:35].view(5, 7).float(), grad)
 
 
 def test_a_sparse_gradient_is_refused(unit, gradient):

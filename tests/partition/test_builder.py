@@ -52,7 +52,7 @@ class Build:
         self.units = construction.builder.units
 
     def _serve(self, module) -> Callable[[nn.Module], None]:
-        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy, lambda p: None)
+        install_parameter_dict(module, self.construction)
         return lambda module: None
 
     def exact(self) -> dict[str, torch.Tensor]:

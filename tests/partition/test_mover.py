@@ -10,8 +10,7 @@ from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import Transfer
-from infinity.partition.mover import Staging, UnitMover
-from infinity.partition.prefetcher import Stored
+from infinity.partition.mover import Staging, Stored, UnitMover
 from infinity.partition.unit import Home, StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 

@@ -9,13 +9,26 @@ from torch import nn
 from infinity.partition.init_context import ServedParameters, install_parameter_dict
 
 
+class Counting:
+    """A server that notes what is touched, and whose copies are one larger."""
+
+    def __init__(self) -> None:
+        self.touched: list[nn.Parameter] = []
+
+    def touch(self, param, siblings) -> None:
+        self.touched.append(param)
+
+    def deep_copy(self, param) -> nn.Parameter:
+        return nn.Parameter(param.detach() + 1)
+
+    def check(self, param) -> None: ...
+
+
 @pytest.fixture
 def served():
-    module, touched = nn.Linear(3, 2), []
-    install_parameter_dict(
-        module, lambda p, _: touched.append(p), lambda p: nn.Parameter(p.detach() + 1), lambda p: None
-    )
-    return module, touched
+    module, server = nn.Linear(3, 2), Counting()
+    install_parameter_dict(module, server)
+    return module, server.touched
 
 
 def test_asking_by_name_serves_the_parameter(served):
@@ -37,17 +50,16 @@ def test_iterating_serves_nothing(served):
 
 
 def test_a_missing_bias_is_none_and_touches_nothing():
-    touched = []
-    module = nn.Linear(3, 2, bias=False)
-    install_parameter_dict(module, lambda p, _: touched.append(p), lambda p: p, lambda p: None)
+    module, server = nn.Linear(3, 2, bias=False), Counting()
+    install_parameter_dict(module, server)
     assert module.bias is None
-    assert not touched
+    assert not server.touched
 
 
 def test_serving_twice_is_serving_once(served):
     module, _ = served
     before = module._parameters
-    install_parameter_dict(module, lambda p, _: None, lambda p: p, lambda p: None)
+    install_parameter_dict(module, Counting())
     assert module._parameters is before
 
 
@@ -64,7 +76,7 @@ def test_a_deep_copy_is_plain_and_keeps_ties(served):
     module, _ = served
     tied = nn.Linear(3, 2)
     tied.weight = module.weight
-    install_parameter_dict(tied, lambda p, _: None, lambda p: nn.Parameter(p.detach() + 1), lambda p: None)
+    install_parameter_dict(tied, Counting())
     both = copy.deepcopy(nn.ModuleList([module, tied]))
     assert both[0].weight is both[1].weight
     assert torch.equal(both[0].weight, module.weight + 1)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 
 
 class Room:
@@ -32,10 +31,8 @@ def pinned(prefetcher: Prefetcher) -> list[int]:
 def test_a_unit_is_kept_until_its_gradients_are_complete(prefetcher: Prefetcher, pins: BackwardPins) -> None:
     for node in ("matmul", "add"):
         pins.keep(4, node)
-    assert 4 in pins
     assert prefetcher.residents.pins[4] == 1
     pins.unpin(4)
-    assert 4 not in pins
     assert pinned(prefetcher) == []
 
 
@@ -69,7 +66,6 @@ def test_frozen_units_go_when_another_operator_reads_one(prefetcher: Prefetcher,
     assert pinned(prefetcher) == [1, 2]
     pins.keep_for(3, "mm")
     assert pinned(prefetcher) == [3]
-    assert 3 not in pins
 
 
 def test_nothing_is_left_when_backward_ends(prefetcher: Prefetcher, pins: BackwardPins) -> None:

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher, Stored
+from infinity.partition.mover import Stored
+from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher
 from tests.helpers.cases import examples
 
 fast = examples(100)
@@ -195,7 +196,7 @@ def test_visits_change_no_plan():
         infer(prefetcher, range(10))
     plans = prefetcher.training.plan, prefetcher.inference.plan
     for unit in range(10):  # a checkpoint between two steps
-        prefetcher.begin_visit()
+        prefetcher.begin_inference(visit=True)
         prefetcher.use(unit)
         prefetcher.unpin(unit)
         prefetcher.end_inference()
