@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.profiler import MemoryMeter, Profiler
-from infinity.activations.slots import ActivationStats
 from infinity.activations.tensor_cache import (
+    ActivationStats,
     PassRecord,
     TensorCache,
     patched,
@@ -54,9 +54,6 @@ Policy = Literal["keep", "offload", "recompute", "plan"]
 _WARM, PROFILED, METERED = 2, 4, 6
 #: Passes that are remembered.
 REMEMBERED = 1000
-
-
-# --- blocks ------------------------------------------------------------------------------------------
 
 
 class NamedBlock(NamedTuple):
@@ -156,9 +153,6 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
             among[name] = buffer
 
 
-# --- the budget of activations -----------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class ActivationBudget:
     """Tells how much device memory a step itself may allocate: a fixed capacity that nothing else shares."""
@@ -175,9 +169,6 @@ class ActivationBudget:
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         """Return the error to raise when no plan for a profile fits any capacity."""
         return budget_error(profile, hardware, self.capacity_nbytes or 0)
-
-
-# --- the time of passes ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,20 +221,11 @@ class PassTimer:
         return time.perf_counter(), stats.nbytes_stored, stats.nbytes_loaded, stats.waited_s
 
 
-# --- the passes --------------------------------------------------------------------------------------
-
-
 class Activations:
     """Begins and ends the recorded passes of a model, and plans its activations.
 
-    Args:
-        hardware: Measures the channels, once a profile exists.
-        decide: Gives all ranks, which must call it, the text that rank 0 makes.
-        units: Moves shards of units on the channels that activations share; None: nothing does.
-
-    Attributes:
-        meters: Whether one pass is metered, and so slower; see [Note: the first passes].
-        metered_nbytes: Peak of the metered pass; None: not yet.
+    ``hardware`` measures the channels, once a profile exists; ``decide`` gives all ranks, which must call it,
+    the text that rank 0 makes; ``units`` moves shards of units on the channels that activations share.
     """
 
     def __init__(
@@ -256,8 +238,8 @@ class Activations:
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
         self.budget = budget or ActivationBudget()
-        self.meters = policy == "plan"
-        self.metered_nbytes: int | None = None
+        self.meters = policy == "plan"  # one pass, which is slower
+        self.metered_nbytes: int | None = None  # the peak of that pass
         self._hardware, self._decide, self._units = hardware, decide, units
         self._updates = False  # the step ended with the profiled pass
         # What measures the pass that runs, and the model's weights.
@@ -311,8 +293,6 @@ class Activations:
         """Give back what stored activations hold; a pass that is still recorded is forgotten."""
         self._detach()
         self.cache.close()
-
-    # --- parts -------------------------------------------------------------------------------
 
     def _attach(self, weights: list[nn.Parameter]) -> None:
         """Enter the profiler or the meter if the next pass is the one for it."""

@@ -44,9 +44,6 @@ _ROWS_PART = 4
 _OURS = __name__.split(".")[0]
 
 
-# --- the head ----------------------------------------------------------------------------------------
-
-
 def find_head(model: nn.Module) -> nn.Module | None:
     """Return the linear layer that makes the logits of ``model``; None: there is none, or it is compiled."""
     module: Any
@@ -80,22 +77,18 @@ def least_nbytes(rows: int, width: int, itemsize: int, *, trains: bool) -> int:
 class LogitSlices:
     """Decides which calls of a model's head are pending; at first none are.
 
-    Args:
-        using: Opens the context in which a head runs as part of the current or latest pass.
-        stamp: Returns a value that changes when the weights of a module do.
-
-    Attributes:
-        computing: A head whose logits were pending runs.
-        chosen: How ``auto`` had the logits of the last training pass computed.
+    ``using`` opens the context in which a head runs as part of the current or latest pass; ``stamp`` returns
+    a value that changes when the weights of a module do.
     """
+
+    head: Any = None  # the one whose calls are pending now
 
     def __init__(
         self, using: Callable[[nn.Module], AbstractContextManager[None]], stamp: Callable[[nn.Module], object]
     ) -> None:
         self.using, self.stamp = using, stamp
-        self.computing = False
-        self.chosen: Mode | None = None
-        self.head: Any = None  # the one whose calls are pending now
+        self.computing = False  # a head whose logits were pending
+        self.chosen: Mode | None = None  # by ``auto``, for the last training pass
         self.decide("whole", lambda: None)
 
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
@@ -104,8 +97,8 @@ class LogitSlices:
         ``room`` returns the bytes of device memory that a pass may take; None: no bound.
         """
         self._mode, self._room = mode, room
-        # Of models that ran.
-        self._heads = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[nn.Module] | None"]()
+        #: Of models that ran.
+        self._heads = weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module | None]]()
 
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[None]:
@@ -114,18 +107,14 @@ class LogitSlices:
         if self._mode != "whole" and not self.computing and self.head is None:
             if model not in self._heads:
                 found = find_head(model)
-                self._heads[model] = None if found is None else weakref.ref(found)
-            ref = self._heads[model]
-            head = None if ref is None else ref()
+                self._heads[model] = (lambda: None) if found is None else weakref.ref(found)
+            head = self._heads[model]()
         if head is None:
             yield
             return
-        self.head = head
-        try:
-            with patched(head, "forward", partial(self._forward, head, head.forward)):
-                yield
-        finally:
-            self.head = None
+        forward = partial(self._forward, head, head.forward)
+        with patched(self, "head", head), patched(head, "forward", forward):
+            yield
 
     @untraced
     def _forward(self, head: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +183,6 @@ class _HeadCall:
             logits: Tensor = self.head(hidden)
             return logits
 
-
-# --- pending logits ----------------------------------------------------------------------------------
 
 #: Functions of tensors that say something of shape and dtype, not of values.
 _DESCRIBE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"))
@@ -292,8 +279,6 @@ class PendingLogits(Tensor):
                 f"modified in place. {_REMEDY}"
             )
 
-    # --- what a model does to logits -----------------------------------------------------------
-
     def _derived(self, func: Any, *args: Any, **kwargs: Any) -> "PendingLogits | None":
         """Return the pending result of ``func`` on these logits; None: it needs values."""
         name, dtype, hidden, operators = func.__name__, self.dtype, self._hidden, self._operators
@@ -335,8 +320,6 @@ class PendingLogits(Tensor):
                 if not named or index[-1] == slice(None):
                     return lambda hidden: hidden[index]
         return None
-
-    # --- the loss ------------------------------------------------------------------------------
 
     def _cross_entropy(
         self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,

@@ -47,26 +47,17 @@ from infinity.device.accelerator import synchronize, timed_event
 NO_NODE = -1
 
 
-# --- records -----------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Life:
-    """Records the life of a storage; a moment is the number of operators that had ended.
-
-    Attributes:
-        died: When its memory was given back; None: it lives.
-        returned: When the memory of a storage that stood for it was given back.
-        held: It still lived when another storage came to stand for it.
-    """
+    """Records the life of a storage; a moment is the number of operators that had ended."""
 
     name: str
     nbytes: int
     kind: Kind
     born: int
-    died: int | None = None
-    returned: int | None = None
-    held: bool = False
+    died: int | None = None  # its memory was given back
+    returned: int | None = None  # the memory of a storage that stood for it was
+    held: bool = False  # it still lived when another storage came to stand for it
 
 
 class _Storages:
@@ -145,13 +136,7 @@ class SlotMark:
 
 
 class Recording:
-    """Holds the operators, storages and marks of one step, and makes the profile from them.
-
-    Attributes:
-        alive_after: Storages that were in memory when backward had ended.
-        backward_end: Operators that had ended with backward; below 0: it has not ended.
-        traffic: Of units: operators that had ended, bytes read, bytes written.
-    """
+    """Holds the operators, storages and marks of one step, and makes the profile from them."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -159,9 +144,10 @@ class Recording:
         self.phase, self.region = Phase.FORWARD, 0
         self.regions: list[RegionMark] = []
         self.slots: dict[SlotKey, SlotMark] = {}
-        self.forward_end_node, self.backward_end = 0, -1
-        self.alive_after: frozenset[int] = frozenset()
-        self.traffic: list[tuple[int, int, int]] = []
+        self.forward_end_node = 0
+        self.backward_end = -1  # operators that had ended then; below 0: it has not ended
+        self.alive_after: frozenset[int] = frozenset()  # storages in memory then
+        self.traffic: list[tuple[int, int, int]] = []  # units: operators ended, bytes read, written
 
     def profile(self, seconds: list[float], step_s: float) -> Profile:
         """Return the profile of a step of ``step_s`` whose operators took ``seconds``, after backward."""
@@ -225,9 +211,6 @@ class Recording:
         for index, mark in enumerate(regions):
             if index in spans:
                 yield BlockCall(mark.name, mark.region, (mark.begin, mark.end), spans[index], mark.inputs)
-
-
-# --- recording ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -303,8 +286,6 @@ class Profiler(TorchDispatchMode):
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
-    # --- marks -------------------------------------------------------------------------------
-
     def enter_region(self, region: int, name: str) -> None:
         self._recorded.region = region
         self._recorded.regions.append(RegionMark(region, name, len(self._recorded.calls), nodes_made()))
@@ -373,8 +354,6 @@ class Profiler(TorchDispatchMode):
             seconds = [begin.elapsed_time(end) / 1e3 for begin, end in times]
         return self._recorded.profile(seconds, self._wall_s - self._own_s)
 
-    # --- recording ---------------------------------------------------------------------------
-
     def _find_gradients(self) -> None:
         for weight in self._weights:
             if type(weight.grad) is Tensor:  # not a placeholder of one that is elsewhere
@@ -400,9 +379,6 @@ def nodes_made() -> int:
 def running_node() -> int:
     node = torch._C._current_autograd_node()
     return NO_NODE if node is None else int(node._sequence_nr())
-
-
-# --- metering ----------------------------------------------------------------------------------------
 
 
 class MemoryMeter(TorchDispatchMode):

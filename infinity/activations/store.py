@@ -120,10 +120,8 @@ def measure_hardware(
 ) -> Hardware:
     """Measure the channels of this rank; takes some tenths of a second.
 
-    Args:
-        directories: On NVMe, one for each drive; empty: nothing can be stored there.
-        host_nbytes: Host memory that activations may take.
-        gds: Activations go from ``device`` to NVMe by GPUDirect Storage.
+    ``directories`` are on NVMe, one for each drive; activations may take ``host_nbytes`` of host memory, and
+    go from ``device`` to NVMe by GPUDirect Storage (``gds``).
     """
     on_cpu = device.type == "cpu"
     # Without an accelerator activations move from and to memory that the allocator hands out.
@@ -155,9 +153,6 @@ def _host_bytes_per_s(device: torch.device) -> float:
     finally:
         buffer.close()
     return slowest
-
-
-# --- NVMe, without a copy ----------------------------------------------------------------------------
 
 
 class DirectStore:
@@ -213,16 +208,13 @@ def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(storage.data_ptr() + start)).cast("B")
 
 
-# --- through host memory -----------------------------------------------------------------------------
-
-
 def copying(
     thread: ThreadPoolExecutor, move: Callable[[], object], after: torch.Event | None, device: torch.device
 ) -> tuple[StreamTransfer, Transfer]:
     """Run ``move()`` on a thread that copies; its work on the accelerator waits for an event.
 
-    Returns:
-        A transfer that ends when the copies are issued, and one when they have ended and hold no memory.
+    Of the transfers returned one ends when the copies are issued, one when they have ended and hold no
+    memory.
     """
     issued, ended, moves = StreamTransfer(), Transfer(), [move]
     del move
@@ -282,10 +274,8 @@ class _Staged(StoredActivation):
 class StagedStore:
     """Stores in host memory, or on NVMe behind it; see [Note: staging].
 
-    Args:
-        volume: On NVMe; None: bytes stay in ``pool``.
-        engine: With GPUDirect Storage it takes tensors, after what the thread's stream waits for.
-        piece_nbytes: Bytes that one buffer may take; more than 16 MiB gain nothing.
+    Without a ``volume`` bytes stay in ``pool``. With GPUDirect Storage ``engine`` takes tensors, after what
+    the thread's stream waits for. A buffer takes ``piece_nbytes``; more than 16 MiB gain nothing.
     """
 
     padding_nbytes = 0

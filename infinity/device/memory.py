@@ -85,7 +85,6 @@ class HostBuffer:
             self.lock()
 
     def lock(self) -> None:
-        """Page-lock the memory; the driver may refuse it."""
         address = self.tensor.data_ptr()
         code = page_lock(address, self.nbytes, self.device)
         if code != 0:
@@ -99,7 +98,6 @@ class HostBuffer:
         self._unlock.atexit = False
 
     def wait(self) -> None:
-        """Wait for the copies in flight."""
         for event in self.events:
             if not event.query():
                 event.synchronize()
@@ -248,7 +246,6 @@ class Pool:
 
     @property
     def held(self) -> Counter[str]:
-        """Bytes that are leased, by holder."""
         found = Counter[str]()
         with self.changed:
             for buffer, who in (*self._lent.items(), *self._ending):
@@ -267,9 +264,9 @@ class Pool:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
-                f"{who} needs {format_nbytes(nbytes)}, in whole pages {size} bytes, at one time; "
-                f"{self.key} gives this pool {self.capacity_nbytes} bytes. "
-                f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
+                f"{who} needs {format_nbytes(nbytes)}, in whole pages {size} bytes, at one time; {self.key} "
+                f"gives this pool {self.capacity_nbytes} bytes. Raise {self.key} by at least "
+                f"{size - self.capacity_nbytes} bytes"
             )
         left_s, given_back = self.patience_s, self._given_back
         while (lease := self.try_lease(nbytes, who=who)) is None:

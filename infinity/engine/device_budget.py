@@ -46,7 +46,6 @@ from infinity.shards.tiers import Tiers
 class _Given:
     """Holds what a division counts on (bytes, and indices of units)."""
 
-    total: int | None  # memory.device of the recipe; None: derived
     ceiling: int  # the most that a derived budget may be, or that planned activations leave
     most: int | None  # that units may take with states; None: what activations take is not known yet
     shared: bool  # planned activations take a part of the total
@@ -69,13 +68,11 @@ class UnitBudget:
         clips: Gradients are clipped, so no update inside backward is done with them.
         updates_nbytes: Memory of an accelerator that updates take beside pools.
 
-    Attributes:
-        division: The present division of the device budget.
-        host: The division of ``memory.host`` beside an accelerator; None: there is no accelerator.
-
-    Raises:
-        BudgetError: ``memory.device`` or ``memory.host`` is too small; the message has the arithmetic.
+    A BudgetError says what ``memory.device`` or ``memory.host`` would have to be.
     """
+
+    division: budget.DeviceBudget
+    host: budget.HostBudget | None  # beside an accelerator
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
@@ -90,10 +87,10 @@ class UnitBudget:
             self._find_nested(model, frozenset())
             for block in recomputable_blocks(model):
                 self._blocks[block.module] = self._used_together(block.module.parameters())
-        self.device_nbytes = total = memory.device
+        self.device_nbytes = total = memory.device  # None: derived
         shared = policy == "plan" and total is not None
         given = _Given(
-            total=total, most=None if shared else total, shared=shared,
+            most=None if shared else total, shared=shared,
             states=memory.updates != "host" and ranks.on_accelerator,
             ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
             trained=self._trained_now(),
@@ -169,8 +166,7 @@ class UnitBudget:
     @property
     def asks_what_a_step_leaves(self) -> bool:
         """Return whether :meth:`divide_after_step` would learn anything."""
-        given = self._given
-        return given.states and given.total is None and given.most is None
+        return self._given.states and self.device_nbytes is None and self._given.most is None
 
     def divide_after_step(self, left_nbytes: int) -> None:
         """Divide again with the device memory that a whole step has left, the same number on every rank."""
@@ -231,18 +227,17 @@ class UnitBudget:
         on_accelerator = self._ranks.on_accelerator
         host = self._divide_host(sizes, given) if on_accelerator else None
         made = budget.divide_device(
-            None if given.shared else given.total, given.ceiling, sizes,
+            None if given.shared else self.device_nbytes, given.ceiling, sizes,
             early=given.early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
             in_use=in_use, in_host=on_accelerator, updates=self._updates_nbytes,
             decoding=self._decoding_nbytes, block=given.block,
-            spill_above=given.total if given.shared and given.most is None else None,
+            spill_above=self.device_nbytes if given.shared and given.most is None else None,
         )  # fmt: skip
-        if given.total is not None and made.total > given.total:
+        if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
-                f"memory.device is {format_nbytes(given.total)}; units alone require "
-                f"{format_nbytes(made.least)} ({made.least} bytes), and what a step makes beside them comes "
-                "on top. Raise memory.device"
+                f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
+                f"{format_nbytes(made.least)} ({made.least} bytes), without activations. Raise memory.device"
             )
         if given.states and given.most is not None:
             made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
@@ -293,7 +288,6 @@ def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
     for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
         if wanted is not None and wanted > most:
             raise BudgetError(
-                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} "
-                f"({most} bytes) for a rank. Lower memory.{key}, or leave it out: it then follows from the "
-                "free memory"
+                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} ({most} "
+                f"bytes) for a rank. Lower memory.{key}, or leave it out, to be derived from the free memory"
             )

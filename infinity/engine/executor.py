@@ -48,8 +48,6 @@ class EngineConfig:
     """Holds the settings of one ``Init``.
 
     Attributes:
-        partition: The way in which ranks share the model.
-        durability: The failures that a committed step survives.
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
         device: This rank's, such as ``cuda:1``; None: the accelerator with its number on the machine, if any.
         loss_scale: First loss scale of fp16 training.
@@ -102,14 +100,9 @@ class PassFigures:
 class StepExecutor(ActivationBudget):
     """Runs the training steps of one model, under one division of its device budget.
 
-    Args:
-        leaves: Units that are gathered as one, by module.
-        clips: Whether gradients are clipped: then they are kept until ``step()``. A model that runs before
-            it has an optimizer is divided for as if they were.
-        on_failure: Called with the error of an update, on the pipeline's thread.
-
-    Raises:
-        BudgetError: ``memory.device`` is too small; the message has the arithmetic.
+    ``leaves`` are units that are gathered as one, by module. Gradients that are clipped (``clips``) are kept
+    until ``step()``; a model that runs before it has an optimizer is divided for as if they were.
+    ``on_failure`` is called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
@@ -150,7 +143,6 @@ class StepExecutor(ActivationBudget):
         self, rules: Mapping[Tier, Rule], config: EngineConfig, clips: bool,
         on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
-        """Make the updates: in host memory on the training thread or beside it, on NVMe in a pipeline."""
         storage, timeline, pipeline, beside = self.tiers.storage, self.stalls.timeline, None, None
         if self.ranks.on_accelerator:
             beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
@@ -228,7 +220,6 @@ class StepExecutor(ActivationBudget):
                 on_device.pool.resize(self.budget.states_nbytes)
 
     def _bring_home(self, on_device: DeviceShards, but: frozenset[int] = frozenset()) -> None:
-        """Bring states home from the accelerator, those of all units ``but`` these."""
         indices = on_device.elsewhere(but)
         self.prefetcher.forget(indices)  # copies of them may still be asked of the device
         for index in indices:
@@ -304,7 +295,6 @@ class StepExecutor(ActivationBudget):
             self._apply_division()
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
-        """Return the error for a ``memory.device`` that leaves no activation plan enough room."""
         assert self.budget.device_nbytes is not None
         least, logits = self.budget.division.least, self.hooks.logits.chosen
         return device_error(profile, hardware, self.budget.device_nbytes, least, logits)
@@ -459,10 +449,7 @@ def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
 
 
 def is_faster(cpu: float, device: float, drive: float = math.inf) -> bool:
-    """Return whether a unit's update is faster on the accelerator.
-
-    The slowest part of the pipeline (drive, rule) sets the pace: a rule that waits for the drive gains
-    nothing. Gradients arrive in host memory, and new weights leave it, wherever the update runs.
+    """Return whether a unit's update is faster on the accelerator, if it does not wait for the drive.
 
     Args:
         cpu: Elements of a shard in a second, in one pass over host memory on the CPU.

@@ -143,9 +143,8 @@ class FullValues:
         """Raise if an update may have started, or will start, from the present state of the optimizer."""
         if self._executor().gradients.received:
             raise StateError(
-                "the model has gradients of a step that is not over: save a checkpoint, load the state of an "
-                "optimizer, or make another one, after step(), or after optimizer.zero_grad(), which drops "
-                "the gradients"
+                "the model has gradients of a step that is not over: save a checkpoint, or load or make an "
+                "optimizer, after step(), or after optimizer.zero_grad(), which drops the gradients"
             )
 
     def register_hooks(self, module: nn.Module) -> list[RemovableHandle]:

@@ -82,10 +82,8 @@ class Gradient:
     def add(self, segment: Segment, grad: Tensor) -> None:
         """Add one parameter's gradient of this backward, as ``p.grad`` would."""
         if grad.is_sparse:
-            raise StateError(
-                f"{segment.name} got a sparse gradient; wanted a dense one. Build the embedding "
-                "with sparse=False"
-            )
+            wanted = "wanted a dense one. Build the embedding with sparse=False"
+            raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
         place = self.flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
         if self.used[segment.index]:
             place.add_(grad)
@@ -134,10 +132,9 @@ class ReleasedGradient(torch.Tensor):
             if name == "__set__" and args[0] is args[1]:
                 return None  # the same
         raise StateError(
-            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
-            "Train with infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read "
-            "optimizer.grad_norm after step(), and scale the loss in place of gradients (with Accelerate, "
-            "the Trainer or Lightning as in examples/)"
+            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
+            "infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read its "
+            "grad_norm after step(), and scale the loss (in the Trainer or Lightning as in examples/)"
         )
 
     @staticmethod
@@ -157,9 +154,8 @@ def check_placeholder(segment: Segment) -> None:
     if type(grad) is not ReleasedGradient:
         raise StateError(
             f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
-            "gradient itself is kept in its unit and would be applied. To drop the gradients call "
-            "optimizer.zero_grad(), not model.zero_grad(); to change them, use hooks of tensors "
-            "(param.register_hook) or scale the loss"
+            "gradient itself is in its unit and would be applied. Drop it with optimizer.zero_grad(), not "
+            "model.zero_grad(); change it by a hook (param.register_hook), or scale the loss"
         )
 
 
@@ -248,7 +244,6 @@ class GradientPath:
             self.pool.hold_back(lease)
 
     def _reduce(self, unit: Unit, gradient: Gradient, weights: TakesWeights | None) -> None:
-        """Start to reduce a gradient; the rest runs when every rank's has arrived."""
         assert self.collectives is not None
         self.wait_for_reduction()
         flat = gradient.lease
@@ -358,17 +353,15 @@ class Gradients:
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         if self.completions.synced:
             raise StateError(
-                "a second backward() before step(). To accumulate micro-batches, run every backward() but "
-                "the last inside `with infinity.no_sync(model):`; to drop the first one's gradients, call "
-                "optimizer.zero_grad()"
+                "a second backward() before step(). To accumulate micro-batches, run all but the last inside "
+                "`with infinity.no_sync(model):`; to drop the first one's gradients, optimizer.zero_grad()"
             )
         complete = self.completions.fire(unit.index, segment.index)
         if unit.index in self.completions.delivered:
             raise StateError(
                 f"{segment.name} got a gradient after its unit's gradients were complete. Where several "
-                "calls share a weight, torch.utils.checkpoint recomputes them with use_reentrant=False (else "
-                "each has a backward pass of its own); and what is gathered as one (partition.leaf) is used "
-                "inside its module only"
+                "calls share a weight, torch.utils.checkpoint must recompute them with use_reentrant=False; "
+                "and what is gathered as one (partition.leaf) is used inside its module only"
             )
         gradient = self._open.get(unit.index) or self._begin(unit)
         gradient.add(segment, grad)

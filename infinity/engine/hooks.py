@@ -38,8 +38,8 @@ own, too. PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended
 its Python frame, and only a frame that has ended can be cleared. What such a call holds is given back before
 the next call, visit, backward pass or step.
 
-Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
-look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
+Torch keeps hooks of tensors where Python's collector cannot look. So such a hook holds neither a parameter
+nor us; otherwise a model would live as long as the process.
 """
 
 import functools
@@ -166,7 +166,6 @@ class Hooks:
         self.prefetcher = self.pins = self.gradients = ended
 
     def enter(self, module: nn.Module, args: Any = ()) -> None:
-        """Use the units of a module whose forward begins, with ``args``."""
         self._close_ended()
         outermost, in_backward, frame = not self.stack, _in_backward(), Frame(module, [])
         self.stack.append(frame)  # whatever comes, its contexts will be left
@@ -219,7 +218,6 @@ class Hooks:
                 return
 
     def _close_ended(self) -> None:
-        """Close the frames of an outermost call whose hook never ran."""
         call = self.stack[0].call if self.stack else None
         if call is not None:
             try:

@@ -267,13 +267,11 @@ class Runtime:
         if self.construction.active:
             return self.construction.deep_copy(param)
         raise StateError(
-            "copy.deepcopy of a model whose parameters are sharded: the copy would hold every weight in this "
-            "process's memory. Build a second model under its own infinity.Init and load "
-            "model.state_dict() into it"
+            "copy.deepcopy of a model whose parameters are sharded: the copy would hold every weight in "
+            "memory. Build a second model under its own infinity.Init and load model.state_dict() into it"
         )
 
     def peak_nbytes(self) -> dict[str, int]:
-        """Return the most bytes that each tier held at one time."""
         storage, executor = self.storage, self.executor()
         pools = {"device": executor.device_pools, "host": [storage.host_pool, *(executor.host or ())]}
         peaks = {tier: sum(pool.peak_nbytes for pool in each) for tier, each in pools.items()}
@@ -365,10 +363,9 @@ class Runtime:
     def close(self, error: BaseException | None = None, *, keep: bool = False) -> None:
         """Give back files, memory and threads. May be called twice.
 
-        Args:
-            error: The exception that ended the run, if any, of which other ranks learn; None: the one that is
-                being handled. The files of a run that can go on stay.
-            keep: They stay in any case; without ``error`` raise if the last step could not be kept.
+        Other ranks learn of the ``error`` that ended the run (None: the one that is being handled, if any),
+        and the files of a run that can go on stay. With ``keep`` they stay in any case; without an error
+        raise if the last step could not be kept.
         """
         lost: Exception | None = None
         if not self._ended:
@@ -483,10 +480,8 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
             if not ended:
                 runtime.check_open()
             return runtime
-    raise StateError(
-        f"{type(model).__name__} was not built under infinity.Init; "
-        "write `with infinity.Init(recipe): model = ...`"
-    )
+    how = "write `with infinity.Init(recipe): model = ...`"
+    raise StateError(f"{type(model).__name__} was not built under infinity.Init; {how}")
 
 
 def _close_all() -> None:

@@ -80,15 +80,12 @@ class LayerSchedule:
     """Runs a model on a whole step's batch, all its micro-batches through a block before the next.
 
     Call it in place of the model, outside ``no_sync``, and run ``backward`` on what it returns. Logits of the
-    whole batch never exist, and neither does any other output than the loss. Blocks, and what follows them,
-    are recomputed in backward, so the model needs no checkpointing of its own. Dropout draws other numbers
-    than a loop over micro-batches, which goes through the blocks in another order.
+    whole batch never exist, and neither does any other output than the loss. Blocks, the members of the
+    largest ``nn.ModuleList``, and what follows them are recomputed in backward, so the model needs no
+    checkpointing of its own. Dropout draws other numbers than a loop over micro-batches.
 
-    Args:
-        model: The model. Its blocks are the largest ``nn.ModuleList``.
-        micro_batches: Slices of each batch.
-        loss: The loss of one slice, ``()``, given its part of the arguments; by default the ``loss`` of
-            what the model returns. It runs again in backward.
+    ``micro_batches`` are slices of each batch; ``loss`` returns the loss of one, ``()``, given its part of
+    the arguments, and runs again in backward; by default it is the ``loss`` of what the model returns.
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, loss: Loss | None = None) -> None:
@@ -108,11 +105,8 @@ class LayerSchedule:
         """The losses of a batch, ``micro_batches`` slices of equal size.
 
         Tensors with as many rows (dim 0) as the batch's first tensor are cut, here and between blocks;
-        everything else is every slice's. Caches of keys and values are left out.
-
-        Raises:
-            StateError: The model cannot be scheduled; says why.
-            ValueError: The rows are no multiple of ``micro_batches``, or cannot be told from tokens.
+        everything else is every slice's. Caches of keys and values are left out. A ValueError says that rows
+        are no multiple of ``micro_batches``, or cannot be told from tokens.
         """
         self._check()
         try:

@@ -159,11 +159,9 @@ class _Joined(NamedTuple):
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
-    Args:
-        close: Called with each unit when it closes, its parameters still whole.
-        leaf: Names of classes whose modules are leaves.
-        sizes: The largest units and tiles; None: those of a device without bound.
-        without_values: Parameters are on the meta device: only their places are wanted.
+    ``close`` is called with each unit when it closes, its parameters still whole. ``leaf`` names classes
+    whose modules are leaves. ``without_values``: parameters are on the meta device, only their places are
+    wanted.
     """
 
     def __init__(
@@ -199,7 +197,6 @@ class UnitBuilder:
         self.building.append(module)
 
     def abandon(self) -> None:
-        """Take note that the innermost ``__init__`` raised."""
         left = self.building.pop()
         if self._leaf is not None and self._leaf[0] is left:
             self._leaf = None

@@ -384,7 +384,6 @@ class Construction:
 
 
 def _created_nbytes(unit: Unit) -> int:
-    """Return the bytes of a unit's parameters in the dtype in which the model created them."""
     return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
 
 

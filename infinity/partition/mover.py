@@ -13,18 +13,14 @@ A unit in a stored form is brought in that form into memory beside its full buff
 the device, on a stream of its own. The stored bytes of a tile of experts may be an item of their own, which
 comes far ahead and stays: a few full buffers take turns, and a tile can be decoded again.
 
-[Note: a unit that stays]
-A unit that the next pass begins with keeps its full buffer during its update, which writes this rank's new
-weights into their slice (on an accelerator: into a copy of the slice in pinned host memory). ``start`` goes
-on from there.
+[Note: a unit that stays] A unit that the next pass begins with keeps its full buffer during its update, which
+writes this rank's new weights into their slice (on an accelerator: into a copy of it in pinned host memory).
+``start`` goes on there.
 
-[Note: pieces]
+[Note: staging]
 A shard larger than a piece of staging is read in pieces: while one is uploaded, the next is read into a
-second buffer if there is room. A smaller shard is read whole, ahead of its turn.
-
-[Note: no buffer is waited for in a circle]
-Shards are uploaded in the order in which they were asked for. One that found no buffer gets one at its turn.
-Until then no later shard takes a buffer, which would come back only after the turn of the first.
+second buffer if there is room. Shards are uploaded in the order in which they were asked for. One that found
+no buffer gets one at its turn; until then no later shard takes one, which would come back only after it.
 """
 
 import threading
@@ -394,7 +390,6 @@ class UnitMover:
         return None if failed and self.collectives is not None else lease  # a peer may still write there
 
     def _detach(self, unit: Unit) -> Lease | None:
-        """Take the values from a unit's parameters; return the lease of their buffer."""
         if unit.lease is None:
             return None
         unit.check_memory()

@@ -352,7 +352,6 @@ class Prefetcher:
             self._prefetch(unit)
 
     def _advance(self, event: Event) -> None:
-        """Record the event; if it was foreseen, do what the plan says after it."""
         release, fetch = self._actions(self.running.align(event))
         self.residents.release(release)
         if self.routed and event.kind is Kind.UNPIN and self.running is self.training:
@@ -566,7 +565,6 @@ class BackwardPins:
         self._kept.pop(index, None)
 
     def drop(self) -> None:
-        """Release every unit at the end of the backward pass."""
         for index in [*self._kept, *self._read]:
             self._prefetcher.unpin(index)
         self._kept.clear()

@@ -160,7 +160,6 @@ class Segment:
 
     @property
     def rows(self) -> range:
-        """Rows of the model's parameter that a tile holds."""
         width = self.whole_shape[1:].numel()
         return range(self.first // width, (self.first + self.numel) // width)
 

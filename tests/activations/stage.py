@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from infinity.activations.controller import recomputable_blocks, tracked
-from infinity.activations.slots import Slot
 from infinity.activations.store import DirectStore, StagedStore
 from infinity.activations.tensor_cache import (
     ActivationPolicy,
     PassRecord,
+    Slot,
     TensorCache,
     storages_of,
     uniform,

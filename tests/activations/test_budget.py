@@ -12,8 +12,8 @@ import infinity
 from infinity.activations import tensor_cache
 from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
-from infinity.activations.slots import StoreQueue
 from infinity.activations.store import open_stores
+from infinity.activations.tensor_cache import StoreQueue
 from infinity.core.nbytes import Transfer
 from infinity.core.plan import Hardware
 from infinity.engine import runtime as runtime_module

@@ -4,7 +4,7 @@ import pytest
 
 from infinity.activations import controller
 from infinity.activations.controller import PassTimer
-from infinity.activations.slots import ActivationStats
+from infinity.activations.tensor_cache import ActivationStats
 
 
 @pytest.fixture

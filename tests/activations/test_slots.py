@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.activations.slots import ActivationStats, Slot, StoreQueue
+from infinity.activations.tensor_cache import ActivationStats, Slot, StoreQueue
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
 from infinity.core.plan import SlotKey

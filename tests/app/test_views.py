@@ -10,7 +10,7 @@ import pytest
 
 import infinity
 from infinity.activations.controller import METERED
-from infinity.activations.slots import ActivationStats
+from infinity.activations.tensor_cache import ActivationStats
 from infinity.app.train import ActivationView, train
 from infinity.core.plan import FOLDER, Hardware, Planning, load_measured
 from infinity.engine import runtime
