@@ -27,9 +27,8 @@ from report import Claim, print_claims, print_table, write_json
 
 from infinity.core.nbytes import Extent
 from infinity.device.memory import HostPool
-from infinity.nvme.engines.base import Move, QueuedEngine
+from infinity.nvme.engines import Move, QueuedEngine, ThreadsEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
-from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 
 MIB = 2**20

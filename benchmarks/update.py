@@ -26,8 +26,7 @@ import torch
 from report import Claim, print_table, write_json
 
 from infinity.core.nbytes import aligned
-from infinity.optim.layout import CHUNK_NUMEL, store_master
-from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.optim.rules import ADAMW, CHUNK_NUMEL, IDLE, HostRule, store_master
 from infinity.partition.unit import SHARD_QUANTUM
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

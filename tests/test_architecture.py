@@ -283,14 +283,14 @@ ROOM_BUDGETS = {
     "core": 2171,
     "device": 1048,
     "engine": 2934,
-    "nvme": 1283,
+    "nvme": 1244,
     "observe": 739,
-    "optim": 921,
-    "partition": 2506,
+    "optim": 895,
+    "partition": 2526,
     "planner": 2341,
     "predict": 3362,
     "recipes": 2068,
-    "shards": 4163,
+    "shards": 3929,
 }
 
 

@@ -18,7 +18,7 @@ from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
-from infinity.optim.norm import LossScaler
+from infinity.optim.rules import LossScaler
 
 #: Largest buffer of which a first copy is kept (bytes).
 _SMALL_NBYTES = 2**20

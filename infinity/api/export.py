@@ -24,7 +24,7 @@ from infinity.core.nbytes import Transfer, stream
 from infinity.device.memory import Lease
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition.unit import Unit
-from infinity.shards.homes import HostHome, ShardHome
+from infinity.shards.homes import HostHome
 from infinity.shards.storage import chunk_places
 
 #: Chunks of weights that are read at a time.
@@ -128,7 +128,6 @@ def _read_weights(
 
     def read(chunk: tuple[Unit, int, int], lease: Lease) -> Transfer:
         unit, begin, nbytes = chunk
-        assert isinstance(unit.home, ShardHome)
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
     for resident, group in itertools.groupby(runtime.units, lambda unit: isinstance(unit.home, HostHome)):

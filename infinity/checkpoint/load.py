@@ -35,7 +35,7 @@ from infinity.checkpoint.conversions import Part, Trace, Traced, cut, is_transfo
 from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
-from infinity.optim.layout import StateLayout, store_master
+from infinity.optim.rules import default_rule, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -175,7 +175,7 @@ def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
     if part.source.dtype == out.dtype:
         part.source.fill(part.offset, out, view)
         return
-    layout, offset = StateLayout.of(out.dtype, ()), part.offset
+    layout, offset = default_rule().layout(out.dtype).only(exact=True), part.offset
     for piece in torch.split(out, _PIECE_NUMEL):
         master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
         part.source.fill(offset, master, view)

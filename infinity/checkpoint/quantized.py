@@ -37,7 +37,7 @@ from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View, 
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import Piece
 from infinity.device.machine import compile_ahead
-from infinity.optim.layout import split
+from infinity.optim.rules import split
 
 #: Elements that are decoded at a time: what the caches of a CPU hold, and what keeps an accelerator busy.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22

@@ -26,8 +26,7 @@ from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import Stalls, TimedRule
-from infinity.optim.norm import clip_coefficient
-from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
+from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, clip_coefficient, measure_rates
 from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -147,11 +146,11 @@ class StepExecutor(ActivationBudget):
         if self.ranks.on_accelerator:
             beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
             stack.callback(beside.shutdown)
-        if storage.units_engine is not None:
+        if storage.store is not None:
             background = rules[Tier.NVME]
             timed: Any = TimedRule(background, timeline) if timeline.enabled else background
             pipeline = UpdatePipeline(
-                storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+                storage.store.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
             )
             stack.callback(pipeline.close)
         speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)

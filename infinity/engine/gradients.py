@@ -52,7 +52,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import CountingPool, HostPool, Lease, Pool
-from infinity.optim.norm import norm_on_device, sum_of_squares
+from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder

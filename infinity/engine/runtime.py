@@ -57,8 +57,7 @@ from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles, used_after
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.journal import Resume
-from infinity.shards.records import Records
-from infinity.shards.restore import restore
+from infinity.shards.records import Records, restore
 from infinity.shards.saved import SavedRun
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
@@ -113,7 +112,7 @@ class Runtime:
         check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, device)
-        self.stack.callback(self.storage.close)
+        self.stack.callback(self.storage.stack.close)
         self.storage.open_files(
             self.run_id, ranks, resume, self.stalls.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
@@ -173,7 +172,8 @@ class Runtime:
             room = pool.capacity_nbytes - pool.peak_nbytes
             return measure_hardware(device, memory.nvme, room, memory.engine == "gds")
 
-        return Activations(cache, policy, hardware, decide=decide, units=storage.units_engine)
+        units = None if storage.store is None else storage.store.engine
+        return Activations(cache, policy, hardware, decide=decide, units=units)
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         served[module] = weakref.ref(self)
@@ -292,21 +292,21 @@ class Runtime:
     def resume(self) -> SavedRun | None:
         """Restore the states of the interrupted run; None: there is none. Every rank must call."""
         self.check_open()
-        saved, volume, store = self.storage.saved, self.storage.volume, self.storage.store
+        saved = self.storage.saved
         self.storage.keep = True  # unless it is closed: then the run is over
-        if saved is None or not self.tiers.pending or volume is None or store is None:
+        if saved is None or not self.tiers.pending:
             return None
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
         records = self._executor.updates.records
         try:
             with all_ranks_or_raise(self.ranks, "resuming the run"):
-                left = restore(saved, self.units, self.tiers, volume)
+                adopted, discard = restore(saved, self.units, self.tiers)
                 self.tiers.settle(self.units)
         except BaseException:
             self.tiers.pending = True  # so closing the model keeps what another start can go on with
             raise
-        records.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store))
+        records.take_over(saved, self.ranks.rank, adopted, discard)
         return saved
 
     def check_resumed(self) -> None:

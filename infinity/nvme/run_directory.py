@@ -1,8 +1,7 @@
 """A run owns a directory named by its id, and each of its ranks a lock in it.
 
-[Note: which runs are alive]
-A rank holds the lock on its file ``rank<r>.lock`` as long as its process lives; see
-:mod:`infinity.core.files`. So a directory whose locks are all free is a dead run's, on the machine that asks.
+[Note: which runs are alive] A rank holds the lock on its file ``rank<r>.lock`` as long as its process lives.
+So a directory whose locks are all free is a dead run's, on the machine that asks.
 """
 
 import contextlib
@@ -77,8 +76,6 @@ class RunDirectory:
 
     def file(self, name: str) -> Path:
         """Return the path of this rank's file ``name``, which :meth:`remove` removes."""
-        if not name or name == ".." or Path(name).name != name:
-            raise ValueError(f"{name!r}: the name of a file, without folders, was wanted")
         path = self.path / name
         self._files.add(path)
         return path
@@ -111,7 +108,7 @@ class RunDirectory:
     def remove_finished(self, world_size: int) -> None:
         """Give back the lock, and remove the files of all ranks if all that are here have finished.
 
-        Until the last one has, another may die, and need the states of all to go on. Ranks look in turns, the
+        Until then another rank may die, and need the states of all to go on. Ranks look in turns, the
         directory locked: two at a time could each find the other's lock taken, and no file would go.
         """
         if self._lock < 0:

@@ -23,15 +23,6 @@ _MIB = 2**20
 _GROWTH_NBYTES = 64 * _MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Describes bytes ``[offset, offset + nbytes)`` of a file; ``fresh``: allocated for the first time."""
-
-    offset: int
-    nbytes: int
-    fresh: bool
-
-
 @dataclass(slots=True)
 class Space:
     """Tracks taken ranges of one file: best fit among free ones, else at the end. No file is touched."""
@@ -54,26 +45,27 @@ class Space:
 
     def extend(self, end: int) -> None:
         """Extend the space to the end of a longer file: the rest is free, and holds something."""
-        nbytes, start = max(0, end - self.end), self.end
-        self.end, self.taken_nbytes = start + nbytes, self.taken_nbytes + nbytes
-        if nbytes:
-            self.give(start, nbytes)
+        if end > self.end:
+            self.end, start = end, self.end
+            self.taken_nbytes += end - start
+            self.give(start, end - start)
 
     def fits(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` were given back in one place."""
         return any(size >= nbytes for size in self._free.values())
 
-    def take(self, nbytes: int) -> Range:
+    def take(self, nbytes: int) -> tuple[int, bool]:
+        """Return the offset of a range, and whether it was never taken before."""
         self.taken_nbytes += nbytes
         fitting = [(size, offset) for offset, size in self._free.items() if size >= nbytes]
         if not fitting:
             self.end += nbytes
-            return Range(self.end - nbytes, nbytes, fresh=True)
+            return self.end - nbytes, True
         size, offset = min(fitting)
         del self._free[offset]
         if size > nbytes:
             self._free[offset + nbytes] = size - nbytes
-        return Range(offset, nbytes, fresh=False)
+        return offset, False
 
     def give(self, offset: int, nbytes: int) -> None:
         """Give back a range, which joins its free neighbors; raise a ValueError if not all of it is taken."""
@@ -101,8 +93,8 @@ class VolumeFile:
     sealed: bool = False  # it is never written again, and may lose its name
     stamp: tuple[int, ...] | None = None  # of a checkpoint's file; None: the file is the run's
 
-    def take(self, nbytes: int, what: str) -> Range:
-        """Take a range for which the file system has promised room."""
+    def take(self, nbytes: int, what: str) -> tuple[int, bool]:
+        """Take a range for which the file system has promised room; see :meth:`Space.take`."""
         end = 0 if self.space.fits(nbytes) else self.space.end + nbytes
         for reserved in (aligned(end, _GROWTH_NBYTES), end):
             if end <= self.nbytes:
@@ -125,7 +117,7 @@ class VolumeFile:
             self.nbytes = reserved
         return self.space.take(nbytes)
 
-    def zero(self, piece: Range) -> None:
+    def zero(self, piece: Piece) -> None:
         """Write zeros, or raise a DiskError; blocking."""
         with mmap.mmap(-1, min(_MIB, piece.nbytes)) as zeros, memoryview(zeros) as view:
             at, end = piece.offset, piece.offset + piece.nbytes
@@ -192,9 +184,6 @@ def open_own(path: Path, space: Space | None = None) -> VolumeFile:
     nbytes = os.fstat(fd).st_size
     if space is None:
         return VolumeFile(path, fd, direct, nbytes, Space(nbytes, nbytes), sealed=True)
-    if nbytes < space.end:
-        os.close(fd)
-        raise ChangedFileError(path, f"was cut to {nbytes} bytes of at least {space.end}")
     space.extend(nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
     return VolumeFile(path, fd, direct, nbytes, space)
 
@@ -234,8 +223,8 @@ class Volume:
         found: Sequence[Space] | None = None,
     ) -> None:  # fmt: skip
         weights = weights or [1.0] * len(paths)
-        #: Called with the number of a file and a range of it that was allocated, and reads as zeros.
-        self.on_zeros: Callable[[int, Range], object] = lambda file, zeros: None
+        #: Called with a range that was allocated, and reads as zeros.
+        self.on_zeros: Callable[[Piece], object] = lambda zeros: None
         self._weights = [weight / sum(weights) for weight in weights]
         self._lock = threading.Lock()
         self._files: list[VolumeFile] = []
@@ -273,10 +262,6 @@ class Volume:
         return self._files[file].path
 
     @property
-    def buffered(self) -> bool:
-        return any(not file.direct for file in self._files)
-
-    @property
     def notes(self) -> list[str]:
         """Return a line for people about each directory whose files go through the page cache."""
         folders = dict.fromkeys(file.path.parent for file in self._files if not file.direct)
@@ -295,29 +280,30 @@ class Volume:
         """Take ``nbytes``, whole blocks that no other extent has; the file system has reserved them.
 
         From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps of 1
-        MiB; a smaller one lies whole on the file that holds least for its weight. ``what`` names the owner,
-        for messages; ``zeroed`` writes zeros where the range held something before.
+        MiB; a smaller one whole on the file that holds least for its weight. ``what`` names the owner;
+        ``zeroed`` writes zeros where the range held something before.
         """
         if nbytes <= 0 or nbytes % BLOCK_NBYTES:
             raise ValueError(
                 f"{what}: an extent has a positive multiple of {BLOCK_NBYTES} bytes; got {nbytes}"
             )
-        taken: list[tuple[int, Range]] = []
+        taken: dict[Piece, bool] = {}  # whether it was never taken before
         with self._lock:
             try:
                 for file, part in self._parts(nbytes):
-                    taken.append((file, self._files[file].take(part, what)))
+                    offset, fresh = self._files[file].take(part, what)
+                    taken[Piece(file, offset, part)] = fresh
             except BaseException:
-                for file, piece in taken:
-                    self._files[file].space.give(piece.offset, piece.nbytes)
+                for piece in taken:
+                    self._files[piece.file].space.give(piece.offset, piece.nbytes)
                 raise
             self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         if zeroed:
-            for file, piece in taken:
-                if not piece.fresh:
-                    self._files[file].zero(piece)
-                self.on_zeros(file, piece)
-        return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
+            for piece, fresh in taken.items():
+                if not fresh:
+                    self._files[piece.file].zero(piece)
+                self.on_zeros(piece)
+        return Extent(tuple(taken))
 
     def _parts(self, nbytes: int) -> list[tuple[int, int]]:
         """Return ``(file, nbytes)`` of each part of an extent, in order."""

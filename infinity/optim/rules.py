@@ -1,15 +1,34 @@
-"""Update rules: the arithmetic of an optimizer over flat shards, and what runs it on each device.
+"""Update rules: the state that an optimizer keeps, its arithmetic, and what runs it on each device.
 
 Only an :class:`UpdateRule` knows the number, dtypes and names of its moments. A second optimizer is a
-subclass and a row in :data:`RULES`.
+subclass and a row in :data:`RULES`. A state is what makes the weight exact, which depends on the compute
+dtype, and then the moments of the rule:
+
+| compute dtype | weight | exact (bytes per element) |
+|---------------|--------|---------------------------|
+| bfloat16      | 2      | remainder 2               |
+| float16       | 2      | master 4                  |
+| float32       | 4      | none                      |
+
+[Note: exact split] A float32 is split into the bfloat16 of its upper half and a signed 16-bit remainder, both
+taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up, ``weight = (bits +
+0x8000) >> 16``, makes the remainder fit for all 2**32 patterns: nothing is lost. (``Tensor.to(bfloat16)``
+differs only in sending ties to even.) Where rounding carries the largest finite values to infinity, the model
+computes with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come
+back with another payload.
 
 [Note: forms of a rule] The scalar function in :mod:`infinity.optim.kernels`, :meth:`UpdateRule.step` and the
 CUDA kernel have the same operations in the same order, each of which every implementation rounds correctly
 (``+ - * /`` and the square root; the kernel fuses no multiply-add). So all give the same bits, whole or in
 slices, on any number of threads, in place or not. ``Tensor.sqrt`` on a CPU may come from a vector library
 that is off by one in the last place, so the torch form takes NumPy's. On an accelerator whose root is not
-known to be rounded correctly, the root in float64 gives the same bits. CUDA has a kernel because launching
-thirty operators would take the host longer than the accelerator needs to run them.
+known to be rounded correctly, the root in float64 gives the same bits. CUDA has a kernel because the host
+would take longer to launch thirty operators than the accelerator to run them.
+
+[Note: order of summation] Squares of gradients are summed in float64, so no finite gradient overflows. On the
+CPU the order of additions depends on the numel alone, never on threads: one thread sums each row of
+``ROW_NUMEL`` elements into ``LANES`` sums side by side, as vector instructions do; these are added in pairs,
+and the sums of the rows without rounding. On an accelerator it depends on the numel and the kind of device.
 """
 
 import contextlib
@@ -17,9 +36,9 @@ import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +47,18 @@ from torch import Tensor
 from infinity.core.budget import rounded
 from infinity.core.config import Config, Valid, setting
 from infinity.device.accelerator import compile_kernel, rounds_roots
-from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead
+from infinity.device.machine import (
+    LEAST_NUMEL,
+    background_threads,
+    compile_ahead,
+    compiling,
+    in_slices,
+    rank_threads,
+)
 from infinity.device.memory import HostBuffer
-from infinity.optim.layout import StateField, StateLayout, master_of, store_master
-from infinity.optim.norm import sum_of_squares
 
+#: Elements that the update pipeline reads, updates and writes at one time.
+CHUNK_NUMEL = 2 * 2**20
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
 _PIECE_NUMEL, _TEMPORARIES = 2**18, 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
@@ -44,6 +70,8 @@ RESIDENT_NUMEL = 2**22
 _TRIES = 3
 #: A parameter group whose update changes no weight: for measuring, and to compile ahead.
 IDLE = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+#: Rows and lanes of a sum of squares: see [Note: order of summation].
+ROW_NUMEL, LANES = 2**15, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +93,125 @@ class OptimConfig(Config):
     warmup_steps: int = setting(0, "steps in which the rate rises from 0", Valid(0, 10**9))
     min_lr_ratio: float = setting(0.1, "where cosine and linear end, as a share of lr", Valid(0, 1))
     loss_scale: float = setting(2.0**16, "first loss scale of fp16 training; it then adapts", Valid(1, 2**32))
+
+
+class StateField(NamedTuple):
+    """One value per element: its name and stored dtype."""
+
+    name: str
+    dtype: torch.dtype
+
+
+_EXACT = {
+    torch.bfloat16: (StateField("remainder", torch.int16),),
+    torch.float16: (StateField("master", torch.float32),),
+    torch.float32: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """State fields that go with weights of ``dtype``, in the order of their bytes."""
+
+    dtype: torch.dtype
+    exact: tuple[StateField, ...]  # they make the weight exact
+    moments: tuple[StateField, ...]  # the update rule keeps them; zeros before the first update
+
+    @property
+    def fields(self) -> tuple[StateField, ...]:
+        return self.exact + self.moments
+
+    @property
+    def full_names(self) -> tuple[str, ...]:
+        """Names of the fp32 values that a state stands for: the master weight, then each moment."""
+        return "master", *(field.name for field in self.moments)
+
+    def only(self, *, exact: bool = False, moments: bool = False) -> "StateLayout":
+        """Return the layout of a part of the state."""
+        return StateLayout(self.dtype, self.exact if exact else (), self.moments if moments else ())
+
+    def moments_of(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the moments among the fields of a whole state."""
+        return tuple(state[len(self.exact) :])
+
+    def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the fp32 master and each moment as fp32, ``(n,)``; views where they are stored so."""
+        state = tuple(state)
+        return master_of(self, weight, state), *(moment.float() for moment in self.moments_of(state))
+
+    def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
+        """Return a state with zeros for the last fields, which a state that was never trained lacks."""
+        missing = self.fields[len(state) :]
+        return *state, *(torch.zeros(numel, dtype=field.dtype, device="cpu") for field in missing)
+
+    def weight_nbytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def state_nbytes(self, numel: int) -> int:
+        return numel * sum(field.dtype.itemsize for field in self.fields)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of weights and state of ``numel`` elements."""
+        return self.weight_nbytes(numel) + self.state_nbytes(numel)
+
+    def views(self, buffer: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """Cut ``buffer``, uint8, ``(state_nbytes(numel),)``, into one view ``(numel,)`` per field."""
+        sizes = [numel * field.dtype.itemsize for field in self.fields]
+        parts = zip(torch.split(buffer, sizes), self.fields, strict=True)
+        return tuple(part.view(field.dtype) for part, field in parts)
+
+    def chunk_views(self, buffer: Tensor, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return views of weights and state of ``numel`` elements at the beginning of ``buffer``, uint8."""
+        middle, end = self.weight_nbytes(numel), self.nbytes(numel)
+        return buffer[:middle].view(self.dtype), self.views(buffer[middle:end], numel)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a float32 master into bfloat16 weight and int16 remainder, by torch, on any device."""
+    bits = master.view(torch.int32)
+    weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def master_of(
+    layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> Tensor:
+    """Return the float32 master of ``weight``, ``(n,)``; a view with float32 and float16 weights.
+
+    If ``eager``, torch does it on the CPU, too.
+    """
+    if layout.dtype != torch.bfloat16:
+        return state[0] if layout.dtype == torch.float16 else weight
+    if eager or weight.device.type != "cpu" or compiling():
+        return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
+    from infinity.optim import kernels
+
+    master = torch.empty(weight.numel(), device="cpu")
+    kernels.run(kernels.join_all, (weight, state[0], master), rank_threads())
+    return master
+
+
+def store_master(
+    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> None:
+    """Write exact values into ``weight`` and the fields of ``state`` that keep them, all ``(n,)``.
+
+    ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
+    """
+    if layout.dtype != torch.bfloat16:
+        weight.copy_(master)
+        if layout.dtype == torch.float16:
+            state[0].copy_(master)
+    elif master.dtype == torch.bfloat16:
+        weight.copy_(master)
+        state[0].zero_()
+    elif eager or weight.device.type != "cpu" or compiling():
+        for target, value in zip((weight, state[0]), split(master), strict=True):
+            target.copy_(value)
+    else:
+        from infinity.optim import kernels
+
+        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), rank_threads())
 
 
 class UpdateRule(ABC):
@@ -102,7 +249,10 @@ class UpdateRule(ABC):
 
     def layout(self, dtype: torch.dtype) -> StateLayout:
         """Return the state that goes with weights of ``dtype``; ValueError: there is none."""
-        return StateLayout.of(dtype, self.moments)
+        if dtype not in _EXACT:
+            allowed = ", ".join(str(known) for known in _EXACT)
+            raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
+        return StateLayout(dtype, _EXACT[dtype], self.moments)
 
     def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
         """Return :meth:`numbers`, rounded once: float32, ``(n,)``, in host memory."""
@@ -278,8 +428,8 @@ class HostRule:
 
     Args:
         threads: CPU threads of one update; None: half of the rank's, beside training.
-        callers: Threads that may update at one time. Several take larger slices, since handing small ones to
-            every core would take longer than their update.
+        callers: Threads that may update at one time. Several take larger slices: handing small ones to every
+            core would take longer than their update.
     """
 
     def __init__(
@@ -317,7 +467,7 @@ class HostRule:
 class DeviceRule:
     """Update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
 
-    Two streams take pieces in turn: while one updates, the other copies results back and inputs there.
+    Two streams take pieces in turn: one updates while the other copies.
     """
 
     def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:
@@ -395,3 +545,69 @@ def prepare(rule: UpdateRule, dtype: torch.dtype, grad_dtype: torch.dtype) -> No
             kernels.run(kernels.split_all, (master, weight, state[0]), 1)
 
     compile_ahead((rule.name, dtype, grad_dtype), call_all)
+
+
+def sum_of_squares(grad: Tensor) -> float:
+    """Return the sum of squares of a CPU tensor of any shape, in float64; inf and nan propagate."""
+    flat = grad.detach().reshape(-1)
+    whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
+    tail = flat.new_zeros(ROW_NUMEL)
+    tail[: flat.numel() - whole] = flat[whole:]
+    return math.fsum([*_row_sums(flat[:whole]), *_row_sums(tail)])
+
+
+def _row_sums(flat: Tensor) -> list[float]:
+    from infinity.optim import kernels
+
+    if flat.dtype == torch.float16 and not kernels.converts_half():
+        flat = flat.float()  # without rounding
+    table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
+    sums = np.zeros((len(table), LANES))
+    in_slices(
+        lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
+        len(table), background_threads(), least=2,
+    )  # fmt: skip
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return [float(each) for each in sums[:, 0]]
+
+
+def norm_on_device(grad: Tensor) -> Tensor:
+    """Return the norm of ``grad``, float64, ``()``, by one operator of its accelerator; does not block."""
+    norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
+    return norm
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """Return the factor of :func:`torch.nn.utils.clip_grad_norm_` for a finite norm, rounded to float32."""
+    if max_norm is None:
+        return 1.0
+    return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """Dynamic loss scaling: doubles the scale after good steps in a row, halves it after an overflow.
+
+    Every rank must pass the same ``found_inf``, so that all scales stay equal.
+
+    Source: Mixed Precision Training (arXiv:1710.03740), section 3.2.
+    """
+
+    scale: float
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, found_inf: bool) -> None:
+        self.good_steps = 0 if found_inf else self.good_steps + 1
+        if found_inf:
+            self.scale /= 2
+        elif self.good_steps == self.interval:
+            self.good_steps = 0
+            self.scale = min(2 * self.scale, 2.0**1023)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -61,8 +61,12 @@ class UpdateFuture(Transfer):
         self.computed.set()
 
 
+#: The first element of a chunk in its shard, its weights, and the fields of its state.
+Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
+
+
 class Home:
-    """Says where a unit's shard lives; in training :class:`infinity.shards.homes.ShardHome` stores it."""
+    """Says where a unit's shard lives; subclasses store it, chunk by chunk."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -111,6 +115,22 @@ class Home:
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
         """Return the bytes that a fetch reads, in pieces of ``piece_nbytes``; None: as a whole."""
         return 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether the shard has moments."""
+        return False
+
+    def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading the committed weights, in the compute dtype, from byte ``start`` on."""
+        raise NotImplementedError
+
+    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
+        """Yield every chunk in memory, valid until the next one; ``write`` stores it again.
+
+        Moments that a unit lacks are zeros, and are not stored.
+        """
+        raise NotImplementedError
 
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].

@@ -79,7 +79,7 @@ class Layout:
         self.micro_batches = 1 if self.layered else recipe.train.accumulate
         rank = Ranks(0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"))
         self.storage = Storage(memory, self.host_nbytes, dtype, rank.device)
-        self.storage.close()  # its arithmetic alone is wanted
+        self.storage.stack.close()  # its arithmetic alone is wanted
         reduced = reduction_dtype(EngineConfig(partition=recipe.partition), dtype)
         self.reduce_itemsize = (reduced if ranks > 1 else dtype).itemsize
         tiers = Tiers(self.storage, rank, reduced)

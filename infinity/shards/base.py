@@ -2,19 +2,18 @@
 
 [Note: nothing is copied] A unit whose values all come from safetensors files, and that found no room in host
 memory, has no extents of its own. The run's engine reads its bytes from the checkpoint, widened to whole
-blocks for O_DIRECT. Nothing writes to the checkpoint, so any number of runs can share it.
+blocks for O_DIRECT. Any number of runs can share a checkpoint.
 
 [Note: quantized units] The stored bytes of a unit with quantized weights are all its ranges of files, laid
 end to end in whole blocks; each rank reads an equal slice of them into the buffer from which they are
-gathered or uploaded. The gathered bytes are decoded on the device (see :mod:`infinity.partition.mover`). So
-every format can be read, however its values lie in the flat buffer.
+gathered or uploaded. They are decoded on the device, so it does not matter how values lie in the flat buffer.
 
 [Note: other units] The bytes of a unit that is not quantized must be put in order, and often cast. They land
 in a staging buffer, and a thread makes this rank's weights of them, piece by piece, while the next piece is
 read. A block that two pieces need is read twice.
 
-[Note: the end of a file] An engine reads whole blocks, and a file rarely ends with one. Its last bytes are
-read once, by a call of their own, and are not counted.
+[Note: the end of a file] An engine reads whole blocks. The bytes after a file's last one are read once, by a
+call of their own, and are not counted.
 
 [Note: what is trusted] The inode, size and change time of each file, taken when its header was read, are
 compared at every step; a difference ends the run with an error that names the file.
@@ -42,9 +41,8 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned, around, stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
-from infinity.optim.layout import store_master
-from infinity.partition.unit import StoredForm, Unit
-from infinity.shards.homes import Chunk, ShardHome
+from infinity.optim.rules import store_master
+from infinity.partition.unit import Chunk, Home, StoredForm, Unit
 from infinity.shards.storage import Storage, chunk_places
 
 #: Most and least bytes of one staging buffer; all together may take 1 / ``_SHARE`` of the host budget.
@@ -57,7 +55,7 @@ ViewRead = Callable[[int, int, int], Tensor]
 
 
 class BaseValues(Protocol):
-    """Makes values of stored bytes, as :class:`infinity.checkpoint.load.CheckpointValues` does."""
+    """As :class:`infinity.checkpoint.load.CheckpointValues`, which makes values of stored bytes."""
 
     def why_not_mapped(self, unit: Unit) -> str: ...
 
@@ -192,12 +190,12 @@ class BaseFiles:
         return BaseStep(start, stop, Extent(tuple(blocks)), tuple(tails))
 
 
-class BaseHome(ShardHome):
+class BaseHome(Home):
     """Home of a unit in a checkpoint's files; a quantized unit gets its stored form."""
 
     def __init__(self, base: "FrozenBase", unit: Unit) -> None:
-        super().__init__(Tier.NVME, base.store.layout)
-        self.base, self._unit = base, unit
+        super().__init__(Tier.NVME)
+        self.base, self._unit, self.layout = base, unit, base.store.layout
         self._step = base.files.stored(unit)
         self._blocks = Extent(())  # of the stored bytes, this rank's
         if self._step is not None:
@@ -223,7 +221,7 @@ class BaseHome(ShardHome):
         return self.base.read_nbytes(self._unit, min(whole_nbytes, piece_nbytes or whole_nbytes))
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading this rank's stored bytes, or weights, from byte ``start`` on, into ``memory``."""
+        """Start reading this rank's stored bytes, or weights, from byte ``start`` on."""
         unit, step, blocks = self._unit, self._step, self._blocks
         if unit.stored is None or step is None:
             return self.read_weight(memory, start)

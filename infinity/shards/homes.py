@@ -1,77 +1,60 @@
-"""Homes of shards in host memory, on NVMe and on the accelerator.
+"""Homes of shards in host memory, on NVMe and on the accelerator; values kept for a checkpoint.
 
-A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to whatever reads
-or writes exact values: construction, checkpoints, exports, user code. Homes in a checkpoint's own files are
-in :mod:`infinity.shards.base`.
+A home yields its exact values chunk by chunk to whatever reads or writes them: construction, checkpoints,
+exports, user code. Homes in a checkpoint's own files are in :mod:`infinity.shards.base`.
 
 [Note: two places of one shard] A unit whose home is host memory may have its weights and states on the
 accelerator, too, if ``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes
-there with its first update. From then on the accelerator has the newest values: gathers copy the weights from
-there, gradients stay there, and updates run there. Host memory has older values, until a commit, checkpoint,
-export or state dictionary has the newest ones **brought home** first. New values from elsewhere are written
-to host memory; the unit goes to the accelerator again with its next update.
+there with its first update. From then on its gradients stay there, updates run there, gathers copy the
+weights from there, and host memory has older values, until a commit, checkpoint, export or state dictionary
+has the newest ones **brought home**. New values from elsewhere are written to host memory; the unit goes to
+the accelerator again with its next update.
 
 [Note: order] One stream updates shards and brings them home, in the order of the calls. So bringing home
 gives the values after the last update before the call, however soon the next one follows. An update has ended
 when the stream was given the last of its work: leases carry the order to the streams that copy the weights.
 The caller gives the stream its work, if there is nothing to wait for. A thread does so for work that waits
 for host memory, and for all work queued behind it.
+
+[Note: what keeps the values] While a portable checkpoint is written, a :class:`Snapshot` keeps the values of
+its step. A unit on NVMe keeps the place that holds them: its updates alternate between the others, of which
+one more is made if needed. Without room for that, or with one place only, the update waits until the unit has
+been read. A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its
+own waits. A unit in host memory is updated in its place. Just before, its values are left to where a commit
+has written them, or copied if the host budget has room; else the update waits. With the first copy the
+snapshot takes the memory through which units on NVMe are read: else these could wait for copies, which are
+freed after them.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from infinity.core.errors import DiskError
+from infinity.core.budget import rounded
+from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import Extent, Transfer, chained
+from infinity.core.nbytes import Transfer, chained
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
-from infinity.partition.unit import Home, Unit
+from infinity.optim.rules import RESIDENT_NUMEL, StateLayout, UpdateRule
+from infinity.partition.unit import Chunk, Home, Unit
+from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 from infinity.shards.pipeline import Run
-from infinity.shards.storage import ChunkExtents, ShardStore, Storage, Version, chunk_places
-
-#: The first element of a chunk in its shard, its weights, and the fields of its state.
-Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
+from infinity.shards.storage import ShardStore, Storage, chunk_places
 
 
-class ShardHome(Home):
-    """Home of a shard that can be read and written chunk by chunk."""
-
-    def __init__(self, tier: Tier, layout: StateLayout) -> None:
-        super().__init__(tier)
-        self.layout = layout
-
-    @property
-    def trains(self) -> bool:
-        """Whether the shard has moments."""
-        return False
-
-    def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading the committed weights, in the compute dtype, from byte ``start`` on."""
-        raise NotImplementedError
-
-    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
-        """Yield every chunk in memory, valid until the next one; ``write`` stores it again.
-
-        Moments of a unit that has none are zeros, and are not stored.
-        """
-        raise NotImplementedError
-
-
-class DiskHome(ShardHome):
+class DiskHome(Home):
     """Shard on NVMe: one version until it is first trained, then two or more places, written in turn."""
 
     def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
-        super().__init__(Tier.NVME, store.layout)
-        self.store, self._unit = store, unit
+        super().__init__(Tier.NVME)
+        self.store, self._unit, self.layout = store, unit, store.layout
         places = chunk_places(unit.shard_numel, store.chunk_numel)
         self.versions = versions or [store.weights(places, unit.name)]
         store.changes += 1
@@ -81,7 +64,7 @@ class DiskHome(ShardHome):
         return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
 
     def at(self, place: int) -> Version:
-        """Return the version in a place; a unit that was never trained has only one."""
+        """Return the version in a place; a unit that was never trained has one."""
         return self.versions[place % len(self.versions)]
 
     @property
@@ -181,12 +164,12 @@ class DeviceShard:
         self.state.release()
 
 
-class HostHome(ShardHome):
+class HostHome(Home):
     """Shard in host memory: weights, ``(shard_numel,)``, and the fields of its state."""
 
     def __init__(self, storage: Storage, unit: Unit) -> None:
-        super().__init__(Tier.HOST, storage.layout)
-        self._pool, self._unit = storage.host_pool, unit
+        super().__init__(Tier.HOST)
+        self._pool, self._unit, self.layout = storage.host_pool, unit, storage.layout
         self.places = chunk_places(unit.shard_numel, storage.chunk_numel)
         self.leases = [self._pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)]
         self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
@@ -241,15 +224,8 @@ class HostHome(ShardHome):
             part = slice(start, start + numel)
             yield start, self.weight[part], self.layout.complete([field[part] for field in self.state], numel)
 
-    def fill(self, home: ShardHome) -> None:
+    def fill(self, home: Home) -> None:
         """Copy the values of another home of the unit here; blocking."""
-        itemsize = sum(field.itemsize for field in self.state)
-        if isinstance(home, DiskHome) and all(
-            chunk.state.nbytes == chunk.numel * itemsize for chunk in home.committed.chunks
-        ):
-            for transfer in self._move(home, home.store.engine.read):
-                transfer.wait()
-            return
         for start, weight, state in home.chunks():
             for mine, field in zip(self.values(), (weight, *state), strict=False):
                 mine[start : start + len(weight)].copy_(field)
@@ -257,11 +233,9 @@ class HostHome(ShardHome):
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
     ) -> None:
-        """Start to write the values into the copy's next version, which becomes the committed one.
+        """Start to write the values to ``next_place`` of the copy, which becomes the committed one.
 
-        Args:
-            next_place: Returns the place of that version, if the copy has several.
-            updated: The update that makes the values; None: they are there.
+        ``updated`` is the update that makes the values; None: they are there.
         """
         new = self.copy is None
         copy = self.copy = self.copy or DiskHome(store, self._unit)
@@ -276,22 +250,15 @@ class HostHome(ShardHome):
             self.version = next_place(self._unit)
         copy.version, self.recorded = self.version, True
 
-        def write(extent: Extent, memory: memoryview) -> Transfer:
-            if updated is None:
-                return store.engine.write(extent, memory)
-            return chained(updated, lambda: store.engine.write(extent, memory))
-
-        self.storing = self._move(copy, write)
-
-    def _move(self, home: DiskHome, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
-        started = []
-        for chunk in home.committed.chunks:
+        storing = list[Transfer]()
+        for chunk in copy.committed.chunks:
             extent, at = chunk.weight + chunk.state, 0
             for values in self.values():
                 part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
-                started.append(move(extent.part(at, part.nbytes), part))
+                write = partial(store.engine.write, extent.part(at, part.nbytes), part)
+                storing.append(write() if updated is None else chained(updated, write))
                 at += part.nbytes
-        return started
+        self.storing = storing
 
 
 class DeviceShards:
@@ -315,7 +282,7 @@ class DeviceShards:
 
         Args:
             gradient: Returns the gradient on the accelerator, after earlier uses of its memory.
-            after: The update in flight that makes the values of ``host``; None: they are there.
+            after: The update in flight that makes the values of ``host``.
             ended: Called when the stream has been given the update, or with the error.
         """
         with self._lock:
@@ -412,3 +379,147 @@ class DeviceShards:
             self.leave(index)
         self._thread.shutdown()
         self.pool.close()
+
+
+#: Timeout of the training thread's waits for a snapshot, so that Ctrl-C gets through (s).
+_SLICE_S = 0.5
+
+
+@dataclass(slots=True)
+class Kept:
+    """Describes where the values of one unit are that a snapshot keeps."""
+
+    home: Home
+    landing: Sequence[Transfer]  # what must end before: the update, and writes
+    chunks: Sequence[ChunkExtents] = ()  # none: the home is a checkpoint's files, which do not change
+    values: tuple[Tensor, ...] | None = None  # weights and state in host memory; None: only on NVMe
+    place: int | None = None  # on NVMe, where `chunks` are; None: the values are only in host memory
+    copy: Lease | None = None  # holds `values`, where they are the snapshot's own
+
+
+class Snapshot:
+    """Keeps the values of units as they are now; see [Note: what keeps the values].
+
+    One thread reads, others train. ``landing`` has what must end before, by index of the unit.
+    """
+
+    def __init__(
+        self, storage: Storage, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]
+    ) -> None:
+        self._storage, self._layout = storage, storage.layout
+        self._changed = threading.Condition()  # guards what follows
+        self.kept: dict[int, Kept] = {}  # by index of a unit that was not read yet
+        self._room: Lease | None = None  # in which chunks are read
+        self._cancelled = self._busy = False
+        for unit in units:
+            home = unit.home
+            kept = self.kept[unit.index] = Kept(home, landing[unit.index])
+            disk: Home | None = home
+            if isinstance(home, HostHome):
+                kept.values = home.values()
+                kept.chunks = [ChunkExtents(*place, NOWHERE) for place in home.places]
+                disk = home.copy if home.recorded else None
+            if isinstance(disk, DiskHome):
+                kept.chunks, kept.place = disk.committed.chunks, disk.version % len(disk.versions)
+
+    def read(self, index: int) -> Generator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield first element and fields of each chunk of a shard's exact values and moments, fp32.
+
+        They stay until the next ones are asked for. Once for each unit: it may be overwritten afterwards.
+        Raises a DiskError if a read failed, or the update that wrote the values, and a StateError if the
+        model was closed meanwhile.
+        """
+        with self._changed:
+            self._check()
+            kept, self._busy = self.kept[index], True
+        try:
+            for transfer in kept.landing:
+                transfer.wait()
+            for start, weight, state in () if kept.chunks else kept.home.chunks():
+                yield start, self._layout.full_values(weight, state)
+            for chunk in kept.chunks:
+                with self._changed:
+                    self._check()
+                    fields = None if kept.values is None else self._copies(kept.values, chunk)
+                if fields is not None:
+                    yield chunk.start, fields
+                elif self._storage.store is not None:  # it is there
+                    with self._storage.store.reading(chunk, self._room) as (weight, *saved):
+                        yield chunk.start, self._layout.full_values(weight, saved)
+            self._check()
+        finally:
+            self._busy = False
+            self._release(index)
+
+    def _copies(self, values: Sequence[Tensor], chunk: ChunkExtents) -> tuple[Tensor, ...]:
+        weight, *fields = (each[chunk.start : chunk.start + chunk.numel] for each in values)
+        state = self._layout.complete(fields, chunk.numel)
+        return tuple(each.clone() for each in self._layout.full_values(weight, state))
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise StateError("the model was closed while a checkpoint of it was saved")
+
+    def _release(self, index: int) -> None:
+        with self._changed:
+            kept = self.kept.pop(index, None)
+            if kept is not None and kept.copy is not None:
+                kept.copy.release()
+            if not self.kept and self._room is not None:
+                self._room.release()
+                self._room = None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until nothing is read any more, and let every unit be overwritten. May be called twice."""
+        with self._changed:
+            self._cancelled = True
+            while self._busy:
+                self._changed.wait(_SLICE_S)
+        for index in list(self.kept):
+            self._release(index)
+
+    def place(self, index: int) -> int | None:
+        """Return the place of a unit that must not be overwritten; None: none must be kept."""
+        kept = self.kept.get(index)
+        return None if kept is None else kept.place
+
+    def preserve(self, index: int) -> None:
+        """Wait until the values of a unit in host memory may be overwritten there."""
+        with self._changed:
+            kept = self.kept.get(index)
+            if kept is None or kept.values is None or kept.copy is not None:
+                return
+            if kept.place is not None:
+                kept.values = None
+                return
+            if self._copy(kept, kept.values):
+                return
+        self.wait_for(index)
+
+    def _copy(self, kept: Kept, values: Sequence[Tensor]) -> bool:
+        if self._room is None:  # for the largest chunk
+            stored = (each.chunks for each in self.kept.values() if each.place is not None)
+            numel = max((chunk.numel for chunks in stored for chunk in chunks), default=0)
+            self._room = self._storage.host_pool.try_lease(self._layout.nbytes(numel), who="a checkpoint")
+        nbytes = sum(rounded(each.nbytes) for each in values)
+        lease = None if self._room is None else self._storage.host_pool.try_lease(nbytes, who="a checkpoint")
+        if lease is None:
+            return False
+        copies, at = [], 0
+        for each in values:
+            copies.append(lease.tensor[at : at + each.nbytes].view(each.dtype).copy_(each))
+            at += rounded(each.nbytes)
+        kept.values, kept.copy = tuple(copies), lease
+        return True
+
+    def wait_for(self, index: int) -> None:
+        """Wait until a unit has been read, or will not be."""
+        with self._changed:
+            while index in self.kept:
+                self._changed.wait(_SLICE_S)
+
+    def wait(self) -> None:
+        """Wait until all units have been read, or will not be."""
+        for index in list(self.kept):
+            self.wait_for(index)

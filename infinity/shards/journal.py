@@ -3,15 +3,14 @@
 [Note: what a commit needs]
 A commit names the version of each unit, the step counts of its parameters, the small state of the step
 (learning rates, generators, a loader's position), and the layout that says where versions lie. It is written
-in one transaction when the updates of its step have landed. With ``durability.survives=process`` nothing is
-synced: the kernel keeps what a killed process wrote. With ``power`` the data and then the journal are synced.
-SQLite's write-ahead log would be faster, but on a full disk it cannot even be read.
+in one transaction when the updates of its step have landed. With ``durability.survives=power`` the data and
+then the journal are synced. SQLite's write-ahead log would be faster, but on a full disk it cannot be read.
 
 [Note: the commit barrier]
 The updates of step t+1 write over what step t-1 committed. So the first of them waits until every rank's
 journal has the commit of step t (a rank reduces no gradient of a step before its own commit of the step
-before is there), and then retires the commit of t-1, which is no longer whole. So whenever a process is
-killed, each rank has a whole commit, all of the same step.
+before is there), and retires that of t-1. So whenever a process is killed, each rank has a whole commit, all
+of the same step.
 
 [Note: writes in place]
 ``infinity.gathered(modify=True)`` and loaded states write over committed versions. Before the first of these
@@ -46,7 +45,7 @@ import torch
 from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.files import create_file, open_found, open_regular, sync
-from infinity.core.nbytes import BLOCK_NBYTES, Transfer
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-1"
@@ -114,6 +113,71 @@ class RankFiles:
         return f"{self.stem}.commits"
 
 
+NOWHERE = Extent(())
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkExtents:
+    """Elements ``[start, start + numel)`` of a shard in one version."""
+
+    start: int
+    numel: int
+    weight: Extent
+    exact: Extent = NOWHERE  # what the exact values have beyond the weights; empty: nothing
+    moments: Extent = NOWHERE  # empty while the unit was never trained
+
+    @property
+    def state(self) -> Extent:
+        """The extents of everything but the weights."""
+        return self.exact + self.moments
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.weight.pieces + self.exact.pieces + self.moments.pieces
+
+    def shifted(self, files: int) -> "ChunkExtents":
+        """Return the same places in files whose numbers are larger by ``files``."""
+        extents = (
+            Extent(tuple(replace(piece, file=piece.file + files) for piece in extent.pieces))
+            for extent in (self.weight, self.exact, self.moments)
+        )
+        return ChunkExtents(self.start, self.numel, *extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One of the places where a unit's shard is on NVMe."""
+
+    chunks: tuple[ChunkExtents, ...]
+
+    @property
+    def weight(self) -> Extent:
+        """The extent of all weights of the shard, in order."""
+        return sum((chunk.weight for chunk in self.chunks), NOWHERE)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        return (piece for chunk in self.chunks for piece in chunk.pieces)
+
+    def to_plain(self) -> list[Any]:
+        """Return the version as lists of numbers, for a file."""
+
+        def plain(extent: Extent) -> list[list[int]]:
+            return [[piece.file, piece.offset, piece.nbytes] for piece in extent.pieces]
+
+        return [[c.start, c.numel, plain(c.weight), plain(c.exact), plain(c.moments)] for c in self.chunks]
+
+    @classmethod
+    def of_plain(cls, plain: Any) -> "Version":
+        """Return the version that :meth:`to_plain` gave; raise one of ``MALFORMED`` if it is none."""
+        chunks = []
+        for start, numel, *extents in plain:
+            whole_numbers([start, numel])
+            pieces = (tuple(Piece(*whole_numbers(piece)) for piece in extent) for extent in extents)
+            chunks.append(ChunkExtents(start, numel, *map(Extent, pieces)))
+        return cls(tuple(chunks))
+
+
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
     """Describes a commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
@@ -129,10 +193,7 @@ class CommitRecord:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Return a small state (containers of tensors, numbers and text) as bytes, or raise a StateError.
-
-    What cannot be read back is found when the commit is written.
-    """
+    """Return a small state (containers of tensors, numbers and text) as bytes, or raise a StateError."""
     file = io.BytesIO()
     with _kept_or_raise():
         torch.save(dict(state), file)
@@ -260,25 +321,12 @@ class Journal:
     def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         """Write ``record`` when every update has landed; never if one fails. Raises as :meth:`wait`."""
         self.wait()
-        self.last = written = Transfer()
-        self.stands = True
-        left = iter(updates)
-
-        def go_on() -> None:
-            for update in left:
-                if not update.done():
-                    update.then(go_on)
-                    return
-            try:
-                self._thread.submit(written.run, partial(self._write, record, updates))
-            except RuntimeError as error:  # closed meanwhile
-                written.finish(error)
-
-        go_on()
+        self.last, self.stands = Transfer(), True
+        self._thread.submit(self.last.run, partial(self._write, record, updates))
 
     def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         for update in updates:
-            update.wait()  # ended: raises at once if it failed
+            update.wait()
         if record.state:
             with _kept_or_raise():
                 unpack(record.state)  # here, beside training: it takes milliseconds
@@ -287,8 +335,7 @@ class Journal:
     def wait(self) -> None:
         """Block until the last commit is in the journal.
 
-        Raises an error of an update of that step, or a StateError if its small state could not be read back;
-        the commit before it stands.
+        Raises an error of an update of that step, or a StateError if its small state could not be read back.
         """
         if self.last is not None:
             self.last.wait()
@@ -296,8 +343,14 @@ class Journal:
     def append(self, record: CommitRecord, sums: Sequence[bytes] = ()) -> None:
         """Write a commit, and delete all earlier ones but the newest; at a DiskError none is deleted."""
         with self._lock, self._writing():
-            if self._head_fd < 0:
-                self._make_head()
+            if self._head_fd < 0:  # under a draft's name first, so that a kill leaves no head, or a whole one
+                path = Head.path(self.path)
+                draft = path.with_name(f"{path.name}.new")
+                self._head_fd, _ = open_direct(draft, create_file, "making")
+                self._set_head()
+                os.fsync(self._head_fd)  # once: from now on it is written in its place
+                draft.replace(path)
+                sync(path.parent)
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
                 number = max([*self.numbers, self._head.oldest - 1, 0]) + 1
@@ -324,16 +377,6 @@ class Journal:
             self.numbers = kept
             if self._head.in_place:
                 self._set_head(in_place=False)
-
-    def _make_head(self) -> None:
-        """Write the head under a draft's name and rename it, so that a kill leaves none, or a whole one."""
-        path = Head.path(self.path)
-        draft = path.with_name(f"{path.name}.new")
-        self._head_fd, _ = open_direct(draft, create_file, "making")
-        self._set_head()
-        os.fsync(self._head_fd)  # once: from now on it is written in its place
-        draft.replace(path)
-        sync(path.parent)
 
     def _set_head(self, **changes: Any) -> None:
         head = replace(self._head, **changes)
@@ -370,10 +413,7 @@ class Journal:
                 obsolete()
 
     def take_over(self, record: CommitRecord) -> None:
-        """Continue after a commit that was found, of whose step all ranks have one.
-
-        A later one, which not all ranks had, goes: its versions are about to be written again.
-        """
+        """Continue after a commit of whose step all ranks have one; a later one goes."""
         with self._lock:
             if max(self.numbers) > record.number:
                 with self._writing():
@@ -383,7 +423,7 @@ class Journal:
             self.stands = True
 
     def invalidate(self) -> None:
-        """Give up every commit: committed versions are about to be written in place."""
+        """Give up every commit: see [Note: writes in place]."""
         self.wait()
         with self._lock, self._writing():
             self.stands = False
@@ -391,7 +431,7 @@ class Journal:
             self._set_oldest(max(self.numbers, default=0) + 1, in_place=True)
 
     def close(self) -> None:
-        """End the thread after the commit that is being written, and close the files; may be called twice."""
+        """End the thread after the commit that is being written; may be called twice."""
         self._thread.shutdown()
         self._db.close()
         if self._head_fd >= 0:

@@ -1,8 +1,7 @@
 """The update pipeline: read i+1, compute i and write i-1 at the same time, on a thread of its own.
 
-:class:`infinity.planner.updates.ChunkQueue` decides what is read, computed and written next. Here are the
-buffers, the transfers, the rule and the thread, which sleeps until its inbox has an event: a new job, or the
-end of a transfer.
+:class:`infinity.planner.updates.ChunkQueue` decides what is read, computed and written next. The thread
+carries that out, and sleeps until its inbox has an event: a new job, or the end of a transfer.
 
 [Note: one error ends all] After a disk error only the committed version is known to be whole, since no job
 writes to it. So the first error fails every job, present or future. Transfers in flight are awaited before
@@ -29,11 +28,10 @@ from infinity.core.budget import rounded
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine
 from infinity.device.memory import Lease, Pool
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import Rule, UpdateRule
+from infinity.optim.rules import Rule, StateLayout, UpdateRule
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves, Stage
-from infinity.shards.storage import ChunkExtents, Version
+from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 
 
 class Run(NamedTuple):
@@ -86,8 +84,7 @@ class StepHypers:
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
 
-        ``used`` parameters have a gradient; those in no group are left alone. The loss scale is beside
-        ``grad_scale``.
+        ``used`` parameters have a gradient; those in no group are left alone.
         """
         self.begin_step()
         hypers: dict[int, Tensor] = {}
@@ -123,16 +120,13 @@ class StepHypers:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """What an update reads of one shard; ``gradient``, in ``grad_dtype``, is None if it is in memory."""
+    """What an update reads of one shard; ``gradient``, in ``grad_dtype``, is empty if it is in memory."""
 
     version: Version
-    gradient: Extent | None = None
+    gradient: Extent = NOWHERE
     grad_dtype: torch.dtype = torch.float32
 
     def gradient_of(self, chunk: ChunkExtents) -> Extent:
-        """Return the extent of a chunk's gradient; empty: it is in memory."""
-        if self.gradient is None:
-            return Extent(())
         return self.gradient.part(*(self.grad_dtype.itemsize * each for each in (chunk.start, chunk.numel)))
 
 
@@ -140,9 +134,9 @@ class ShardSource:
 class UpdateJob(Job):
     """The update of one shard on NVMe.
 
-    Both callbacks are called on the pipeline's thread. ``on_computed`` is called after the last chunk was
-    computed, when ``weight`` and ``grad`` are no longer used; not if the job fails or is cancelled before.
-    ``on_done`` is called once, after the last write or with the error.
+    Two callbacks run on the pipeline's thread: ``on_computed`` after the last chunk was computed, when
+    ``weight`` and ``grad`` are no longer used (not if the job fails or is cancelled before), and ``on_done``
+    once, after the last write or with the error.
     """
 
     source: ShardSource
@@ -173,7 +167,7 @@ class UpdateJob(Job):
 
 @dataclass(slots=True)
 class _Buffer:
-    """The staging memory of a chunk in flight: its state, its weights, and its gradient if that is read."""
+    """The staging memory of a chunk in flight: weights, state, and the gradient if that is read."""
 
     lease: Lease
     extents: ChunkExtents  # of the version that is read
@@ -196,8 +190,6 @@ class UpdatePipeline:
         self._thread = threading.Thread(target=self._main, name="infinity-update", daemon=True)
         self._thread.start()
 
-    # --- any thread --------------------------------------------------------------------------
-
     def submit(self, job: UpdateJob) -> None:
         """Queue ``job`` and return at once; raise the error that ended the pipeline, if there is one."""
         self._tell(partial(self._queue.submit, job))
@@ -211,7 +203,7 @@ class UpdatePipeline:
         depth, expected = self._queue.depth, list[Job]()
         for name, source in sources:
             fits = None
-            if source.gradient is not None:  # as many larger chunks as have the room of ``depth`` others
+            if source.gradient.pieces:  # as many larger chunks as have the room of ``depth`` others
                 first = source.version.chunks[0]
                 nbytes = self._layout.nbytes(first.numel)
                 fits = depth * rounded(nbytes) // rounded(nbytes + source.gradient_of(first).nbytes)
@@ -250,26 +242,20 @@ class UpdatePipeline:
                 raise copied(self._refusal)
             self._inbox.put(event)
 
-    # --- the pipeline's thread ---------------------------------------------------------------
-
-    def _main(self) -> None:
+    def _main(self) -> None:  # on the pipeline's thread, as all that follows
         try:
             while not (self._refusal and self._inbox.empty() and self._queue.idle):
-                self._turn()
+                while not self._inbox.empty():
+                    self._carry_out(self._inbox.get()())
+                if self._queue.idle:
+                    while self._drained:
+                        self._drained.pop().finish()
+                moves = self._queue.next()
+                if not moves and not (self._refusal and self._queue.idle):
+                    moves = self._inbox.get()()  # sleeps until an event comes
+                self._carry_out(moves)
         except BaseException as error:  # everyone who waits must learn of it
             self._fail(error)
-
-    def _turn(self) -> None:
-        """Start what can start now, or sleep until an event comes."""
-        while not self._inbox.empty():
-            self._carry_out(self._inbox.get()())
-        if self._queue.idle:
-            while self._drained:
-                self._drained.pop().finish()
-        moves = self._queue.next()
-        if not moves and not (self._refusal and self._queue.idle):
-            moves = self._inbox.get()()
-        self._carry_out(moves)
 
     def _carry_out(self, moves: Moves) -> None:
         for move, target in moves:

@@ -1,28 +1,42 @@
-"""Decides which steps of a model are recorded, what each record holds, and which places on NVMe it keeps.
+"""Records steps of a model, keeps the places on NVMe that records name, and restores what was recorded.
 
 Which versions of units are committed is known when a step ends, the small state (a scheduler's next learning
 rate) when the next forward pass begins. Then :class:`infinity.shards.journal.Journal` writes the record.
+
+[Note: found, then put in place] Before the model of an interrupted run is built, the ranks agree on the
+newest commit (:mod:`infinity.shards.saved`). While it is built nothing is stored. Then :func:`restore` gives
+every unit its states. With as many ranks as before, a unit that is cut as it was keeps its extents, and is
+only read if it lives in host memory now. Any other unit is made anew from the old shards, chunk by chunk;
+until the first commit after that stands on all ranks the old files stay, so a crash loses nothing.
 """
 
+import contextlib
 import math
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from infinity.core.errors import StateError
-from infinity.core.nbytes import Transfer
-from infinity.partition.unit import Unit
+from torch import Tensor
+
+from infinity.core.errors import BEGIN_ANEW, DiskError, StateError
+from infinity.core.nbytes import ShardPiece, Span, Transfer, shard_pieces
+from infinity.nvme.volume import open_own
+from infinity.optim.rules import ADAMW
+from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Speculation
-from infinity.shards.homes import HostHome
-from infinity.shards.journal import CommitRecord, Journal, pack, unpack
-from infinity.shards.restore import describe
-from infinity.shards.saved import SavedRun
-from infinity.shards.snapshot import Snapshot
+from infinity.shards.homes import DiskHome, HostHome, Snapshot
+from infinity.shards.journal import ChunkExtents, CommitRecord, Journal, Version, pack, unpack
+from infinity.shards.saved import SavedRun, SavedUnit
+from infinity.shards.storage import ShardStore
 from infinity.shards.tiers import Tiers
+from infinity.shards.verified import load_sums
 
 #: Returns a step's small state, and a function for the rest, called when the next forward pass begins.
 SmallState = Callable[[], tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None]]
@@ -30,7 +44,7 @@ SmallState = Callable[[], tuple[Mapping[str, Any], Callable[[], Mapping[str, Any
 
 @dataclass(slots=True)
 class StepState:
-    """Holds the small state of the last recorded step, which is complete when the next forward begins."""
+    """Small state of the last recorded step; it is complete when the next forward begins."""
 
     packed: bytes = b""  # empty: no step has one
     step: int = 0  # whose state it is
@@ -54,11 +68,11 @@ _SEEN_STEPS = 4
 
 
 class CommitInterval:
-    """Chooses the steps that are recorded: every one, or as few as keep the cost of commits low.
+    """Chooses how many steps lie between two that are recorded, by what commits cost.
 
     A commit writes its record, and what lies in host memory, while the next step computes. How much longer
-    that step takes is measured: at first every second step is recorded, then every n-th, so that commits take
-    at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
+    that step takes is measured while every second step is recorded; then commits take at most 3.5 % of the
+    time. Where all states live on NVMe, every step is recorded.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -87,13 +101,7 @@ class CommitInterval:
 
 
 class Records:
-    """Records one model's steps, and hands over what is written for them.
-
-    Args:
-        commits: The journal; None if no process could go on with the run.
-        every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        speculation: Its prediction belongs to the small state of a step.
-    """
+    """Records one model's steps; without a journal ``commits`` no process could go on with the run."""
 
     def __init__(
         self, tiers: Tiers, units: Sequence[Unit], commits: Journal | None, every: int | None,
@@ -113,11 +121,11 @@ class Records:
 
     @property
     def recorded(self) -> int | None:
-        """Return the step of the last record that was handed over to be written; None: there is none."""
+        """Return the step of the last record that was handed over; None: there is none."""
         return self._kept[-1].step if self._kept else None
 
     def end_step(self) -> None:
-        """Begin to record the step that was just committed, if it is one that is recorded."""
+        """Begin to record the step that was just committed, if that is its turn."""
         self.steps += 1
         recorded = self.commits is not None and (self.steps % self.interval.every == 0 or self._void)
         if recorded:
@@ -154,9 +162,30 @@ class Records:
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         layout, store = None, self.tiers.store
         if self._layout != store.changes:
-            self._layout, layout = store.changes, describe(self.units, self.tiers)
+            self._layout, layout = store.changes, self._describe()
         world_size = self.units[0].world_size
         return CommitRecord(self.steps, versions, counts, world_size, layout=layout), landing
+
+    def _describe(self) -> dict[str, Any]:
+        """Return where the versions of every unit lie, and what lies there.
+
+        A unit whose values are loaded from a checkpoint again has none; the layout has that one's files.
+        """
+        storage, listed = self.tiers.storage, []
+        for unit in self.units:
+            versions = None
+            if not unit.home.reloadable:
+                disk = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
+                assert isinstance(disk, DiskHome)
+                versions = [version.to_plain() for version in disk.versions]
+            segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
+            listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
+        base = dict(self.tiers.base_files) if any(unit.home.reloadable for unit in self.units) else {}
+        drives = 0 if storage.files is None else len(storage.files.paths)
+        return {
+            "dtype": str(storage.layout.dtype), "rule": storage.rule.name, "drives": drives, "units": listed,
+            "base": base,
+        }  # fmt: skip
 
     def record(self, small: SmallState) -> None:
         """Add its small state to the step that :meth:`end_step` ended, if that is recorded."""
@@ -202,10 +231,7 @@ class Records:
     def take_over(
         self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
     ) -> None:
-        """Continue after a saved commit whose states are restored, with its versions of ``adopted`` units.
-
-        ``obsolete`` is called when the next commit stands on all ranks.
-        """
+        """Continue after a commit that :func:`restore` has put in place, with what that returned."""
         self.steps = self._small.step = saved.step
         self._small.packed = saved.state(rank)
         self._speculation.counter = unpack(self._small.packed)["predictor"]
@@ -215,7 +241,7 @@ class Records:
             if saved.own is not None:
                 record = saved.own.record
                 self.commits.take_over(record)
-            # Of this model's units: cut otherwise, it may have more than the record.
+            # Cut otherwise, this model may have more units than the record.
             places = (record.versions[u.index] if u.index in adopted else -1 for u in self.units)
             self._kept = [replace(record, versions=tuple(places), layout=None)]
 
@@ -247,17 +273,33 @@ class Records:
             self._kept = self._kept[-1:]
 
     def next_place(self, unit: Unit) -> int:
-        """Return the place that the unit's update or its commit writes; wait until it may be written."""
+        """Return the place that the unit's update or its commit writes; wait until it may be written.
+
+        A place that a save keeps is read first if the file system has no room for another one.
+        """
+        disk, snapshot = self.tiers.trained_disk(unit), self.tiers.snapshot
+        if self.tiers.storage.memory.versions == 1:
+            snapshot.wait_for(unit.index)
+            return unit.home.version
 
         def free_place() -> int | None:
-            return self.tiers.next_place(unit, [record.versions[unit.index] for record in self._kept])
+            taken = {snapshot.place(unit.index), *(record.versions[unit.index] for record in self._kept)}
+            if unit.home is disk:  # else the committed values are in memory, too
+                taken.add(disk.version)
+            return next((place for place in range(len(disk.versions)) if place not in taken), None)
 
         place = free_place()
         if place is None:
             self._pass_barrier()
             place = free_place()
-        if place is None:
-            place = self.tiers.spare_place(unit)
+        kept = snapshot.place(unit.index)
+        if place is None and kept is not None:
+            try:
+                disk.add_version()
+                place = len(disk.versions) - 1
+            except DiskError:
+                snapshot.wait_for(unit.index)
+                place = kept
         if place is None:  # the one that was being saved has been read meanwhile
             place = free_place()
         if place is None:
@@ -290,4 +332,194 @@ class Records:
             if isinstance(unit.home, HostHome):
                 ends = unit.home.storing or ends
             landing[unit.index] = ends if brought is None else [brought, *ends]
-        return self.tiers.pin(self.units, landing)
+        self.tiers.snapshot = Snapshot(self.tiers.storage, self.units, landing)
+        return self.tiers.snapshot
+
+
+#: Matches the name of a tile: that of its parameter, and its rows.
+_TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+def _discard(store: ShardStore, versions: Iterable[Version], paths: Iterable[Path]) -> None:
+    store.free_versions(versions)
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers) -> tuple[set[int], Callable[[], None]]:
+    """Restore this rank's part of every unit from the saved commit, in the unit's home.
+
+    Returns the units that have the places of that commit, and a call that gives up the other places, or the
+    files of the generation before: for when the next commit stands on all ranks. Raises a StateError, which
+    names the first difference, if the model or its frozen base is another one.
+    """
+    storage, store, own, any_rank = tiers.storage, tiers.store, saved.own, saved.own or saved.ranks[0]
+    dtype, was = str(tiers.layout.dtype), any_rank.layout["dtype"]
+    if was != dtype:
+        raise StateError(
+            f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
+        )
+    rule, was = storage.rule.name, any_rank.layout.get("rule", ADAMW.name)
+    if was != rule:
+        raise StateError(f"the interrupted run was updated by {was}, this one by {rule}: {BEGIN_ANEW}")
+    likes = {u.index for u in units if own is not None and _is_like(u, own.units, storage.chunk_numel)}
+    unsaved = {_whole(name)[0] for u in any_rank.units if not u.versions for name, _, _ in u.segments}
+    # The others have their values from a checkpoint that was loaded again, as in the interrupted run.
+    restored = [
+        u for u in units if not u.home.reloadable or any(s.whole_name not in unsaved for s in u.segments)
+    ]
+    if len(restored) < len(units):
+        _check_base(any_rank.layout.get("base", tiers.base_files), tiers.base_files)
+    firsts = {} if own is None else {own.files.rank: 0}  # the volume's number of each rank's first file
+    if any(unit.index not in likes for unit in restored):
+        for rank in range(saved.world_size):
+            if rank not in firsts:
+                firsts[rank] = store.volume.add_sealed([open_own(path) for path in saved.ranks[rank].data])
+                if storage.sums is not None:
+                    load_sums(storage.sums, saved.ranks[rank], firsts[rank])
+    tiers.pending = False
+    with contextlib.closing(_Reader(tiers, saved, firsts)) as reader:
+        for unit in restored:
+            if isinstance(unit.home, DiskHome):  # it may have been placed for values of a base
+                unit.home.free()
+            if own is not None and unit.index in likes:
+                was_here = own.units[unit.index]
+                for segment, steps in zip(unit.segments, was_here.counts, strict=True):
+                    segment.steps = steps
+                tiers.adopt(unit, list(was_here.versions), was_here.version)
+            else:
+                _make_anew(unit, tiers, reader)
+            unit.updates += 1
+    old = [saved.ranks[rank] for rank in firsts if own is None or rank != own.files.rank]
+    for each in old:  # another rank removes it, perhaps before this one
+        store.volume.drop_sealed(firsts[each.files.rank], len(each.data))
+        if storage.sums is not None:
+            storage.sums.drop(firsts[each.files.rank], len(each.data))
+    unused = [] if own is None else [unit for number, unit in enumerate(own.units) if number not in likes]
+    versions = [version for unit in unused for version in unit.versions]
+    paths = [path for each in old if own is None for path in each.paths(units[0].world_size)]
+    return likes, partial(_discard, store, versions, paths)
+
+
+def _check_base(was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise a StateError that names a file of the frozen base if it differs from the interrupted run's."""
+    other = next((name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)), None)
+    if other is not None:
+        how = "lacked it then" if other not in was else "holds other bytes" if other in now else "lacks it"
+        raise StateError(
+            f"the frozen base is not the one of the interrupted run: {other}: the checkpoint {how}. Put back "
+            f"the files that the run began with; {BEGIN_ANEW}"
+        )
+
+
+def _differs(how: str) -> StateError:
+    return StateError(
+        f"the model is not the one of the interrupted run, which {how}: build it as before; {BEGIN_ANEW}"
+    )
+
+
+def _whole(name: str) -> tuple[str, int]:
+    """Return the name of a parameter and 0, or of a tile's parameter and the tile's first row in it."""
+    tile = _TILE.fullmatch(name)
+    return (name, 0) if tile is None else (tile[1], int(tile[2]))
+
+
+def _is_like(unit: Unit, saved: Sequence[SavedUnit], chunk_numel: int) -> bool:
+    """Return whether the saved unit of this index has the same segments, in chunks that fit staging."""
+    was = saved[unit.index] if unit.index < len(saved) else None
+    return (
+        was is not None
+        and bool(was.versions)
+        and was.numel == unit.numel
+        and list(was.segments) == [(s.name, s.offset, tuple(s.shape)) for s in unit.segments]
+        and all(chunk.numel <= chunk_numel for version in was.versions for chunk in version.chunks)
+    )
+
+
+def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
+    spans: list[Span] = []
+    old: dict[Hashable, tuple[int, int]] = {}
+    for s in unit.segments:
+        for place in reader.find(s):
+            s.steps = place.steps
+            start, stop = max(s.first, place.first), min(s.first + s.numel, place.stop)
+            source, shift = (s.whole_name, start), s.offset - s.first
+            spans.append(Span(source, start + shift, stop + shift))
+            old[source] = (place.unit, place.offset + start - place.first)
+    for start, weight, state in tiers.make_anew(unit):
+        fields = (weight, *state)
+        for values in fields:
+            values.zero_()
+        first = unit.shard_start + start
+        for piece in shard_pieces(first, first + len(weight), spans, old, reader.shard_numels):
+            stop = piece.target + piece.stop - piece.start
+            reader.read(piece, tuple(values[piece.target : stop] for values in fields))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Locates elements ``[first, stop)`` of a parameter by their old unit and offset; has its step count.
+
+    ``shape`` is the parameter's without its first dimension, if it has any.
+    """
+
+    unit: int
+    offset: int
+    shape: tuple[int, ...]
+    steps: int
+    first: int
+    stop: int
+
+
+class _Reader:
+    """Reads ranges of saved units; keeps the chunk that was read last."""
+
+    def __init__(self, tiers: Tiers, saved: SavedRun, firsts: Mapping[int, int]) -> None:
+        self._tiers, self._saved, self._firsts = tiers, saved, firsts
+        self._places: dict[str, list[_Place]] = {}
+        units = (saved.own or saved.ranks[0]).units
+        for index, unit in enumerate(units):
+            for (tile, offset, shape), steps in zip(unit.segments, unit.counts, strict=True):
+                (name, row), inner = _whole(tile), shape[1:]
+                first = row * math.prod(inner)
+                place = _Place(index, offset, inner, steps, first, first + math.prod(shape))
+                self._places.setdefault(name, []).append(place)
+        self.shard_numels = [unit.numel // saved.world_size for unit in units]
+        self._held = contextlib.ExitStack()
+        self._chunk: ChunkExtents | None = None
+        self._fields: tuple[Tensor, ...] = ()
+
+    def find(self, segment: Segment) -> list[_Place]:
+        """Return where the elements of a parameter or tile were saved; a StateError if they were nowhere."""
+        name, shape = segment.whole_name, tuple(segment.whole_shape)
+        places = self._places.get(name, [])
+        numel = sum(place.stop - place.first for place in places)
+        if not places:
+            raise _differs(f"has no {name}; this one has shape {shape}")
+        inner = places[0].shape
+        if inner != shape[1:] or numel != math.prod(shape):
+            was = numel // max(1, math.prod(inner)), *inner
+            raise _differs(f"has {name} of shape {was}; this one has shape {shape}")
+        if segment.numel == segment.whole_shape.numel():
+            return places
+        stop = segment.first + segment.numel
+        return [place for place in places if place.first < stop and segment.first < place.stop]
+
+    def read(self, piece: ShardPiece, into: tuple[Tensor, ...]) -> None:
+        unit, at = self._saved.ranks[piece.rank].units[piece.unit], piece.start
+        if not unit.versions:
+            raise _differs(f"loads {unit.segments[0][0]} from a checkpoint, frozen")
+        while at < piece.stop:
+            chunk = next(c for c in unit.committed.chunks if c.start <= at < c.start + c.numel)
+            if self._chunk is not chunk:
+                self.close()
+                here = chunk.shifted(self._firsts[piece.rank])
+                self._chunk, self._fields = chunk, self._held.enter_context(self._tiers.store.reading(here))
+            end = min(piece.stop, chunk.start + chunk.numel)
+            for target, values in zip(into, self._fields, strict=True):
+                target[at - piece.start : end - piece.start] = values[at - chunk.start : end - chunk.start]
+            at = end
+
+    def close(self) -> None:
+        self._chunk, self._fields = None, ()
+        self._held.close()

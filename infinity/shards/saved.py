@@ -17,8 +17,7 @@ from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import ADAMW, RULES
+from infinity.optim.rules import ADAMW, RULES, StateLayout
 from infinity.shards.journal import (
     MALFORMED,
     MOST_PLACES,
@@ -28,9 +27,26 @@ from infinity.shards.journal import (
     Journal,
     RankFiles,
     Resume,
+    Version,
     read_journal,
     whole_numbers,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedUnit:
+    """Describes one rank's shard of a unit in a commit."""
+
+    numel: int  # of the unit
+    segments: Sequence[tuple[str, int, tuple[int, ...]]]  # name, offset and shape of each parameter
+    counts: Sequence[int]  # updates that each of them has had
+    versions: Sequence[Version]  # in files numbered by drive; empty: its values are those of a checkpoint
+    version: int  # the committed one among them
+
+    @property
+    def committed(self) -> Version:
+        """The committed version; without chunks if the values are those of a checkpoint."""
+        return self.versions[self.version % len(self.versions)] if self.versions else Version(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +56,23 @@ class SavedRank:
     files: RankFiles
     journal: Path
     record: CommitRecord
-    layout: Mapping[str, Any]  # of versions; see infinity.shards.restore.describe
+    layout: Mapping[str, Any]  # what all units have in common; see Records
+    units: Sequence[SavedUnit]
     data: Sequence[Path]  # by number of the drive
     spaces: Sequence[Space]  # what the extents of its units take in each of them
 
     def committed(self) -> Iterator[tuple[str, Piece]]:
-        """Yield each piece of the committed versions, with the name of a parameter of its unit.
+        """Yield each piece of the committed versions, with the name of a parameter of its unit."""
+        for unit in self.units:
+            for piece in unit.committed.pieces:
+                yield unit.segments[0][0] if unit.segments else "padding", piece
 
-        Pieces number the files by drive.
-        """
-        for unit, which in zip(self.layout["units"], self.record.versions, strict=True):
-            versions = unit["versions"] or [[]]
-            for piece in _pieces_of(versions[which % len(versions)]):
-                yield unit["segments"][0][0] if unit["segments"] else "padding", Piece(*piece)
-
-
-def _pieces_of(version: Any) -> Iterator[Any]:
-    return (piece for chunk in version for extent in chunk[2:] for piece in extent)
+    def paths(self, world_size: int) -> Iterator[Path]:
+        """Yield each file of the rank's generation, and its locks if it is none of ``world_size`` ranks."""
+        for folder in {self.journal.parent, *(path.parent for path in self.data)}:
+            yield from folder.glob(f"{self.files.stem}[-.]*")
+            if self.files.rank >= world_size:
+                yield folder / f"rank{self.files.rank}.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +240,7 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
     assert contents.head is not None  # it comes before the first commit
     files, layout = contents.head.owner, record.layout or {}
     try:
-        spaces = _check_layout(layout, record)
+        units, spaces = _parse(layout, record)
     except MALFORMED as error:
         raise CorruptJournalError(
             f"{contents.path}: step {record.step} contradicts itself ({first_line(error)})"
@@ -243,46 +259,44 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
         if size < space.end:
             raise ChangedFileError(paths[0], f"was cut to {size} bytes of at least {space.end}")
         data += paths
-    return SavedRank(files, contents.path, record, layout, data, spaces)
+    return SavedRank(files, contents.path, record, layout, units, data, spaces)
 
 
-def _check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
-    """Return the space that extents take of each drive; raise one of ``MALFORMED`` if they are not valid."""
+def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedUnit], list[Space]]:
+    """Return the units, and the space that they take of each drive; raise one of ``MALFORMED``."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
     [drives] = whole_numbers([layout["drives"]], most=2**12)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
-    whole = drives > 0 and len(layout["units"]) == len(record.versions)
-    whole &= type(layout.get("base", {})) is dict
-    for unit, counts in zip(layout["units"], record.counts, strict=True):
-        [numel], segments, versions = whole_numbers([unit["numel"]]), unit["segments"], unit["versions"]
+    whole, units = drives > 0 and type(layout.get("base", {})) is dict, list[SavedUnit]()
+    for unit, counts, which in zip(layout["units"], record.counts, record.versions, strict=True):
+        [numel], versions = whole_numbers([unit["numel"]]), [*map(Version.of_plain, unit["versions"] or ())]
+        segments = [
+            (name, *whole_numbers([at]), whole_numbers(shape)) for name, at, shape in unit["segments"]
+        ]
         whole &= not numel % record.world_size and len(segments) == len(counts)
-        for name, offset, shape in segments:
-            [offset] = whole_numbers([offset])
-            whole &= type(name) is str and offset + math.prod(whole_numbers(shape)) <= numel
-        whole &= versions is None or 1 <= len(versions) <= MOST_PLACES
-        for version in versions or ():
+        whole &= all(type(name) is str and at + math.prod(shape) <= numel for name, at, shape in segments)
+        whole &= len(versions) <= MOST_PLACES and (unit["versions"] is None or bool(versions))
+        for version in versions:
             whole &= _has_shard(version, numel // record.world_size, sizes)
-            for file, offset, nbytes in map(whole_numbers, _pieces_of(version)):
-                whole &= nbytes > 0 and not (offset % BLOCK_NBYTES or nbytes % BLOCK_NBYTES)
-                taken[file].append((offset, nbytes))
+            for piece in version.pieces:
+                whole &= piece.nbytes > 0 and not (piece.offset % BLOCK_NBYTES or piece.nbytes % BLOCK_NBYTES)
+                taken[piece.file].append((piece.offset, piece.nbytes))
+        units.append(SavedUnit(numel, segments, counts, versions, which))
     if not whole:
         raise ValueError("numbers that do not fit together")
-    return [Space.of(ranges) for ranges in taken]
+    return units, [Space.of(ranges) for ranges in taken]
 
 
-def _has_shard(version: Any, shard_numel: int, sizes: StateLayout) -> bool:
+def _has_shard(version: Version, shard_numel: int, sizes: StateLayout) -> bool:
+    exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     at, whole = 0, True
-    for start, numel, *extents in version:
-        whole_numbers([start, numel])
-        allowed = (
-            (sizes.weight_nbytes(numel),),
-            (0, sizes.only(exact=True).state_nbytes(numel)),
-            (0, sizes.only(moments=True).state_nbytes(numel)),
-        )
-        found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
-        whole &= start == at and numel > 0 and all(n in m for n, m in zip(found, allowed, strict=True))
-        at += numel
+    for chunk in version.chunks:
+        whole &= chunk.start == at and chunk.numel > 0
+        whole &= chunk.weight.nbytes == sizes.weight_nbytes(chunk.numel)
+        whole &= chunk.exact.nbytes in (0, exact.state_nbytes(chunk.numel))
+        whole &= chunk.moments.nbytes in (0, moments.state_nbytes(chunk.numel))
+        at += chunk.numel
     return whole and at == shard_numel
 
 
@@ -293,6 +307,7 @@ class RunFiles:
         resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will look
             for it again.
         stack: Gives the directories back, last of all that it closes.
+        synced: Commits survive a power cut.
         note: Called with a line for people about each thing that the machine lacks.
     """
 
@@ -310,8 +325,25 @@ class RunFiles:
             stack.callback(self._end_directory, directories[-1], ranks.world_size)
         stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
+        where = ", ".join(map(str, folders))
         if resume is not None:
-            self._files = self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
+            self.saved = saved = None if resume == "never" else find_saved(folders, ranks, note)
+            self._looked = saved is None
+            if saved is None and resume == "must":
+                raise StateError(
+                    f"run.resume=must, but there is no commit in {where}; run.resume=auto begins a new run "
+                    "there"
+                )
+            if saved is not None and memory.versions == 1:
+                raise StateError(
+                    f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
+                    f"memory.versions=2 to go on; {BEGIN_ANEW}"
+                )
+            clear(folders, ranks, keep=0 if saved is None else saved.generation)
+            if saved is None:
+                self._files = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+            else:
+                self._files = RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
@@ -323,27 +355,6 @@ class RunFiles:
             stack.callback(self.journal.close)
         named = [directory.file(self._files.data(drive)) for drive, directory in enumerate(directories)]
         self.paths: Sequence[Path] = named if own is None else own.data  # one on each drive
-
-    def _look_for_commit(
-        self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object], *,
-        versions: int,
-    ) -> RankFiles:  # fmt: skip
-        where = ", ".join(map(str, folders))
-        self.saved = saved = None if resume == "never" else find_saved(folders, ranks, note)
-        self._looked = saved is None
-        if saved is None and resume == "must":
-            raise StateError(
-                f"run.resume=must, but there is no commit in {where}; run.resume=auto begins a new run there"
-            )
-        if saved is not None and versions == 1:
-            raise StateError(
-                f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
-                f"memory.versions=2 to go on; {BEGIN_ANEW}"
-            )
-        clear(folders, ranks, keep=0 if saved is None else saved.generation)
-        if saved is None:
-            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
-        return RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
 
     def _finish(self, directories: list[RunDirectory]) -> None:
         """Mark the run as over in every directory, before the first file goes."""

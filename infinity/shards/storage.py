@@ -12,9 +12,8 @@ version get room when the unit is first trained.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,76 +22,17 @@ from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.errors import StateError
-from infinity.core.nbytes import Extent, Piece, Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool, Lease, Pool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
-from infinity.optim.layout import CHUNK_NUMEL, StateLayout, store_master
-from infinity.optim.rules import UpdateRule, default_rule
-from infinity.shards.journal import Journal, Resume
+from infinity.optim.rules import CHUNK_NUMEL, StateLayout, UpdateRule, default_rule, store_master
+from infinity.shards.journal import ChunkExtents, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
-from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums
-
-_NOWHERE = Extent(())
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkExtents:
-    """Elements ``[start, start + numel)`` of a shard in one version."""
-
-    start: int
-    numel: int
-    weight: Extent
-    exact: Extent = _NOWHERE  # what the exact values have beyond the weights; empty: nothing
-    moments: Extent = _NOWHERE  # empty while the unit was never trained
-
-    @property
-    def state(self) -> Extent:
-        """The extents of everything but the weights."""
-        return self.exact + self.moments
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return self.weight.pieces + self.exact.pieces + self.moments.pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One of the places where a unit's shard is on NVMe."""
-
-    chunks: tuple[ChunkExtents, ...]
-
-    @property
-    def weight(self) -> Extent:
-        """The extent of all weights of the shard, in order."""
-        return sum((chunk.weight for chunk in self.chunks), _NOWHERE)
-
-
-def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
-    """Return versions as lists of numbers, for a file."""
-
-    def plain(extent: Extent) -> list[list[int]]:
-        return [[piece.file, piece.offset, piece.nbytes] for piece in extent.pieces]
-
-    return [
-        [[c.start, c.numel, plain(c.weight), plain(c.exact), plain(c.moments)] for c in version.chunks]
-        for version in versions
-    ]
-
-
-def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
-    """Return versions from what :func:`versions_to_plain` gave, in files numbered from ``first`` on."""
-
-    def extent(pieces: list[list[int]]) -> Extent:
-        return Extent(tuple(Piece(first + file, offset, nbytes) for file, offset, nbytes in pieces))
-
-    return [
-        Version(tuple(ChunkExtents(start, numel, *map(extent, rest)) for start, numel, *rest in chunks))
-        for chunks in plain
-    ]
+from infinity.shards.verified import VerifiedEngine, load_sums
 
 
 def chunk_places(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:
@@ -105,7 +45,7 @@ class ShardStore:
     """Room on NVMe for the shards of this rank; moves their chunks through memory of ``pool``."""
 
     def __init__(
-        self, volume: Volume, engine: TransferEngine, pool: Pool, layout: StateLayout, *,
+        self, volume: Volume, engine: WatchedEngine, pool: Pool, layout: StateLayout, *,
         versions: int, chunk_numel: int,
     ) -> None:  # fmt: skip
         self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
@@ -183,15 +123,15 @@ class Storage:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
         self.rule: UpdateRule = default_rule()
         self.layout: StateLayout = self.rule.layout(dtype)
-        self.stack = contextlib.ExitStack()  # what ends with this; called before files and memory go
+        self.stack = contextlib.ExitStack()  # closes the engine, removes the files, releases the memory
         self.host_pool = self.stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None  # files on NVMe; None without a directory, as what follows
         self.engine: TransferEngine | None = None
-        self.units_engine: WatchedEngine | None = None  # the same for shards, which can be watched
         self.store: ShardStore | None = None
         self.files: RunFiles | None = None  # this rank's directories of the run
+        self.saved: SavedRun | None = None  # the last commit of the interrupted run that this one continues
         self.commits: Journal | None = None  # None if no process could go on with the run
-        self.sums: BlockSums | None = None  # by which every read is checked; None: without memory.verify
+        self.sums: VerifiedEngine | None = None  # checks every read; None: without memory.verify
         # Elements of a staged chunk; bytes for shards that stay, and beside an accelerator their gradients.
         self.chunk_numel, self.resident_nbytes = CHUNK_NUMEL, host_nbytes
         if memory.nvme:
@@ -205,20 +145,13 @@ class Storage:
         self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
         note: Callable[[str], object],
     ) -> None:  # fmt: skip
-        """Make or find this rank's files in every directory of ``memory.nvme``; without one do nothing.
-
-        Args:
-            resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will
-                look for it again.
-            synced: Commits survive a power cut.
-            note: Gets a line for people about each thing that the machine lacks.
-        """
+        """Make or find this rank's files in every directory of ``memory.nvme``; see :class:`RunFiles`."""
         if not self.memory.nvme:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
         files = RunFiles(self.memory, run_id, ranks, resume, self.stack, synced=synced, note=note)
-        self.files = files
+        self.files, self.saved = files, files.saved
         own = None if files.saved is None else files.saved.own
         weights = stripe_weights([path.parent for path in files.paths])
         self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces)
@@ -228,14 +161,12 @@ class Storage:
                 note(line)
         self.engine = make_engine(self.memory.engine, self.volume, note)
         if self.memory.verify:
-            self.sums = BlockSums()
+            self.engine = self.sums = VerifiedEngine(self.engine, self.volume)
             self.sums.add(0, ranks.rank, len(files.paths))
-            self.volume.on_zeros = self.sums.set_zeros
-            self.engine = VerifiedEngine(self.engine, self.sums, self.volume)
             if own is not None:
                 load_sums(self.sums, own, 0, note)
         self.stack.callback(self.engine.close)
-        self.units_engine = WatchedEngine(self.engine, timeline)
+        units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
@@ -243,7 +174,7 @@ class Storage:
             self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
             self.stack.callback(self.commits.close)  # before the files that it syncs
         self.store = ShardStore(
-            self.volume, self.units_engine, self.host_pool, self.layout,
+            self.volume, units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
 
@@ -252,11 +183,6 @@ class Storage:
         if synced and self.volume is not None:
             self.volume.sync()
         return [] if self.sums is None else self.sums.snapshot(drives)
-
-    @property
-    def saved(self) -> SavedRun | None:
-        """The last commit of the interrupted run that this one continues."""
-        return None if self.files is None else self.files.saved
 
     @property
     def keep(self) -> bool:
@@ -278,10 +204,6 @@ class Storage:
         """The most bytes of one buffer that moves activations to and from NVMe."""
         nbytes = budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
         return min(nbytes, self.chunk_nbytes) if self.memory.nvme else nbytes
-
-    def close(self) -> None:
-        """Close the engine, remove the files, release the memory. May be called twice."""
-        self.stack.close()
 
     @property
     def chunk_nbytes(self) -> int:

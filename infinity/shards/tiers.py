@@ -1,19 +1,15 @@
 """Placement of shards: which home a unit gets within the budgets, and its exact values there.
 
-A unit that fits the host budget stays there; the others live on NVMe. With one rank and no accelerator, the
-home of a unit in host memory *is* its flat buffer.
+A unit that fits the host budget stays there, a quantized one of a frozen base in its stored form; the others
+live on NVMe. With one rank and no accelerator, the home of a unit in host memory *is* its flat buffer.
 
 [Note: frozen units] While a model is built, nobody knows yet which units will be trained. So a unit first
-gets its weights and what makes them exact, and the host budget only sets aside the bytes of its moments. When
-an optimizer is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives the bytes
-set aside for frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then.
-
-A quantized unit of a frozen base is kept in host memory in its stored form, a quarter to a half of its
-weights. Its exact values are those of the checkpoint's files.
+gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
+is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
+frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 
 import torch
@@ -24,12 +20,12 @@ from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes
-from infinity.optim.layout import master_of, store_master
-from infinity.partition.unit import Unit
+from infinity.optim.rules import master_of, store_master
+from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.base import BaseHome, FrozenBase
-from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome
-from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.storage import ShardStore, Storage, Version, chunk_places
+from infinity.shards.homes import DeviceShards, DiskHome, HostHome, Snapshot
+from infinity.shards.journal import Version
+from infinity.shards.storage import ShardStore, Storage, chunk_places
 
 
 class Tiers:
@@ -46,7 +42,7 @@ class Tiers:
         self.pending = False
         self.on_device: DeviceShards | None = None  # shards that are on the accelerator, too
         self.before_write: Callable[[], object] = lambda: None  # before values are written in place
-        self.snapshot = self._snapshot({})  # what is saved beside training; any thread may end that
+        self.snapshot = Snapshot(storage, (), {})  # what is saved beside training; any thread may end that
 
     @property
     def store(self) -> ShardStore:
@@ -69,7 +65,7 @@ class Tiers:
         return nbytes + (rounded(layout.only(moments=True).state_nbytes(n)) if moments else 0)
 
     def _trained_nbytes(self, unit: Unit) -> int:
-        """Return the further bytes of a trained unit: moments, and beside an accelerator its gradient."""
+        """Return what training adds: moments, and beside an accelerator the gradient."""
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel))
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
 
@@ -81,7 +77,7 @@ class Tiers:
         return unit.shard_numel * self.gradient_dtype(unit).itemsize
 
     def _take(self, unit: Unit, nbytes: int) -> bool:
-        """Let a unit have this many bytes of the budget; False: they are not there, nothing changed."""
+        """Let a unit have this many bytes of the budget; False: they are not there."""
         before = self.taken.get(unit.index, 0)
         fits = nbytes <= before or sum(self.taken.values()) - before + nbytes <= self.resident_nbytes
         if fits:
@@ -112,9 +108,9 @@ class Tiers:
             )
 
     def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
-        """Make room for what is trained now; all ranks must freeze the same units. See [Note: frozen units].
+        """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units].
 
-        If ``movable``, no unit is in use yet, and homes may change.
+        All ranks must freeze the same units.
         """
         units = list(units)
         if movable:
@@ -199,7 +195,7 @@ class Tiers:
         assert isinstance(home, DiskHome), f"{unit.name} has no home on NVMe yet"
         return home
 
-    def _move(self, unit: Unit, home: ShardHome) -> None:
+    def _move(self, unit: Unit, home: Home) -> None:
         """Give a unit another home; it is read where it lies no more."""
         if isinstance(unit.home, BaseHome):
             self.snapshot.wait_for(unit.index)
@@ -218,17 +214,17 @@ class Tiers:
         """Store exact values of this rank's shard; a new unit gets its home first.
 
         Args:
-            master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
-                the compute dtype; ``moments`` those of the moments, called after it; None: they are zero.
+            master: Returns elements ``[start, stop)`` of the full flat buffer, in fp32, or in bf16 where that
+                is exact and the compute dtype; ``moments`` those of each moment; None: they are zero.
         """
-        if not isinstance(unit.home, ShardHome):
+        if type(unit.home) is Home:  # it has none yet
             self.place(unit)
             if isinstance(unit.home, BaseHome):
                 unit.home.reloadable = True
                 return  # with its values
         if self._is_restoring(unit):
             return
-        trains = isinstance(unit.home, ShardHome) and unit.home.trains
+        trains = unit.home.trains
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             part = unit.shard_start + start, unit.shard_start + start + len(weight)
             store_master(self.layout, master(*part), weight, state)
@@ -262,7 +258,7 @@ class Tiers:
         return tuple(out)
 
     def chunk_fields(self, unit: Unit) -> Generator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield the first element and the fp32 fields of each chunk, which are valid until the next one."""
+        """Yield the first element and the fp32 fields of each chunk, valid until the next one."""
         for start, weight, state in self._each_chunk(unit):
             yield start, self.layout.full_values(weight, state)
 
@@ -278,7 +274,7 @@ class Tiers:
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
         """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype; the moments stay.
 
-        A weight that equals the one ``before`` keeps its exact value; any other becomes its own exact value.
+        A weight that equals the one ``before`` keeps its exact value.
         """
         for start, stored, state in self._each_chunk(unit, write=True):
             part = slice(start, start + len(stored))
@@ -306,7 +302,6 @@ class Tiers:
             return
         if write and isinstance(home, BaseHome):
             home = self._on_disk(unit)
-        assert isinstance(home, ShardHome)
         yield from home.chunks(read=read, write=write)
 
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
@@ -320,7 +315,7 @@ class Tiers:
             self._move(unit, disk)
 
     def make_anew(self, unit: Unit) -> Iterator[Chunk]:
-        """Give a unit room, and yield its chunks for the caller to fill; they are then stored."""
+        """Give a unit room, and yield its chunks, which are stored when the caller has filled them."""
         if isinstance(unit.home, HostHome):
             unit.home.version = 0
         else:
@@ -337,7 +332,7 @@ class Tiers:
             home.wait()
 
     def bring_home(self, unit: Unit) -> Transfer | None:
-        """Start to copy a unit's newest values from the accelerator to host memory; None: none are there."""
+        """Start to copy a unit's newest values to host memory; None: they are there."""
         if self.on_device is None or not isinstance(unit.home, HostHome):
             return None
         preserve, storing = self.snapshot.preserve, unit.home.storing  # not a snapshot that is yet to be made
@@ -355,40 +350,8 @@ class Tiers:
         disk.train()
         return disk
 
-    def next_place(self, unit: Unit, recorded: Container[int]) -> int | None:
-        """Return the place that an update or a commit writes next; None: none is free now.
-
-        ``recorded`` are the places that commit records name; a crash must leave them whole.
-        """
-        disk = self.trained_disk(unit)
-        if self.storage.memory.versions == 1:
-            self.snapshot.wait_for(unit.index)
-            return unit.home.version
-        taken = {self.snapshot.place(unit.index)}
-        if unit.home is disk:  # else the committed values are in memory, too
-            taken.add(disk.version)
-        places = range(len(disk.versions))
-        return next((place for place in places if place not in taken and place not in recorded), None)
-
-    def spare_place(self, unit: Unit) -> int | None:
-        """Return a place to write where a save keeps :meth:`next_place` from one; None: no save does.
-
-        A new place is made. If the file system is full, this blocks until the save has read its place, and
-        returns that.
-        """
-        pinned = self.snapshot.place(unit.index)
-        if pinned is None:
-            return None
-        disk = self._on_disk(unit)
-        try:
-            disk.add_version()
-        except DiskError:
-            self.snapshot.wait_for(unit.index)
-            return pinned
-        return len(disk.versions) - 1
-
     def add_versions(self, units: Iterable[Unit]) -> bool:
-        """Give units on NVMe a third place: one is recorded while two alternate; False: there is no room."""
+        """Give units on NVMe a third place, which may be recorded while two alternate; False: no room."""
         self.store.versions = 3
         try:
             for home in (unit.home for unit in units):
@@ -399,33 +362,7 @@ class Tiers:
             return False
         return True
 
-    def pin(self, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]) -> Snapshot:
-        """Keep the present values of all units until they are read, or :meth:`unpin`; between two steps."""
-        sources = {}
-        for unit in units:
-            home = unit.home
-            if isinstance(home, BaseHome):
-                values_of = self.layout.full_values
-                lasting = ((start, values_of(weight, state)) for start, weight, state in home.chunks())
-                sources[unit.index] = Source(lasting=lasting)
-                continue
-            source = sources[unit.index] = Source(landing=landing.get(unit.index, ()))
-            disk: object = home
-            if isinstance(home, HostHome):
-                source.values, source.chunks = home.values(), home.places
-                disk = home.copy if home.recorded else None
-            if isinstance(disk, DiskHome):
-                source.version, source.place = disk.committed, disk.version % len(disk.versions)
-                source.chunks = [(chunk.start, chunk.numel) for chunk in source.version.chunks]
-        self.snapshot = self._snapshot(sources)
-        return self.snapshot
-
     def unpin(self) -> None:
         """End the save beside training. May be called twice."""
-        snapshot, self.snapshot = self.snapshot, self._snapshot({})
+        snapshot, self.snapshot = self.snapshot, Snapshot(self.storage, (), {})
         snapshot.close()
-
-    def _snapshot(self, sources: Mapping[int, Source]) -> Snapshot:
-        store = self.storage.store
-        reading = (lambda *_: nullcontext(())) if store is None else store.reading  # none is read there
-        return Snapshot(sources, self.layout, self.storage.host_pool, reading)

@@ -4,21 +4,20 @@
 memory; this module carries out its actions with transfers, the pipeline, threads and streams.
 
 [Note: what is forgotten] Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates
-are rolled back, and the next update overwrites the next version. A unit in host memory has one place, so it
-is only updated at ``step``.
+are rolled back, and the next update overwrites the next version.
 
-[Note: shards in host memory] A unit in host memory is updated in its place, at ``step``. For a commit it is
-also written to NVMe, into its next version, while the next step computes; its next update waits until these
-writes have ended. With an accelerator, a thread updates it beside the next forward, whose upload of the unit
-waits for that. A unit that is on the accelerator, too, is updated there, also beside the next forward
-(:mod:`infinity.shards.homes`). For a commit it is brought home first, and its next update waits for nothing.
+[Note: shards in host memory] A unit in host memory has one place, so it is only updated at ``step``. For a
+commit it is also written to NVMe while the next step computes; its next update waits until these writes have
+ended. Beside an accelerator, a thread updates it during the next forward, whose upload of the unit waits for
+that. A unit that is on the accelerator, too, is updated there (:mod:`infinity.shards.homes`). For a commit it
+is brought home first, and its next update waits for nothing.
 """
 
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -32,14 +31,14 @@ from infinity.optim.rules import Rule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome
-from infinity.shards.journal import Journal
+from infinity.shards.journal import NOWHERE, Journal
 from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
 
 
 class Weights(NamedTuple):
-    """Committed weights of a shard in memory, if any; its update also writes the new ones to ``stay``."""
+    """Committed weights of a shard in memory, if any, and where else its update writes the new ones."""
 
     values: Tensor | None = None  # (shard_numel,) in the compute dtype; None: the update reads them from NVMe
     lease: Lease | None = None  # given back when the update has read them; None: it is not its own
@@ -67,14 +66,14 @@ class PendingUpdate:
     weights: Weights
     used: tuple[Segment, ...]  # parameters that have a gradient
     grad_scale: float = 1.0  # the clip coefficient, as far as it is known
-    future: UpdateFuture | None = None  # of the update, when it has started
+    future: UpdateFuture = field(init=False)  # once the update has started; another one if it starts again
     place: int | None = None  # the version that a job in the pipeline writes
     job: UpdateJob | None = None
     stored: Transfer | None = None  # ends when the gradient is on NVMe; None: it stays in memory
 
 
 class StoredGradients:
-    """Gradients of the ``chosen`` units, which wait on NVMe: see :mod:`infinity.planner.updates`."""
+    """Gradients of the ``chosen`` units, which wait on NVMe."""
 
     def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
         self._tiers, self._units = tiers, units
@@ -95,7 +94,7 @@ class StoredGradients:
         return self._places[unit.index]
 
     def write(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start to write a unit's gradient, once nothing reads or writes its place any more."""
+        """Start to write a unit's gradient, once nothing uses its place any more."""
         self._wait_for_place(unit.index)
         stored = self._writes[unit.index] = self._tiers.store.engine.write(self.place_of(unit), memory)
         return stored
@@ -106,10 +105,7 @@ class StoredGradients:
                 last.wait()
 
     def place(self, indices: frozenset[int], in_use: Iterable[int]) -> None:
-        """Store gradients of exactly these units on NVMe, from the next step on.
-
-        The places of units ``in_use`` stay, since they may still be read.
-        """
+        """Store gradients of exactly these units from the next step on; places ``in_use`` stay."""
         self.chosen = indices
         for index in self._places.keys() - indices - set(in_use):
             self._wait_for_place(index)
@@ -129,9 +125,8 @@ class Updates:
     Args:
         rule: Updates shards in host memory, on the threads of ``beside`` or, if that is None, the caller's.
         pipeline: Updates shards on NVMe; None: all are resident.
-        commits: None: no process could go on with the run.
+        commits, every: As for :class:`Records` and :class:`CommitInterval`.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
-        every: Steps from one recorded commit to the next; None: as many as hide its cost.
     """
 
     def __init__(
@@ -152,7 +147,7 @@ class Updates:
         self._lock = threading.Lock()  # guards the states of updates
 
     def announce(self, incoming: Transfer) -> None:
-        """Expect a gradient that is passed to :meth:`add` before ``incoming`` ends; any thread."""
+        """Expect a gradient that :meth:`add` gets before ``incoming`` ends; any thread."""
         self._incoming.append(incoming)
 
     def wait_for_gradients(self) -> None:
@@ -165,11 +160,10 @@ class Updates:
         self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
         used: tuple[Segment, ...],
     ) -> None:  # fmt: skip
-        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
+        """Take in a shard's complete gradient, ``(shard_numel,)``, and the sum of its squares; any thread.
 
         Args:
             grad: In ``lease``: host memory, or the accelerator's for units that are updated there.
-            squares: The sum of its squares.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         update = ShardUpdate(
@@ -233,8 +227,7 @@ class Updates:
     def validate(self, grad_scale: float) -> bool:
         """Let speculated updates stand if their numbers were right; False: call :meth:`roll_back` next.
 
-        Raises:
-            StateError: They were wrong, and the gradients were not kept.
+        Raises a StateError if they were wrong, and the gradients were not kept.
         """
         changed = self.hypers.changed
         right = grad_scale == 1.0 and not changed
@@ -257,7 +250,6 @@ class Updates:
         for pending in speculated:
             self._on(pending, pending.update.roll_back)
         for pending in speculated:
-            assert pending.future is not None
             assert pending.job is not None
             pending.future.wait()
             if pending.weights.stay is not None:
@@ -329,29 +321,29 @@ class Updates:
 
     def _start(self, pending: PendingUpdate) -> None:
         unit = pending.unit
-        future = UpdateFuture(pending.update)
+        pending.future = future = UpdateFuture(pending.update)
         if unit.home.tier is Tier.NVME:
-            start = self._in_pipeline(pending, future)
+            start = self._in_pipeline(pending)
         else:
-            start = (self._on_device if unit.index in self.chosen else self._in_place)(pending, future)
-        pending.future = unit.home.updating = future  # from here on fetches wait for it
+            start = (self._on_device if unit.index in self.chosen else self._in_place)(pending)
+        unit.home.updating = future  # from here on fetches wait for it
         try:
             start()
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
 
-    def _on_device(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+    def _on_device(self, pending: PendingUpdate) -> Callable[[], object]:
         home, dtype, on_device = pending.unit.home, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
         assert isinstance(home, HostHome)
         home.recorded = False  # its values in host memory stay
         return partial(
             on_device.update, pending.unit, home, lambda: pending.lease.tensor.view(dtype),
-            self._runs(pending), home.updating, partial(self._landed, pending, future),
+            self._runs(pending), home.updating, partial(self._landed, pending),
         )  # fmt: skip
 
-    def _in_place(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+    def _in_place(self, pending: PendingUpdate) -> Callable[[], object]:
         runs, home = self._runs(pending), pending.unit.home
         assert isinstance(home, HostHome)
         home.recorded = False
@@ -372,11 +364,11 @@ class Updates:
                 if self.beside is None:
                     raise
                 error = raised.with_traceback(None)
-            self._landed(pending, future, error)
+            self._landed(pending, error)
 
         return play if self.beside is None else partial(self.beside.submit, play)
 
-    def _in_pipeline(self, pending: PendingUpdate, future: UpdateFuture) -> Callable[[], object]:
+    def _in_pipeline(self, pending: PendingUpdate) -> Callable[[], object]:
         """Return a call that updates a unit on NVMe by chunks, from its committed version to the next."""
         assert self.pipeline is not None
         unit, spilled = pending.unit, pending.update.reads_stored_gradient
@@ -392,23 +384,22 @@ class Updates:
             name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
             writes=self.tiers.trained_disk(unit).at(place), weight=weights.values, in_place=weights.stay,
             grad=None if spilled else pending.grad, priority=self.order.first_use(unit.index),
-            on_computed=partial(self._computed, pending, future),
-            on_done=partial(self._landed, pending, future),
+            on_computed=partial(self._computed, pending), on_done=partial(self._landed, pending),
         )  # fmt: skip
         return partial(self.pipeline.submit, pending.job)
 
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
-        gradient = self.stored_gradients.place_of(unit) if spilled else None
+        gradient = self.stored_gradients.place_of(unit) if spilled else NOWHERE
         return ShardSource(self.tiers.trained_disk(unit).committed, gradient, self.tiers.gradient_dtype(unit))
 
     def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:
         return self.hypers.runs(pending.unit, pending.used, pending.grad_scale)
 
-    def _computed(self, pending: PendingUpdate, future: UpdateFuture) -> None:
+    def _computed(self, pending: PendingUpdate) -> None:
         self._on(pending, pending.update.computed)
-        future.computed.set()
+        pending.future.computed.set()
 
-    def _landed(self, pending: PendingUpdate, future: UpdateFuture, error: BaseException | None) -> None:
+    def _landed(self, pending: PendingUpdate, error: BaseException | None) -> None:
         """End an update; called on the thread that ran it."""
         try:
             self._on(pending, pending.update.landed)
@@ -416,7 +407,7 @@ class Updates:
             error = error or raised.with_traceback(None)
         if error is not None:
             self.on_failure(error)
-        future.finish(error)
+        pending.future.finish(error)
 
 
 _CHANGED = (

@@ -4,8 +4,7 @@
 Each block of 4,096 bytes in this rank's files has 32 bits in memory: 0 while its content is unknown, else the
 sum of its content, its place and whose file it is. So swapped blocks are found, and writes that a drive
 acknowledged and lost. A transfer ends when its sums are made, or compared, on threads beside the engine's.
-Each commit writes the sums, too, for a process that resumes and for :func:`verify`. Blocks of a checkpoint's
-own files have no sums.
+Each commit keeps them for a process that resumes and for :func:`verify`. A checkpoint's own files have none.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core.errors import DamagedDataError, StateError
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, TransferEngine, chained
 from infinity.device.machine import background_threads
-from infinity.nvme.volume import Range, Volume, open_own
+from infinity.nvme.volume import Volume, open_own
 from infinity.shards.journal import CorruptJournalError, read_sums
 from infinity.shards.saved import SavedRank, find_saved
 
@@ -64,12 +63,15 @@ def _different(found: Sums, wanted: Sums) -> Iterator[tuple[int, int]]:
             yield int(run[0]), len(run)
 
 
-class BlockSums:
-    """Keeps the sums of all blocks in files of a volume. Any thread may call."""
+class VerifiedEngine:
+    """Keeps sums of what is written to files of a volume, and compares what is read. Any thread may call."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: TransferEngine, volume: Volume) -> None:
+        self._engine, self.name, self._path = engine, engine.name, volume.path
+        self._threads = ThreadPoolExecutor(background_threads(), "infinity-verify")
         self._lock = threading.Lock()  # guards what follows
         self._files: dict[int, tuple[int, Sums]] = {}  # salt and sums, by number of the file
+        volume.on_zeros = self.set_zeros
 
     def add(self, first: int, rank: int, drives: int) -> None:
         """Keep sums of a rank's files, from number ``first`` of the volume on; others are not checked."""
@@ -87,11 +89,11 @@ class BlockSums:
             first = piece.offset // BLOCK_NBYTES
             self.put(piece.file, first, sums_of(part, salt, first))
 
-    def set_zeros(self, file: int, zeros: Range) -> None:
+    def set_zeros(self, zeros: Piece) -> None:
         memory = memoryview(bytearray(min(zeros.nbytes, _READ_NBYTES)))
         for at in range(0, zeros.nbytes, len(memory)):
             nbytes = min(len(memory), zeros.nbytes - at)
-            self.set(Extent((Piece(file, zeros.offset + at, nbytes),)), memory[:nbytes])
+            self.set(Extent((Piece(zeros.file, zeros.offset + at, nbytes),)), memory[:nbytes])
 
     def put(self, file: int, first: int, sums: Sums) -> None:
         with self._lock:
@@ -105,7 +107,7 @@ class BlockSums:
                 self._files[file], known = (salt, grown), grown
             known[first:end] = sums
 
-    def check(self, extent: Extent, memory: memoryview, path: Callable[[int], Path]) -> None:
+    def check(self, extent: Extent, memory: memoryview) -> None:
         """Raise a DamagedDataError if ``memory``, read from ``extent``, is not what was written there."""
         for piece, salt, part in self._parts(extent, memory):
             first, count = piece.offset // BLOCK_NBYTES, piece.nbytes // BLOCK_NBYTES
@@ -113,7 +115,7 @@ class BlockSums:
                 wanted = self._files[piece.file][1][first : first + count].copy()
             for begin, bad in _different(sums_of(part, salt, first), wanted):
                 at = (first + begin) * BLOCK_NBYTES
-                raise DamagedDataError(path(piece.file), offset=at, nbytes=bad * BLOCK_NBYTES)
+                raise DamagedDataError(self._path(piece.file), offset=at, nbytes=bad * BLOCK_NBYTES)
 
     def snapshot(self, count: int) -> list[bytes]:
         with self._lock:
@@ -128,25 +130,17 @@ class BlockSums:
                 yield piece, kept[0], memory[begin : begin + piece.nbytes]
             begin += piece.nbytes
 
-
-class VerifiedEngine:
-    """Transfers data, makes the sums of what is written, and compares those of what is read."""
-
-    def __init__(self, engine: TransferEngine, sums: BlockSums, volume: Volume) -> None:
-        self._engine, self.name, self._sums, self._path = engine, engine.name, sums, volume.path
-        self._threads = ThreadPoolExecutor(background_threads(), "infinity-verify")
-
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
         def check() -> Transfer:
             checked = Transfer()
-            self._threads.submit(checked.run, partial(self._sums.check, extent, memory, self._path))
+            self._threads.submit(checked.run, partial(self.check, extent, memory))
             return checked
 
         return chained(self._engine.read(extent, memory, urgent=urgent), check)
 
     def write(self, extent: Extent, memory: memoryview) -> Transfer:
         written, write = Transfer(), self._engine.write(extent, memory)
-        summed: Future[None] = self._threads.submit(self._sums.set, extent, memory)  # while it is written
+        summed: Future[None] = self._threads.submit(self.set, extent, memory)  # while it is written
 
         def end() -> None:
             write.wait()
@@ -164,11 +158,11 @@ class VerifiedEngine:
 
 
 def load_sums(
-    sums: BlockSums, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
+    sums: VerifiedEngine, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
 ) -> None:
-    """Load the sums of a rank's committed versions from an interrupted run, or raise a StateError.
+    """Load the sums of a rank's committed versions, whose first file has number ``first`` of the volume.
 
-    ``first`` is the volume's number of its first file; ``note`` is called with a line if there are no sums.
+    ``note`` is called with a line if there are none. Raises a StateError if they are damaged.
     """
     sums.add(first, saved.files.rank, len(saved.data))
     try:
@@ -189,7 +183,7 @@ def _kept_sums(saved: SavedRank) -> list[Sums]:
 
 @dataclass(slots=True)
 class RankCheck:
-    """Holds what :func:`verify` found in the files of one rank; ``damage`` has a line about each place."""
+    """What :func:`verify` found in the files of one rank; ``damage`` has a line about each place."""
 
     rank: int
     step: int
@@ -202,8 +196,8 @@ class RankCheck:
 def verify(folders: Sequence[Path]) -> tuple[list[RankCheck], list[str]]:
     """Check the last commit of an interrupted run: records, descriptions, and each block whose sum was kept.
 
-    Nothing is changed, and one buffer is used. Raises as :func:`find_saved`, and a StateError without a
-    commit. Returns the findings of each rank, and lines about damaged records beside a whole commit.
+    Returns the findings of each rank, and lines about damaged records beside a whole commit. Nothing is
+    changed. Raises as :func:`find_saved`, and a StateError without a commit.
     """
     lines: list[str] = []
     saved = find_saved(folders, Ranks(0, 1, torch.device("cpu")), lines.append)

@@ -17,10 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from infinity.device.memory import Pool
-from infinity.nvme.engines.base import Move, QueuedEngine
-from infinity.optim import norm
-from infinity.optim.rules import HostRule
-from infinity.shards import updates
+from infinity.nvme.engines import Move, QueuedEngine
+from infinity.optim import rules
 from tests.accelerator.device import is_sim, simulator, span
 from tests.accelerator.simulator import Flight, Range
 
@@ -33,12 +31,10 @@ def install() -> None:
         return
     for owner, name, around in (
         (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
-        (Move, "then", _follows), (HostRule, "update", _updates), (Pool, "take_back", _takes_back),
+        (Move, "then", _follows), (rules.HostRule, "update", _updates), (Pool, "take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
-    for module in (norm, updates):
-        if hasattr(module, "sum_of_squares"):
-            _wrap(module, "sum_of_squares", _sums)
+    _wrap(rules, "sum_of_squares", _sums)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -22,7 +22,7 @@ from infinity.activations.tensor_cache import (
 )
 from infinity.core.plan import Place
 from infinity.device.memory import HostPool
-from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.engines import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine
 from tests.helpers.limits import HANG_S, comes_true

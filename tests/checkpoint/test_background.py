@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,9 @@ from infinity.core.process import close_collected
 from infinity.device.memory import HostPool, Lease
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW
-from infinity.shards.homes import DiskHome
-from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.storage import ChunkExtents, Version
-from infinity.shards.tiers import Tiers
+from infinity.shards.homes import DiskHome, HostHome, Snapshot
+from infinity.shards.journal import ChunkExtents, Version
+from infinity.shards.records import Records
 from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
@@ -77,7 +77,7 @@ def gated(patch: pytest.MonkeyPatch, *, waits: bool = False) -> Iterator[threadi
     with held(patch) as opened:
 
         def opening(self: Snapshot, index: int) -> None:
-            if index in self._sources:
+            if index in self.kept:
                 waited.append(index)
                 opened.set()
             wait(self, index)
@@ -105,7 +105,7 @@ def play(
         assert not out.exists()
         opened.set()
         save.wait()
-        assert not runtime.tiers.snapshot._sources
+        assert not runtime.tiers.snapshot.kept
     state = state_of(model, optimizer)
     infinity.close(model)
     return state
@@ -171,9 +171,21 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
         rooms.append(room)
         return contextlib.nullcontext(values)
 
-    stored = Source([(0, 8)], version=Version((ChunkExtents(0, 8, Extent(())),)))
-    snapshot = Snapshot({0: Source([(0, 8)], values), 1: stored}, layout, pool, reading)
-    assert snapshot._copy(snapshot._sources[0], values) is copied
+    class InMemory(HostHome):
+        def __init__(self) -> None:
+            self.places, self.recorded = [(0, 8)], False
+
+        def values(self) -> tuple[torch.Tensor, ...]:
+            return values
+
+    class OnDisk(DiskHome):
+        def __init__(self) -> None:
+            self.versions, self.version = [Version((ChunkExtents(0, 8, Extent(())),))], 0
+
+    storage: Any = SimpleNamespace(layout=layout, host_pool=pool, store=SimpleNamespace(reading=reading))
+    units: Any = [SimpleNamespace(index=i, home=home) for i, home in enumerate((InMemory(), OnDisk()))]
+    snapshot = Snapshot(storage, units, {0: (), 1: ()})
+    assert snapshot._copy(snapshot.kept[0], values) is copied
     assert pool.leased_nbytes == (5 if copied else 1) * 4096
     assert len(list(snapshot.read(1))) == 1
     assert rooms[0] is not None
@@ -238,14 +250,21 @@ def test_an_update_does_not_wait_for_a_save_whose_file_cannot_be_made(tmp_path: 
 def test_a_place_that_was_read_while_another_one_was_sought_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare_place, sought = Tiers.spare_place, []
+    place, next_place, asked, sought = Snapshot.place, Records.next_place, [], []
 
-    def late(self: Tiers, unit: Any) -> int | None:
-        sought.append(unit.index)
-        self.snapshot.wait_for(unit.index)
-        return spare_place(self, unit)
+    def begin(self: Records, unit: Any) -> int:
+        asked.clear()
+        return next_place(self, unit)
 
-    monkeypatch.setattr(Tiers, "spare_place", late)
+    def late(self: Snapshot, index: int) -> int | None:
+        asked.append(index)
+        if len(asked) == 3:  # no place was free, also when all records but the last had been given up
+            sought.append(index)
+            self.wait_for(index)
+        return place(self, index)
+
+    monkeypatch.setattr(Records, "next_place", begin)
+    monkeypatch.setattr(Snapshot, "place", late)
     compare(tmp_path, NVME, "bf16", waits=True)
     assert sought
 

@@ -40,7 +40,7 @@ PLACES = {
 #: Where a process can be killed: the function before or after a call of which it ends.
 POINTS = {
     "placing a unit": "infinity.shards.tiers:Tiers.put",
-    "a write": "infinity.nvme.engines.base:QueuedEngine.write",
+    "a write": "infinity.nvme.engines:QueuedEngine.write",
     "an update": "infinity.shards.updates:Updates._landed",
     "the commit": "infinity.shards.updates:Updates.commit",
     "handing the record over": "infinity.shards.records:Records.end_commit",
@@ -54,18 +54,18 @@ POINTS = {
     "finding the commit": "infinity.shards.saved:find_saved",
     "clearing": "infinity.shards.saved:clear",
     "restore": "infinity.engine.runtime:restore",
-    "adopting": "infinity.shards.restore:_adopt",
-    "making anew": "infinity.shards.restore:_make_anew",
+    "adopting": "infinity.shards.tiers:Tiers.adopt",
+    "making anew": "infinity.shards.records:_make_anew",
     "taking over": "infinity.shards.records:Records.take_over",
     "loading the small state": "infinity.api.adamw:AdamW.load_committed",
-    "discard": "infinity.shards.restore:Restored.discard",
+    "discard": "infinity.shards.records:_discard",
     "closing old files": "infinity.nvme.volume:Volume.drop_sealed",
     "close": "infinity.engine.runtime:Runtime.close",
     "settle": "infinity.engine.runtime:Runtime._settle",
     "finishing": "infinity.nvme.run_directory:RunDirectory.finish",
     "removing files": "infinity.nvme.run_directory:RunDirectory.remove_finished",
     "a saved unit": "infinity.checkpoint.portable:_write_unit",
-    "a spare place": "infinity.shards.tiers:Tiers.spare_place",
+    "a spare place": "infinity.shards.homes:DiskHome.add_version",
     "publishing": "infinity.checkpoint.portable:PortableSave._publish",
 }
 

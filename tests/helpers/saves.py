@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint import portable
-from infinity.shards.snapshot import Snapshot
+from infinity.shards.homes import Snapshot
 from tests.helpers.limits import HANG_S
 
 

@@ -17,9 +17,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.nbytes import Extent, Piece
 from infinity.device.memory import HostPool, Lease
-from infinity.nvme.engines import libaio_engine, make_engine
-from infinity.nvme.engines.base import Move, QueuedEngine, Request
-from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.engines import Move, QueuedEngine, Request, ThreadsEngine, libaio_engine, make_engine
 from infinity.nvme.volume import Volume
 from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import mark, start_ranks
@@ -324,7 +322,7 @@ def test_auto_falls_back_with_one_line_that_says_what_is_missing(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide_libaio(monkeypatch)
-    monkeypatch.setattr(Volume, "buffered", False)  # as on a file system with O_DIRECT
+    monkeypatch.setattr(Volume, "notes", ())  # as on a file system with O_DIRECT
     notes: list[str] = []
     engine = make_engine("auto", volume, notes.append)
     assert engine.name == "threads"
@@ -353,17 +351,12 @@ def test_whatever_keeps_libaio_from_working_threads_move_the_bytes(
         raise error
 
     monkeypatch.setattr(libaio_engine.LibaioEngine, "__init__", refuse)
-    monkeypatch.setattr(Volume, "buffered", False)  # as on a file system with O_DIRECT
+    monkeypatch.setattr(Volume, "notes", ())  # as on a file system with O_DIRECT
     notes: list[str] = []
     engine = make_engine("auto", volume, notes.append)
     assert engine.name == "threads"
     assert [why in note for note in notes] == [True]
     engine.close()
-
-
-def test_an_unknown_engine_is_refused(volume: Volume) -> None:
-    with pytest.raises(ValueError, match=r"auto \| libaio \| threads \| gds"):
-        make_engine("uring", volume)
 
 
 def wait_until_interrupted(name: str, path: str) -> str:

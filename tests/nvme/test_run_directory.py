@@ -100,14 +100,6 @@ def test_ranks_that_end_at_the_same_time_remove_their_files(
         assert not runs[0].path.exists()
 
 
-def test_a_name_with_folders_is_refused(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path, "run", 0)
-    for name in ("../x", "a/b", "", ".", "..", "/etc/x"):
-        with pytest.raises(ValueError, match="without folders"):
-            run.file(name)
-    run.remove()
-
-
 def test_a_second_run_of_the_same_id_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     with holding(hold, tmp_path, "run") as other:
         pid = other.processes[0].pid

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DirectoryError, DiskError
 from infinity.core.nbytes import Extent, Piece
 from infinity.device.memory import HostPool, Lease
-from infinity.nvme.engines import make_engine
-from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.engines import ThreadsEngine, make_engine
 from infinity.nvme.volume import Space, Volume, open_own, open_sealed
 from tests.helpers.cases import examples
 from tests.helpers.limits import file_limit
@@ -50,7 +49,7 @@ def test_files_of_others_are_read_past_the_cache_and_never_written_synced_or_cou
     engine = make_engine("threads", volume)
     with path.open("rb") as file:
         sealed = open_sealed(path, file.fileno())
-    assert (sealed.nbytes, sealed.direct) == (8195, not volume.buffered)
+    assert (sealed.nbytes, sealed.direct) == (8195, not volume.notes)
     number = volume.add_sealed([sealed])
     assert volume.allocated_nbytes == 0
     extent, read = Extent((Piece(number, 0, 8192),)), lease(8192)
@@ -115,7 +114,6 @@ def test_a_file_system_without_o_direct_is_used_with_one_line(
 
     monkeypatch.setattr(os, "open", refuse)
     volume = Volume([tmp_path / "a.bin", tmp_path / "b.bin"])
-    assert volume.buffered
     [line] = volume.notes
     assert line.startswith(f"{tmp_path}: this file system has no O_DIRECT")
     engine = make_engine("auto", volume)
@@ -255,21 +253,21 @@ def test_a_write_of_which_only_a_part_fits_names_the_limit(
 @examples(60)
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=40))
 def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[int, bool]]) -> None:
-    space, live = Space(), []
+    space, live = Space(), list[tuple[int, int]]()  # offset and bytes
     for nbytes, free_first in steps:
         if free_first and live:
-            gone = live.pop(nbytes % len(live))
-            space.give(gone.offset, gone.nbytes)
+            space.give(*live.pop(nbytes % len(live)))
         fits = space.fits(nbytes)
-        live.append(space.take(nbytes))
-        assert live[-1].fresh != fits
-        spans = sorted((taken.offset, taken.offset + taken.nbytes) for taken in live)
+        offset, fresh = space.take(nbytes)
+        live.append((offset, nbytes))
+        assert fresh != fits
+        spans = sorted((offset, offset + nbytes) for offset, nbytes in live)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-        assert space.taken_nbytes == sum(taken.nbytes for taken in live)
+        assert space.taken_nbytes == sum(nbytes for _, nbytes in live)
     for taken in live:
-        space.give(taken.offset, taken.nbytes)
+        space.give(*taken)
     if space.end:
-        assert space.take(space.end).offset == 0
+        assert space.take(space.end)[0] == 0
 
 
 def _overlapping(extents: list[Extent]) -> bool:

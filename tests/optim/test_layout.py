@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from infinity.core.nbytes import BLOCK_NBYTES
-from infinity.optim.layout import CHUNK_NUMEL
-from infinity.optim.rules import ADAMW
+from infinity.optim.rules import ADAMW, CHUNK_NUMEL
 from infinity.partition.unit import SHARD_QUANTUM
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.optim.layout import master_of, store_master
-from infinity.optim.rules import ADAMW
+from infinity.optim.rules import ADAMW, master_of, store_master
 from tests.helpers.cases import examples
 
 EDGES = [

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from infinity.optim.norm import ROW_NUMEL, clip_coefficient, norm_on_device, sum_of_squares
+from infinity.optim.rules import ROW_NUMEL, clip_coefficient, norm_on_device, sum_of_squares
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

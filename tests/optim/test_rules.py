@@ -22,9 +22,17 @@ from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
-from infinity.optim.layout import master_of, split, store_master
-from infinity.optim.norm import sum_of_squares
-from infinity.optim.rules import ADAMW, IDLE, HostRule, prepare, root_in_float64
+from infinity.optim.rules import (
+    ADAMW,
+    IDLE,
+    HostRule,
+    master_of,
+    prepare,
+    root_in_float64,
+    split,
+    store_master,
+    sum_of_squares,
+)
 from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks
 

@@ -1,6 +1,6 @@
 """The loss scale grows after good steps and shrinks after bad ones."""
 
-from infinity.optim.norm import LossScaler
+from infinity.optim.rules import LossScaler
 
 
 def test_it_doubles_after_an_interval_of_good_steps():

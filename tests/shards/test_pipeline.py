@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.optim.rules import ADAMW, IDLE, HostRule, StateLayout
 from infinity.partition.unit import SHARD_QUANTUM
+from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
-from infinity.shards.storage import ChunkExtents, Version
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool
 from tests.helpers.limits import comes_true
@@ -89,8 +88,8 @@ def make_shard(
         engine.put(reads[-1].weight, raw(weight[part]))
         engine.put(reads[-1].state, b"".join(raw(field[part]) for field in state))
         start += count
-    gradient = None if grad_at_hand else engine.extent(numel * grad.itemsize, file)
-    if gradient is not None:
+    gradient = NOWHERE if grad_at_hand else engine.extent(numel * grad.itemsize, file)
+    if gradient.pieces:
         engine.put(gradient, raw(grad))
     ends = Ends()
     job_runs = tuple(Run(a, b, HYPERS[i % 2]) for i, (a, b) in enumerate(runs))

@@ -11,11 +11,10 @@ from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.optim.rules import ADAMW, IDLE, HostRule, StateLayout
 from infinity.partition.unit import SHARD_QUANTUM
+from infinity.shards.journal import ChunkExtents, Version
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
-from infinity.shards.storage import ChunkExtents, Version
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NUMEL, CHUNK = 11 * SHARD_QUANTUM, 4 * SHARD_QUANTUM

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import infinity
 from infinity.optim import rules
-from infinity.optim.layout import StateField
-from infinity.optim.rules import UpdateRule
+from infinity.optim.rules import StateField, UpdateRule
 from tests.helpers import models
 from tests.helpers.reference import Reference, Rule, compute_weight
 from tests.helpers.training import assert_bitwise, reference, train

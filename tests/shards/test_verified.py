@@ -22,7 +22,7 @@ from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Space, Volume
-from infinity.shards.verified import BlockSums, VerifiedEngine, sums_of, verify
+from infinity.shards.verified import VerifiedEngine, sums_of, verify
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES
 from tests.helpers.journals import journals, run_sql
@@ -133,10 +133,8 @@ def engine(request, tmp_path):
     with contextlib.ExitStack() as stack:
         volume = Volume([tmp_path / "a.bin", tmp_path / "b.bin"])
         stack.callback(volume.close)
-        sums = BlockSums()
-        sums.add(0, rank=0, drives=2)
-        volume.on_zeros = sums.set_zeros
-        engine = VerifiedEngine(make_engine(request.param, volume), sums, volume)
+        engine = VerifiedEngine(make_engine(request.param, volume), volume)
+        engine.add(0, rank=0, drives=2)
         stack.callback(engine.close)
         pool = stack.enter_context(contextlib.closing(HostPool(2**25)))
         engine.volume, engine.lease = volume, lambda nbytes: pool.lease(nbytes, who="test")

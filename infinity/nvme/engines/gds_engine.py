@@ -15,8 +15,7 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.nbytes import Extent, Transfer, TransferEngine
-from infinity.nvme.engines.base import Memory, Move, Request
-from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.engines import Memory, Move, Request, ThreadsEngine
 from infinity.nvme.volume import Volume
 
 

@@ -11,7 +11,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.engines import QueuedEngine, Request
 from infinity.nvme.volume import Volume
 
 #: 32 MiB with the kernel keep a drive busy; more would only make urgent reads wait longer. Fewer and
