@@ -275,14 +275,14 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 474,
-    "activations": 2126,
+    "activations": 2127,
     "api": 1646,
     "app": 1166,
     "checkpoint": 4136,
     "comm": 845,
     "core": 2171,
     "device": 1047,
-    "engine": 2909,
+    "engine": 2898,
     "nvme": 1244,
     "observe": 739,
     "optim": 895,
