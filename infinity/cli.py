@@ -78,8 +78,8 @@ class _Stopped(SystemExit):
 def _terminable() -> Iterator[None]:
     """Turn the signals of ``STOPPED`` into exceptions, so that every ``finally`` runs.
 
-    After the first one all but SIGINT are ignored, because launchers send SIGTERM after Ctrl-C while files
-    are being closed. A second Ctrl-C interrupts that as well. Under ``nohup`` SIGHUP stays ignored.
+    After the first one all but SIGINT are ignored: launchers send SIGTERM after Ctrl-C, while files are being
+    closed. Under ``nohup`` SIGHUP stays ignored.
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -203,10 +203,9 @@ def _train(args: argparse.Namespace) -> None:
 
 @_command(_RUN, _overrides("such as memory.host=16GiB; what changes a run's numbers must stay"))
 def _resume(args: argparse.Namespace) -> None:
-    """Go on with a run that was interrupted.
+    """Go on with a run that was interrupted, after its last committed step.
 
-    It goes on after its last committed step, with the recipe in its folder. On several ranks:
-    torchrun -m infinity resume ...
+    Its recipe is in its folder. On several ranks: torchrun -m infinity resume ...
     """
     from infinity.app.runs import interrupted_run
 
@@ -222,10 +221,9 @@ def _resume(args: argparse.Namespace) -> None:
     _flag("--yes", "remove without asking"),
 )
 def _runs(args: argparse.Namespace) -> None:
-    """List runs, or remove some.
+    """List runs, or remove some: their folders, and their files on the drives of this machine.
 
-    A run has its state, step, bytes on drives, and the time since they were written. With --remove: remove
-    their folders, and their files on the drives of this machine.
+    A run has its state, step, bytes on drives, and the time since they were written.
     """
     from infinity.app.runs import list_runs, remove_runs, runs_table
     from infinity.core.files import user_path
@@ -256,8 +254,8 @@ def _confirm(line: str) -> bool:
 def _verify(args: argparse.Namespace) -> None:
     """Check everything that an interrupted run keeps on drives.
 
-    These are its records, and, if it ran with memory.verify=true, each block of weights and optimizer
-    states. The exit code is 1 if something is damaged.
+    That is its records, and with memory.verify=true each block of states. The exit code is 1 if something is
+    damaged.
     """
     from infinity.app.runs import verify_run
 
@@ -277,9 +275,8 @@ def _verify(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     """Export a run's trained model as a Hugging Face directory.
 
-    It is the model that the run saved (run.save); weights are hard links if the file system supports them,
-    else copies. Of a run that was interrupted it is the model after its last committed step; the run can
-    still go on.
+    It is the model that the run saved (run.save), by hard links if the file system supports them. Of a run
+    that was interrupted it is the model after its last committed step; the run can still go on.
     """
     from infinity.app.train import publish_run
 
@@ -290,9 +287,8 @@ def _export(args: argparse.Namespace) -> None:
 def _save(args: argparse.Namespace) -> None:
     """Save an interrupted run's last step as a portable checkpoint.
 
-    It has the weights and optimizer states of the last committed step as a directory of
-    torch.distributed.checkpoint, which FSDP2 and torchtitan load on any number of ranks. The run can still
-    go on. On several ranks: torchrun -m infinity save ...
+    It is a directory of torch.distributed.checkpoint, which FSDP2 and torchtitan load on any number of ranks.
+    The run can still go on. On several ranks: torchrun -m infinity save ...
     """
     from infinity.app.train import save_run
 
@@ -321,9 +317,8 @@ def _report(line: str) -> None:
 def _plan(args: argparse.Namespace) -> None:
     """Say what a recipe needs and takes on some hardware, or show a run's plan for activations.
 
-    Of a recipe: what lies where, the least budgets, bytes and time of a step and what bounds it, cost, the
-    drives' life, and what would be faster, without reading a weight. Of a run: its plan for activations,
-    block by block, beside alternatives, with a picture. Nothing is trained.
+    Of a recipe: what lies where, least budgets, bytes and time of a step and its bound, cost, life of drives,
+    and what would be faster. Of a run: its plan for activations, block by block, beside alternatives.
     """
     from infinity.core.files import is_file
 
@@ -355,10 +350,9 @@ def _show_recipe(path: str, args: argparse.Namespace, budget: str | None = None)
     _argument("--output", "FILE", "the hardware file to write, such as here.yaml"),
 )
 def _probe(args: argparse.Namespace) -> None:
-    """Measure this machine, and write a hardware file.
+    """Measure this machine, and write a hardware file for infinity plan --on.
 
-    What computes, host memory and the drives of the given directories are measured, in some seconds; the
-    file is for infinity plan --on.
+    What computes, host memory and the drives of the given directories are measured, in some seconds.
     """
     from infinity.core.files import user_path
     from infinity.predict.machines import describe_machine, probe, write_machine

@@ -52,14 +52,13 @@ def offload_activations(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Losses and gradients stay bitwise the same. The first steps store all they can; one of them is profiled,
-    and a plan is made from its profile.
+    Losses and gradients stay bitwise the same. The first steps store all they can; one of them is profiled
+    for the plan.
 
     Args:
         model: Any module. Blocks that can be recomputed are members of its ``nn.ModuleList``.
-        budget: Device memory for all that a step allocates: activations and working memory of operators,
-            without weights, gradients and optimizer states. Bytes, or text such as ``"6GiB"``. None: the
-            least that is predicted to cost at most 3 % of the step's time.
+        budget: Device memory for activations and working memory of operators. Bytes, or text such as
+            ``"6GiB"``. None: the least that is predicted to cost at most 3 % of the step's time.
         policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.
@@ -70,7 +69,6 @@ def offload_activations(
         BudgetError: In the model's call: no plan meets the budget; says which one could be met.
         DiskError: A directory cannot be written, or its file system is full.
         StateError: The model was built under ``Init``, whose recipe says ``memory.activations``.
-        ValueError: There is no such policy, or a size is not valid.
     """
     if policy not in get_args(Policy):
         raise ValueError(f"policy: got {policy!r}; wanted {' | '.join(get_args(Policy))}")

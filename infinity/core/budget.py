@@ -3,9 +3,9 @@
 [Note: the device budget]
 Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
 first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
-*The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward,
-so it gets what it can use. *The window*, which the prefetcher fills, is the rest: at least two of the largest
-units, or those in use at one time by nested modules or by a block that is recomputed.
+*The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward.
+*The window*, which the prefetcher fills, is the rest: at least two of the largest units, or those in use at
+one time by nested modules or by a block that is recomputed.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
@@ -15,8 +15,7 @@ last, with little time to write.
 [Note: the host budget beside an accelerator]
 On an accelerator gradients wait for ``step`` and for their updates in host memory, beside residents (each
 with room for its own gradient), chunks of updates, shards on their way to the accelerator, and weights kept
-for their update. Each has memory of its own: a gradient that waited for memory of shards, which wait for
-updates, which wait for gradients, would wait for ever.
+for their update. Each has memory of its own, so that none waits for memory of another that waits for it.
 
 [Note: states on an accelerator]
 What the device budget has beyond all of that, and beyond a window for all weights, holds states of as many
@@ -28,7 +27,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
-from infinity.core.nbytes import BLOCK_NBYTES, aligned, format_nbytes
+from infinity.core.nbytes import BLOCK_NBYTES, aligned, format_nbytes, rounded, rounded_sum, whole_pages
 
 #: Chunks of the update that are staged at one time: being read, updated and written.
 STAGED_CHUNKS = 4
@@ -36,25 +35,6 @@ STAGED_CHUNKS = 4
 STAGED_PIECES = 4
 #: The least that a piece needs, where its shard is larger (bytes).
 LEAST_PIECE_NBYTES = 64 * 2**10
-#: Size of a huge page (bytes).
-HUGE_NBYTES = 2 * 2**20
-#: What takes a part of a budget: its bytes, and how a message says so.
-Part = tuple[int, str]
-
-
-def rounded(nbytes: int) -> int:
-    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge from 2 MiB on."""
-    return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
-
-
-def rounded_sum(sizes: Iterable[int]) -> int:
-    return sum(rounded(nbytes) for nbytes in sizes)
-
-
-def whole_pages(nbytes: int) -> int:
-    """Return the largest buffer that takes no more than ``nbytes`` of a pool."""
-    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
-    return nbytes // grain * grain
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +126,7 @@ def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
     return tuple(sorted(spilled))
 
 
-def _sum(parts: Iterable[Part]) -> int:
-    return sum(nbytes for nbytes, _ in parts)
-
-
-def _listed(parts: Iterable[Part], between: str) -> str:
+def _listed(parts: Iterable[tuple[int, str]], between: str) -> str:
     return between.join(f"{format_nbytes(nbytes)} {text}" for nbytes, text in parts if nbytes)
 
 
@@ -279,7 +255,11 @@ def divide_device(
 
 
 def _too_small(
-    total: int, parts: list[Part], units: Sequence[UnitSizes], waits: Sequence[UnitSizes], in_host: bool
+    total: int,
+    parts: list[tuple[int, str]],
+    units: Sequence[UnitSizes],
+    waits: Sequence[UnitSizes],
+    in_host: bool,
 ) -> BudgetError:
     biggest = max(units, key=lambda u: u.full)
     trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
@@ -295,7 +275,7 @@ def _too_small(
         if waits and any(u.on_nvme for u in units):
             way_out = ", or set memory.resident=false: gradients of units on NVMe can wait there"
     parts[0] = parts[0][0], f"{parts[0][1]} {occasion}"
-    needed = _sum(parts)
+    needed = sum(nbytes for nbytes, _ in parts)
     return BudgetError(
         f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
         f"is required: {_listed(parts, ', ')}. Raise memory.device{way_out}{_indivisible(biggest)}"

@@ -47,6 +47,8 @@ def format_nbytes(nbytes: float) -> str:
 
 #: Offsets and sizes of extents are multiples of this (bytes), as O_DIRECT wants on file systems that we met.
 BLOCK_NBYTES = 4096
+#: Size of a huge page (bytes).
+HUGE_NBYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,21 @@ def aligned(nbytes: int, block: int = BLOCK_NBYTES) -> int:
     return -(-nbytes // block) * block
 
 
+def rounded(nbytes: int) -> int:
+    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge from 2 MiB on."""
+    return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
+
+
+def rounded_sum(sizes: Iterable[int]) -> int:
+    return sum(rounded(nbytes) for nbytes in sizes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the largest buffer that takes no more than ``nbytes`` of a pool."""
+    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
+    return nbytes // grain * grain
+
+
 def around(piece: Piece) -> Piece:
     """Return the smallest range of whole blocks that contains ``piece``."""
     offset = piece.offset // BLOCK_NBYTES * BLOCK_NBYTES
@@ -143,10 +160,8 @@ def shard_pieces(
 ) -> Iterator[ShardPiece]:
     """Yield in order the pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer.
 
-    The number of ranks and the division into units may differ. Padding gives nothing.
-
     Args:
-        new: Parameters of the new unit, where they lie in its flat buffer, ascending, without overlap.
+        new: Parameters of the new unit, where they lie in its flat buffer, ascending; padding is left out.
         old: The old unit of each parameter, by the same sources, and its first element there.
         numels: Elements of one rank's shard, by old unit.
     """
@@ -238,9 +253,9 @@ class Transfer:
         return self._done
 
     def then(self, call: Callable[[], None]) -> None:
-        """Run ``call`` once, when the move has ended, well or not; at once if it has.
+        """Run ``call`` once, when the move has ended, on the thread that ends it; at once if it has.
 
-        It runs on the thread that ends the move, must not wait, and learns how the move ended by ``wait``.
+        It must not wait, and learns how the move ended by ``wait``.
         """
         with self._lock:
             if not self._done:

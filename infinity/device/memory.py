@@ -40,9 +40,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infinity.core.budget import HUGE_NBYTES, rounded
 from infinity.core.errors import BudgetError, StateError, copied
-from infinity.core.nbytes import format_nbytes
+from infinity.core.nbytes import HUGE_NBYTES, format_nbytes, rounded
 from infinity.device.accelerator import (
     new_stream,
     on_stream,
@@ -86,7 +85,8 @@ class HostBuffer:
 
     def lock(self) -> None:
         address = self.tensor.data_ptr()
-        if (code := page_lock(address, self.nbytes, self.device)) != 0:
+        code = page_lock(address, self.nbytes, self.device)
+        if code != 0:
             raise BudgetError(
                 f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
                 f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)"

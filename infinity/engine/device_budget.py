@@ -34,7 +34,7 @@ from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import format_nbytes
+from infinity.core.nbytes import format_nbytes, rounded
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.optim.rules import scratch_nbytes
@@ -60,10 +60,15 @@ class _Given:
 class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
-    ``leaves`` are units that are gathered as one, by module, ``models`` modules that are not inside others. A
-    derived ``memory.device`` is at most ``ceiling_nbytes``; activations with the ``policy`` plan take a part
-    of it. If gradients are clipped (``clips``), no update inside backward is done with them.
-    ``updates_nbytes`` of an accelerator's memory are for updates, beside pools.
+    Args:
+        leaves: Units that are gathered as one, by module.
+        models: Modules that are not inside others.
+        ceiling_nbytes: The most that a derived ``memory.device`` may be.
+        policy: Of activations: with ``plan`` these take a part of ``memory.device``.
+        clips: Gradients are clipped, so no update inside backward is done with them.
+        updates_nbytes: Memory of an accelerator that updates take beside pools.
+
+    A BudgetError says what ``memory.device`` or ``memory.host`` would have to be.
     """
 
     division: budget.DeviceBudget
@@ -73,8 +78,9 @@ class UnitBudget:
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
         ranks: Ranks, tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
     ) -> None:  # fmt: skip
-        memory, self._updates_nbytes = tiers.storage.memory, updates_nbytes
+        memory = tiers.storage.memory
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
+        self._updates_nbytes = updates_nbytes
         self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
         self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         for model in models:
@@ -244,8 +250,8 @@ class UnitBudget:
                 bare = tiers.resident_nbytes_of(unit, moments=False)
                 moments = unit.index in given.trained or tiers.taken.get(unit.index, 0) > bare  # set aside
                 residents += tiers.resident_nbytes_of(unit, moments=moments)
-        chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
-        resident = storage.memory.resident
+        chunks, resident = budget.STAGED_CHUNKS * storage.chunk_nbytes, storage.memory.resident
+        chunks *= bool(storage.memory.nvme)
         return budget.divide_host(storage.host_nbytes, residents, chunks, sizes, resident=resident)
 
     def _sizes(self, unit: Unit, given: _Given) -> budget.UnitSizes:
@@ -256,7 +262,7 @@ class UnitBudget:
         until_step, in_host = not (given.early and on_nvme), self._ranks.on_accelerator
         numel, largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         state_nbytes = self._tiers.layout.state_nbytes(unit.shard_numel)
-        states = budget.rounded(unit.shard_nbytes) + budget.rounded(state_nbytes)
+        states = rounded(unit.shard_nbytes) + rounded(state_nbytes)
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from infinity.core.budget import rounded
-from infinity.core.nbytes import BLOCK_NBYTES, Extent
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, rounded
 from infinity.device.memory import HostBuffer
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume

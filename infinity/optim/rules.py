@@ -44,8 +44,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.core.budget import rounded
 from infinity.core.config import Config, Valid, setting
+from infinity.core.nbytes import rounded
 from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.device.machine import (
     LEAST_NUMEL,

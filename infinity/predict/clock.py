@@ -10,7 +10,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.budget import DeviceBudget
+from infinity.core.nbytes import rounded
 from infinity.planner.simulator import NEVER_S, Channel, TransferQueues
 from infinity.predict.machines import RankRates
 

@@ -19,11 +19,11 @@ import torch
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import aligned, format_nbytes
+from infinity.core.nbytes import aligned, format_nbytes, rounded
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.device_budget import UnitBudget

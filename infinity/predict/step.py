@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
-from infinity.core.nbytes import format_nbytes
+from infinity.core.nbytes import format_nbytes, rounded
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.predict.machines import RankRates
 

@@ -36,10 +36,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import Transfer, chained
+from infinity.core.nbytes import Transfer, chained, rounded
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
 from infinity.optim.rules import RESIDENT_NUMEL, StateLayout, UpdateRule

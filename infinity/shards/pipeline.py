@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.core.budget import rounded
 from infinity.core.errors import StateError, copied
-from infinity.core.nbytes import Extent, Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine, rounded
 from infinity.device.memory import Lease, Pool
 from infinity.optim.rules import Rule, StateLayout, UpdateRule
 from infinity.partition.unit import Segment, Unit

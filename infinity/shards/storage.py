@@ -22,7 +22,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.errors import StateError
-from infinity.core.nbytes import Extent, Transfer, TransferEngine
+from infinity.core.nbytes import Extent, Transfer, TransferEngine, rounded
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool, Lease, Pool
 from infinity.nvme.engines import make_engine
@@ -208,4 +208,4 @@ class Storage:
     @property
     def chunk_nbytes(self) -> int:
         """The bytes of the buffer of one chunk of an update."""
-        return budget.rounded(self.layout.nbytes(self.chunk_numel))
+        return rounded(self.layout.nbytes(self.chunk_numel))

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import Transfer, format_nbytes
+from infinity.core.nbytes import Transfer, format_nbytes, rounded
 from infinity.optim.rules import master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.base import BaseHome, FrozenBase

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.core import budget
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.lifecycle import Tier
+from infinity.core.nbytes import rounded
 from infinity.engine.runtime import runtime_of
 from infinity.engine.schedule import LayerSchedule
 from tests.helpers import models
@@ -151,7 +151,7 @@ def test_a_block_keeps_its_room_when_more_is_trained_later(tmp_path: Path, rule:
             scheduled(**whole(batch, step, 2)).loss.backward()
             optimizer.step()
         for block in scheduled.blocks.modules:
-            room = sum(budget.rounded(unit.nbytes) for unit in _units(runtime, block))
+            room = sum(rounded(unit.nbytes) for unit in _units(runtime, block))
             assert room <= runtime.executor().prefetcher.residents.capacity_nbytes
         assert optimizer.report().peak_nbytes["device"] <= device
 

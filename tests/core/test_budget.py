@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core import budget
-from infinity.core.budget import UnitSizes, chunk_numel, divide_device, rounded
+from infinity.core.budget import UnitSizes, chunk_numel, divide_device
 from infinity.core.errors import BudgetError
+from infinity.core.nbytes import rounded
 
 MIB = 2**20
 QUANTUM = 2048

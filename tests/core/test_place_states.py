@@ -5,14 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.budget import (
-    DeviceBudget,
-    UnitSizes,
-    divide_device,
-    left_for_states,
-    place_states,
-    rounded,
-)
+from infinity.core.budget import DeviceBudget, UnitSizes, divide_device, left_for_states, place_states
+from infinity.core.nbytes import rounded
 
 MIB = 2**20
 

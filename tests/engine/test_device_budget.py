@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity import BudgetError
-from infinity.core.budget import rounded
+from infinity.core.nbytes import rounded
 from infinity.device.memory import Pool
 from infinity.engine import executor
 from infinity.engine.gradients import Gradients
