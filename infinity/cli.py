@@ -99,8 +99,6 @@ def _terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
 _PARSER = argparse.ArgumentParser(
     prog="infinity", description="Train models that are larger than the machine's memory."
 )
@@ -177,9 +175,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-# --- commands; each imports what it needs, so that --help starts at once --------------------------
-
-
+# Each command imports what it needs, so that --help starts at once.
 @_command(
     _argument("recipe", "RECIPE", "a YAML file, as in configs/"),
     _overrides("such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"),

@@ -134,8 +134,6 @@ class Init:
                 stack.pop_all()
 
 
-# --- from a checkpoint -----------------------------------------------------------------------------
-
 _LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
 #: Advice for each argument of transformers' from_pretrained that infinity does not have.
 _ELSEWHERE = {
@@ -286,9 +284,6 @@ def _describe_base(base: FrozenBase, path: Path, runtime: Runtime) -> list[str]:
             f"{base.own[own[0].name]}" + (f" (and {len(own) - 1} more units)" if own[1:] else "")
         )
     return lines
-
-
-# --- between steps ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -273,9 +273,6 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_recipe(folder / RECIPE, overrides)
 
 
-# --- what is kept on drives ----------------------------------------------------------------------
-
-
 def drive_directories(recipe: Recipe, name: str) -> list[Path]:
     """Return this user's directories in ``memory.nvme`` of the run ``name``."""
     paths = [Path(root) / name for root in recipe.memory.nvme]
@@ -360,9 +357,6 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
             f"{_listed(folders)}: {len(damage)} damaged places. Go on from a copy of the files or from a "
             f"saved model; {BEGIN_ANEW}"
         )
-
-
-# --- listing and removing ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,9 +165,6 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
             )
 
 
-# --- the ranks -----------------------------------------------------------------------------------
-
-
 @contextmanager
 def process_group(recipe: Recipe) -> Iterator[Ranks]:
     """Join the launched ranks, unless they are joined; yields them."""
@@ -194,9 +191,6 @@ def set_threads(config: TrainConfig) -> None:
             "core of this machine), or null for one per core"
         )
     set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
-
-
-# --- inputs --------------------------------------------------------------------------------------
 
 
 def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
@@ -262,9 +256,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# --- the model and what is saved of it -----------------------------------------------------------
-
-
 @contextmanager
 def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
@@ -327,9 +318,6 @@ def _explained(run: runs.Run) -> Iterator[None]:
         raise
 
 
-# --- after a run ---------------------------------------------------------------------------------
-
-
 def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
@@ -386,9 +374,6 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
         optimizer.follow(loop=unused, scheduler=unused)
         yield recipe, model, optimizer, infinity.resume(model, optimizer)
-
-
-# --- views ---------------------------------------------------------------------------------------
 
 
 class ActivationView(View):

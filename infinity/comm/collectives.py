@@ -215,8 +215,6 @@ class Peers:
         if first:
             self._on_failure(error)
 
-    # --- the store ---------------------------------------------------------------------------
-
     def _main(self) -> None:
         heard = 0, 0
         while not self._closed.wait(BEAT_S):
@@ -363,8 +361,6 @@ class Collectives:
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    # --- what the training thread calls ----------------------------------------------------
-
     def gather(self, index: int, where: str, bring: Callable[[], Tensor]) -> Pending:
         """Start the all-gather of unit ``index``; ``where`` is for the error when ranks differ.
 
@@ -445,8 +441,6 @@ class Collectives:
         self._queue.put(None)
         self._thread.join(timeout=self.peers.timeout_s if self.peers.error is None else FAREWELL_S)
         self.peers.close()
-
-    # --- the thread ------------------------------------------------------------------------
 
     def _submit(
         self, kind: str, index: int, where: str, issue: Callable[[Any, bool], Any],

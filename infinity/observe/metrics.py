@@ -350,9 +350,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- the summary ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class ActivationSummary:
     """Figures of a run's activations on one rank."""
