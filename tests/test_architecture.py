@@ -274,17 +274,17 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 468,
+    "": 464,
     "activations": 2126,
-    "api": 1644,
-    "app": 1166,
+    "api": 1639,
+    "app": 1145,
     "checkpoint": 4136,
-    "comm": 845,
+    "comm": 839,
     "core": 2166,
     "device": 1048,
     "engine": 2934,
     "nvme": 1244,
-    "observe": 739,
+    "observe": 736,
     "optim": 895,
     "partition": 2526,
     "planner": 2341,
