@@ -19,10 +19,10 @@ from pathlib import Path
 from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError
-from infinity.predict.clock import COMPUTE, StepCost
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
+from infinity.predict.step import COMPUTE, StepCost
 from infinity.recipes.recipe import Recipe, load_recipe
 
 TIB, GIB, K = 2**40, 2**30, 1024

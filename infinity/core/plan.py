@@ -154,9 +154,11 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 def _built(wanted: Any, given: Any) -> Any:
     """Return ``given``, from JSON, in the type ``wanted``; a union is one with None."""
-    kinds, is_record = get_args(wanted), is_dataclass(wanted)
-    if get_origin(wanted) is tuple:
-        return tuple(_built(kinds[0], each) for each in given)
+    kinds, origin, is_record = get_args(wanted), get_origin(wanted), is_dataclass(wanted)
+    if origin in (tuple, frozenset):
+        return origin(_built(kinds[0], each) for each in given)
+    if origin is Mapping:
+        return {_built(kinds[0], key): _built(kinds[1], value) for *key, value in given}
     if kinds:
         return None if given is None else _built(kinds[0], given)
     if is_record:
@@ -234,10 +236,8 @@ class ActivationPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ActivationPlan":
-        given = json.loads(text)
-        places = {SlotKey(region, ordinal): Place(place) for region, ordinal, place in given["places"]}
-        built = {name: _built(_hints(cls)[name], given[name]) for name in ("loads", "waits")}
-        return cls(**given | built | {"places": places, "recomputed": frozenset(given["recomputed"])})
+        plan: ActivationPlan = _built(cls, json.loads(text))
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +283,7 @@ class Planning:
         profile = Profile.load(folder / PROFILE)
         with _reading(folder / PLAN, "plan"):
             given = json.loads(read_file(folder / PLAN, _MOST_NBYTES))
-            plan = ActivationPlan.from_json(json.dumps(given.pop("plan")))
-            rest = {name: _built(_hints(cls)[name], value) for name, value in given.items()}
-            return cls(profile=profile, plan=plan, **rest)
+            return cls(profile, **{name: _built(_hints(cls)[name], each) for name, each in given.items()})
 
     def describe(self) -> str:
         counts = count_blocks(self.profile, self.plan)

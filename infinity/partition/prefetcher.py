@@ -35,13 +35,14 @@ tiles are decoded once, if memory holds all of them so.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from infinity.partition.mover import Item, Stored, UnitMover
-from infinity.planner.prefetch_plan import Event, Kind, Plan, ResidentSet, make_plan
+from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.planner.updates import StepOrder
 
 #: Tiles decoded before their turn: as many, or as many bytes if these are more; some ms of a thread's work.
@@ -49,6 +50,68 @@ DECODED_AHEAD = 4
 DECODED_AHEAD_NBYTES = 2**26
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
+
+
+class ResidentSet:
+    """Knows the items in memory or on their way there, and decides which go; ``release`` discards one."""
+
+    def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
+        self.capacity_nbytes, self._release = capacity_nbytes, release
+        self.present: OrderedDict[Item, int] = OrderedDict()  # bytes of each, least recently used first
+        self.pins: dict[Item, int] = {}  # users of each; an item in use is not released
+        self.spare: dict[Item, None] = {}  # present, and no plan wants them: the first to go
+        self.nbytes = 0
+        self.borrowed_nbytes = 0  # the part of the capacity that others have for a while
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self.present
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter([*self.present])
+
+    def fits(self, nbytes: int) -> bool:
+        return self.nbytes + nbytes + self.borrowed_nbytes <= self.capacity_nbytes
+
+    def add(self, item: Item, nbytes: int) -> None:
+        self.present[item] = nbytes
+        self.nbytes += nbytes
+
+    def discard(self, item: Item) -> None:
+        self.nbytes -= self.present.pop(item, 0)
+        self.spare.pop(item, None)
+
+    def pin(self, item: Item) -> None:
+        self.pins[item] = self.pins.get(item, 0) + 1
+
+    def unpin(self, item: Item) -> bool:
+        """Take back one pin; return whether there was one."""
+        if self.pins.get(item, 0):
+            self.pins[item] -= 1
+            return True
+        return False
+
+    def release(self, items: Iterable[Item]) -> None:
+        """Release each of ``items`` that is present and not in use."""
+        for item in items:
+            if item in self.present and not self.pins.get(item):
+                self._release(item)
+
+    def make_room(self, nbytes: int, going: Iterator[Item]) -> bool:
+        """Release items in the order of ``going`` until so many bytes fit; return whether they do."""
+        while not self.fits(nbytes):
+            item = next(going, None)
+            if item is None:
+                return False
+            self.release([item])
+        return True
+
+    def spare_items(self) -> Iterator[Item]:
+        yield from [*self.spare]
+
+    def to_go(self) -> Iterator[Item]:
+        """Yield present items in the order of release: what no plan wants, then the least recently used."""
+        yield from [*self.spare]
+        yield from [*self.present]
 
 
 class Pass:
@@ -180,7 +243,7 @@ class Prefetcher:
         can_stay: Collection[int] = (), order: StepOrder | None = None, routed: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.mover, self.nbytes, self.can_stay, self.order = mover, nbytes, can_stay, order or StepOrder()
-        self.residents: ResidentSet[Item] = ResidentSet(capacity_nbytes, self._release)
+        self.residents = ResidentSet(capacity_nbytes, self._release)
         self.tiles, self.room = TileOrder(), self._make_tile_room(routed)
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self._later: list[int] = []  # fetches of the plan that were put off

@@ -47,26 +47,17 @@ def memory(profile: Profile) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class InactivePeriod:
-    """Describes the gap between a saved storage's last use in forward and its first in backward (positions).
-
-    Attributes:
-        packed_at: Its store may start after this position.
-        begin: First position at which its memory is free if the store takes no time.
-        end, released_at: First and last position of backward that need it.
-        is_freed: Storing it frees memory: the step allocated it, and no other code holds it.
-        can_leave: ``is_freed``, and a plan can name it.
-        is_named: Its key is known before the step runs; see [Note: keys of recomputed blocks].
-    """
+    """Describes the gap between a saved storage's last use in forward and its first in backward."""
 
     key: SlotKey
     nbytes: int
-    packed_at: int
-    begin: int
-    end: int
-    released_at: int
-    is_freed: bool
-    can_leave: bool
-    is_named: bool
+    packed_at: int  # its store may start after this position
+    begin: int  # the first position at which its memory is free if the store takes no time
+    end: int  # the first position of backward that needs it
+    released_at: int  # the last one
+    is_freed: bool  # storing it frees memory: the step allocated it, and no other code holds it
+    can_leave: bool  # and a plan can name it
+    is_named: bool  # its key is known before the step runs; see [Note: keys of recomputed blocks]
 
     @property
     def is_worth_storing(self) -> bool:
@@ -83,24 +74,15 @@ class Recomputation(NamedTuple):
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Describes a step by position: its operators, with recomputed forwards in front of their backwards.
+    """Describes a step by position: its operators, with recomputed forwards in front of their backwards."""
 
-    Attributes:
-        times: Seconds of each position.
-        until_s: Seconds before each position, and of the whole step.
-        memory: Bytes of the step's own storages during each position if nothing is stored.
-        periods: In the order in which backward needs the storages.
-        backward: First position of backward, recomputations included.
-        operators: Operator of each position; of a recomputation, the one before which it runs.
-    """
-
-    times: np.ndarray
-    until_s: list[float]
-    memory: np.ndarray
-    periods: tuple[InactivePeriod, ...]
-    backward: int
+    times: np.ndarray  # seconds
+    until_s: list[float]  # before each position, and of the whole step
+    memory: np.ndarray  # bytes of the step's own storages if nothing is stored
+    periods: tuple[InactivePeriod, ...]  # in the order in which backward needs the storages
+    backward: int  # the first position of backward, recomputations included
     traffic: Mapping[int, Traffic]
-    operators: np.ndarray
+    operators: np.ndarray  # the operator of a position; of a recomputation, the one before which it runs
     recomputations: tuple[Recomputation, ...]
     padding_nbytes: int
 
@@ -132,28 +114,20 @@ def least_memory(
 
 
 class ProfileIndex:
-    """Looks up in a profile what lifetimes need, whatever is recomputed.
-
-    Attributes:
-        last_use: By storage: the last operator of forward that touches it.
-        touched: By region: the storages that its operators touch.
-        born: By operator: the storages that the step itself allocates there.
-    """
+    """Looks up in a profile what lifetimes need, whatever is recomputed."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self.times, self.memory = profile, operator_times(profile), memory(profile)
         self.slots = {slot.storage: slot for slot in profile.slots}
-        self.forward_end = next(
-            (k for k, o in enumerate(profile.operators) if o.phase is not Phase.FORWARD),
-            len(profile.operators),
-        )
-        self.last_use: dict[int, int] = {}
-        self.touched: defaultdict[int, set[int]] = defaultdict(set)
+        phases = [operator.phase for operator in profile.operators]
+        self.forward_end = next((k for k, p in enumerate(phases) if p is not Phase.FORWARD), len(phases))
+        self.last_use: dict[int, int] = {}  # the last operator of forward that touches a storage
+        self.touched: defaultdict[int, set[int]] = defaultdict(set)  # storages that a region's operators do
         for k, operator in enumerate(profile.operators[: self.forward_end]):
             storages = (*operator.inputs, *operator.outputs)
             self.last_use.update(dict.fromkeys(storages, k))
             self.touched[operator.region].update(storages)
-        self.born: defaultdict[int, list[int]] = defaultdict(list)
+        self.born: defaultdict[int, list[int]] = defaultdict(list)  # storages that the step allocates there
         for index, storage in enumerate(profile.storages):
             if storage.kind in MADE:
                 self.born[storage.born].append(index)
@@ -197,17 +171,13 @@ def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> 
 
 
 class _Packing:
-    """Finds what the tensor cache packs, region by region, if backward recomputes ``blocks``.
-
-    Attributes:
-        packed: By storage: its slot; whether its key is known; where recomputed blocks that need it begin.
-        dropped: Slots that a block does not save any more, each with the block.
-        twice: Likewise, but something else needs them as well, so they are made a second time.
-    """
+    """Finds what the tensor cache packs, region by region, if backward recomputes ``blocks``."""
 
     def __init__(self, index: ProfileIndex, blocks: Sequence[BlockCall]) -> None:
         self._index, self._storages = index, index.profile.storages
+        #: By storage: its slot; whether its key is known; where recomputed blocks that need it begin.
         self.packed: dict[int, tuple[SlotUse, bool, list[int]]] = {}
+        #: Slots that a block does not save any more; those that something else needs, so they are made twice.
         self.dropped: list[tuple[SlotUse, BlockCall]] = []
         self.twice: list[tuple[SlotUse, BlockCall]] = []
         regions: dict[int, list[SlotUse]] = {block.region: [] for block in blocks}
@@ -217,8 +187,13 @@ class _Packing:
         for region, slots in sorted(regions.items()):
             if region in recomputed:
                 self._pack_inputs(recomputed[region], slots)
-            else:
-                self._pack_saved(region, slots)
+                continue
+            # It may pack a storage that a recomputed block before it would have packed, or one less.
+            again = {slot.storage for slot, _ in self.twice} - self.packed.keys()
+            moved = any(slot.storage in self.packed for slot in slots)
+            moved = moved or not again.isdisjoint(index.touched[region])
+            for slot in slots:
+                self.packed.setdefault(slot.storage, (slot, not moved, []))
 
     def _pack_inputs(self, block: BlockCall, slots: Sequence[SlotUse]) -> None:
         """Pack the inputs of a recomputed block in place of its ``slots``."""
@@ -236,14 +211,6 @@ class _Packing:
             if slot.storage not in block.inputs:
                 stays = slot.held or slot.unpacked_at < first or slot.released_at >= block.backward[1]
                 (self.twice if stays else self.dropped).append((slot, block))
-
-    def _pack_saved(self, region: int, slots: Sequence[SlotUse]) -> None:
-        # It may pack a storage that a recomputed block before it would have packed, or one less.
-        again = {slot.storage for slot, _ in self.twice} - self.packed.keys()
-        moved = any(slot.storage in self.packed for slot in slots)
-        moved = moved or not again.isdisjoint(self._index.touched[region])
-        for slot in slots:
-            self.packed.setdefault(slot.storage, (slot, not moved, []))
 
     def memory(self) -> np.ndarray:
         """Return bytes by operator if nothing is stored."""

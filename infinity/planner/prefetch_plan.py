@@ -23,81 +23,13 @@ order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around th
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
-
-Item = TypeVar("Item", bound=Hashable)
-
-
-class ResidentSet(Generic[Item]):
-    """Knows the items in memory or on their way there, and decides which go; each goes as a whole.
-
-    ``release`` is called with an item that goes, and calls :meth:`discard`.
-    """
-
-    def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
-        self.capacity_nbytes, self._release = capacity_nbytes, release
-        self.present: OrderedDict[Item, int] = OrderedDict()  # bytes of each, least recently used first
-        self.pins: dict[Item, int] = {}  # users of each; an item in use is not released
-        self.spare: dict[Item, None] = {}  # present, and no plan wants them: the first to go
-        self.nbytes = 0
-        self.borrowed_nbytes = 0  # the part of the capacity that others have for a while
-
-    def __contains__(self, item: Item) -> bool:
-        return item in self.present
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter([*self.present])
-
-    def fits(self, nbytes: int) -> bool:
-        return self.nbytes + nbytes + self.borrowed_nbytes <= self.capacity_nbytes
-
-    def add(self, item: Item, nbytes: int) -> None:
-        self.present[item] = nbytes
-        self.nbytes += nbytes
-
-    def discard(self, item: Item) -> None:
-        self.nbytes -= self.present.pop(item, 0)
-        self.spare.pop(item, None)
-
-    def pin(self, item: Item) -> None:
-        self.pins[item] = self.pins.get(item, 0) + 1
-
-    def unpin(self, item: Item) -> bool:
-        """Take back one pin; return whether there was one."""
-        if self.pins.get(item, 0):
-            self.pins[item] -= 1
-            return True
-        return False
-
-    def release(self, items: Iterable[Item]) -> None:
-        """Release each of ``items`` that is present and not in use."""
-        for item in items:
-            if item in self.present and not self.pins.get(item):
-                self._release(item)
-
-    def make_room(self, nbytes: int, going: Iterator[Item]) -> bool:
-        """Release items in the order of ``going`` until so many bytes fit; return whether they do."""
-        while not self.fits(nbytes):
-            item = next(going, None)
-            if item is None:
-                return False
-            self.release([item])
-        return True
-
-    def spare_items(self) -> Iterator[Item]:
-        yield from [*self.spare]
-
-    def to_go(self) -> Iterator[Item]:
-        """Yield present items in the order of release: what no plan wants, then the least recently used."""
-        yield from [*self.spare]
-        yield from [*self.present]
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -341,37 +273,35 @@ class Filling(Memory):
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
     def lap(self, events: Sequence[Event], repeats: Collection[int]) -> tuple[Actions, ...]:
+        """Return the actions after each event; ``repeats`` are where each repeat begins."""
         actions = []
         for position, event in enumerate(events):
             if position in repeats:
                 self.mark(self.cursor)
-            actions.append(self.play(position, event))
+            kind, unit = event
+            release: list[int] = []
+            fetch: list[int] = []
+            if kind is _USE and unit not in self.present:
+                release += self.make_room(self.nbytes[unit], self.held(position))
+                self.load(unit, self.index)
+                self.cursor = max(self.cursor, self.index + 1)
+                fetch.append(unit)
+            self.note(position, event)
+            if kind is not _USE and unit in self.present and unit not in self.held(position):
+                following = self.present[unit]
+                not_kept = math.isinf(following) or int(following) % len(self.runs) in self.fetched
+                # Where units that were pinned together are too much, one that is kept goes, too.
+                if not_kept or self.present_nbytes > self.capacity_nbytes:
+                    self.drop(unit)
+                    release.append(unit)
+            fetch += self._fill()
+            if not (release or fetch):
+                actions.append(_NOTHING)
+                continue
+            again = set(release) & set(fetch)  # there is room after all
+            fetched = tuple(each for each in fetch if each not in again)
+            actions.append(Actions(tuple(sorted(set(release) - again)), fetched))
         return tuple(actions)
-
-    def play(self, position: int, event: Event) -> Actions:
-        kind, unit = event
-        release: list[int] = []
-        fetch: list[int] = []
-        if kind is _USE and unit not in self.present:
-            release += self.make_room(self.nbytes[unit], self.held(position))
-            self.load(unit, self.index)
-            self.cursor = max(self.cursor, self.index + 1)
-            fetch.append(unit)
-        self.note(position, event)
-        if kind is not _USE and unit in self.present and unit not in self.held(position):
-            following = self.present[unit]
-            not_kept = math.isinf(following) or int(following) % len(self.runs) in self.fetched
-            # Where units that were pinned together are too much, one that is kept goes, too.
-            if not_kept or self.present_nbytes > self.capacity_nbytes:
-                self.drop(unit)
-                release.append(unit)
-        fetch += self._fill()
-        if not (release or fetch):
-            return _NOTHING
-        again = set(release) & set(fetch)  # there is room after all
-        return Actions(
-            tuple(sorted(u for u in release if u not in again)), tuple(u for u in fetch if u not in again)
-        )
 
     def _fill(self) -> list[int]:
         fetch: list[int] = []

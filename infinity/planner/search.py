@@ -64,9 +64,6 @@ NEGLIGIBLE = 0.002
 TRIES = 7
 
 
-# --- the bytes that channels can still carry -----------------------------------------------------------
-
-
 class ChannelTimeline:
     """Holds the bytes that fit into the time of each operator on a channel, and are not booked yet.
 
@@ -122,9 +119,6 @@ def channel_timelines(
     return made
 
 
-# --- storages that leave -------------------------------------------------------------------------------
-
-
 def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
     """Choose storages that leave, fullest position first, until memory fits or nothing more can leave."""
     chosen: dict[int, Place] = {}
@@ -168,9 +162,6 @@ def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int
         if not helped[at]:
             over[helped == 0] = 0
     return chosen
-
-
-# --- loads and backlog -------------------------------------------------------------------------------
 
 
 class Candidate(NamedTuple):
@@ -312,9 +303,6 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
             yield StoreWait(calls[at][1], calls[at][0], periods[first - 1].key)
 
 
-# --- the ladder --------------------------------------------------------------------------------------
-
-
 class PlanSearch:
     """Finds plans for one profile on one machine; ``keep`` is the one that keeps everything."""
 
@@ -371,8 +359,6 @@ class PlanSearch:
                 best, high = candidate, at
             at = (low + high) // 2
         return best.plan
-
-    # --- parts -------------------------------------------------------------------------------
 
     def _simulated(self, plan: ActivationPlan) -> Candidate:
         return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
@@ -450,9 +436,6 @@ def _order(profile: Profile) -> tuple[int, ...]:
     return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
 
 
-# --- policies ----------------------------------------------------------------------------------------
-
-
 def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
     """Return the fastest plan found within the budget; without one, the lowest peak for 3 % of the step.
 
@@ -505,9 +488,6 @@ def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) ->
             break
         last = block.region
     return last
-
-
-# --- budgets that cannot be kept ---------------------------------------------------------------------
 
 
 def smallest_budget(profile: Profile, hardware: Hardware) -> int:

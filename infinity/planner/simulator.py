@@ -2,10 +2,10 @@
 
 [Note: a simulated step]
 Compute runs the positions of a step in order; between them the tensor cache packs, stores, loads and
-releases. Where memory is short, only two things hold compute back: packing waits while more than the plan's
-backlog waits to be stored, and packing and asking wait for the stores that the plan says. When backward asks
-for a storage, the loads tied to it start, and its own if that has not; then compute waits for it. Stores that
-are left at the end do not count.
+releases. Two things hold compute back: packing waits while more than the plan's backlog waits to be stored,
+and packing and asking wait for the stores that the plan says. When backward asks for a storage, the loads
+tied to it start, and its own if that has not; then compute waits for it. Stores that are left at the end do
+not count.
 
 [Note: where bytes are]
 A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
@@ -15,16 +15,14 @@ but the first wait; the cache has a few in flight). Storing what other code hold
 is taken when a slot is packed, and given back when backward is done with it, or its store is cancelled.
 
 [Note: stops]
-The simulator stops only at positions where something is to be done; in between compute runs as far as
-transfers allow, and the fullest position counts, with what was away before. With a timeline it stops at every
-position, which changes nothing else.
+The simulator stops only where something is to be done; in between compute runs as far as transfers allow, and
+the fullest position counts, with what was away before. With a timeline it stops at every position.
 
 [Note: rates]
 Between two events every rate is constant. A channel moves one transfer after the other in the order of
-submission, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was submitted, even
-if it waited for others meanwhile: the cache has several of them on their way. Compute beside transfers loses
-``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system gives it a share
-of the cores.
+submission. A transfer's first byte moves ``latency_s`` after it was submitted, even if it waited for others
+meanwhile: the cache has several of them on their way. Compute beside transfers loses ``compute_s_per_byte``
+for each of their bytes, but never stands still: the operating system gives it a share of the cores.
 
 [Note: reads beside writes]
 When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
@@ -32,8 +30,8 @@ they can. A byte that is written therefore costs the reads of the same time what
 
 [Note: units go first]
 Bytes of units go before bytes of activations. In a real step both go in the order of submission, and compute
-waits for a late unit. Here it does not, since the measured step has waited for units already. So units come
-when they came, and activations bear the whole delay. Units slow compute no more than when it was measured.
+waits for a late unit. Here it does not, since the measured step has waited for units already: activations
+bear the whole delay. Units slow compute no more than when it was measured.
 """
 
 from bisect import bisect_left
@@ -213,15 +211,12 @@ class TransferQueues:
         return moving
 
 
-# --- the outcome of a step ---------------------------------------------------------------------------
-
-
 class Interval(NamedTuple):
     """Names what took from ``begin_s`` to ``end_s`` of the step."""
 
     begin_s: float
     end_s: float
-    name: str
+    name: str  # "units" for what units moved
 
 
 class Sample(NamedTuple):
@@ -284,20 +279,14 @@ class _Gauge:
 
 @dataclass(slots=True)
 class _Slot:
-    """Tracks a storage that a plan stores; see [Note: where bytes are].
-
-    Attributes:
-        is_away: The bytes are not in memory: the slot is STORED, and forward is done with it.
-        is_wanted: Backward has asked for it; a store that ends now frees nothing.
-        is_released: Backward is done with it before its store has ended.
-    """
+    """Tracks a storage that a plan stores; see [Note: where bytes are]."""
 
     period: InactivePeriod
     place: Place
     state: SlotState = SlotState.RESIDENT
-    is_away: bool = False
-    is_wanted: bool = False
-    is_released: bool = False
+    is_away: bool = False  # not in memory: it is STORED, and forward is done with it
+    is_wanted: bool = False  # backward has asked for it; a store that ends now frees nothing
+    is_released: bool = False  # backward is done with it before its store has ended
 
     @property
     def host_nbytes(self) -> int:
@@ -465,8 +454,6 @@ class Simulator:
             nbytes_stored=slots.moved_nbytes[_WRITE],
             nbytes_loaded=slots.moved_nbytes[_READ],
         )
-
-    # --- between positions -------------------------------------------------------------------
 
     def _actions(self, waits: Iterable[StoreWait]) -> dict[int, list[Callable[[], None]]]:
         """Return what to do before each position: pack, leave, release, wait, begin backward, ask."""

@@ -171,20 +171,16 @@ class ShardUpdate:
     """
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:
-        self._lifecycle = Lifecycle(f"update of {name}", UpdateState.HELD)
+        self.lifecycle = Lifecycle(f"update of {name}", UpdateState.HELD)
         self._early, self._keeps, self._spills = early, keeps, spills
         self.in_flight = False  # it was started and has not landed
         self._storing = self._reading = self._rolling_back = False
         self._has_gradient = self._has_weights = True  # in memory
 
     @property
-    def state(self) -> UpdateState:
-        return self._lifecycle.state
-
-    @property
     def speculated(self) -> bool:
         """Return whether it started before the norm was known, and is neither validated nor rolled back."""
-        return self.state is UpdateState.SPECULATED
+        return self.lifecycle.state is UpdateState.SPECULATED
 
     @property
     def reads_stored_gradient(self) -> bool:
@@ -223,7 +219,7 @@ class ShardUpdate:
 
     def validate(self) -> tuple[Do, ...]:
         """Confirm the numbers that the update assumed about the step."""
-        self._lifecycle.move(UpdateState.VALIDATED)
+        self.lifecycle.move(UpdateState.VALIDATED)
         return self._free()
 
     def roll_back(self) -> tuple[Do, ...]:
@@ -231,12 +227,12 @@ class ShardUpdate:
         self._rolling_back = self.in_flight
         if self.in_flight:
             return (Do.CANCEL,)
-        self._lifecycle.move(UpdateState.ROLLED_BACK)
+        self.lifecycle.move(UpdateState.ROLLED_BACK)
         return self._free()
 
     def commit(self) -> tuple[Do, ...]:
         """Commit the step: an update that was not validated starts, for the first time or again."""
-        return () if self.state is UpdateState.VALIDATED else self._start(UpdateState.VALIDATED)
+        return () if self.lifecycle.state is UpdateState.VALIDATED else self._start(UpdateState.VALIDATED)
 
     def drop(self) -> tuple[Do, ...]:
         """Forget the step; nothing is in flight."""
@@ -246,14 +242,14 @@ class ShardUpdate:
         return tuple(freed)
 
     def _start(self, state: UpdateState) -> tuple[Do, ...]:
-        self._lifecycle.move(state)
+        self.lifecycle.move(state)
         self.in_flight = True
         self._reading = not self.reads_stored_gradient
         return (Do.START,)
 
     def _free(self) -> tuple[Do, ...]:
         """Return what gives the gradient's memory back, once, when nothing will read it there."""
-        read_again = self.state in (UpdateState.HELD, UpdateState.ROLLED_BACK)
+        read_again = self.lifecycle.state in (UpdateState.HELD, UpdateState.ROLLED_BACK)
         read_again |= self._keeps and self.speculated
         read_again &= not self._spills  # then NVMe has it
         if not self._has_gradient or self._storing or self._reading or read_again:

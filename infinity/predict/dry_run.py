@@ -31,10 +31,9 @@ from infinity.engine.executor import EngineConfig, reduction_dtype
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
-from infinity.planner.search import device_error, simple_plan, smallest_budget
+from infinity.planner.search import device_error, simple_plan
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
-from infinity.predict.clock import StepCost
 from infinity.predict.machines import Machine, RankRates, rank_rates
 from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
@@ -42,11 +41,11 @@ from infinity.predict.play import play_step
 from infinity.predict.recording import Batch
 from infinity.predict.recording import play as play_record
 from infinity.predict.step import (
+    StepCost,
     StepSetup,
     StepTrace,
     Stored,
     UnitShape,
-    all_resident_nbytes,
     choose_homes,
 )
 from infinity.recipes.recipe import Recipe
@@ -178,10 +177,7 @@ class Layout:
 class DryRun(Layout):
     """Holds the model, its budgets and its trace: all that a plan is made from, and what its step costs.
 
-    Attributes:
-        trace: One micro-batch, or all of them where they go through each block together.
-        profile: The storages and blocks of one micro-batch.
-        activations: The plan that follows from ``policy``.
+    ``trace`` is one micro-batch, or all of them where they go through each block together; ``profile`` one.
     """
 
     def __init__(self, model: ModelWithoutValues, recipe: Recipe, machine: Machine) -> None:
@@ -209,11 +205,7 @@ class DryRun(Layout):
         self.units, self.division = self.read_where_they_lie(), self.divide()
 
     def changed(self, recipe: Recipe, machine: Machine) -> "DryRun":
-        """Return the same model under another recipe, or on a machine with as many devices.
-
-        Raises:
-            BudgetError: A budget is too small for it.
-        """
+        """Return the same model under another recipe, or on a machine with as many devices."""
         if recipe.memory.device != self.recipe.memory.device:  # sizes of units may follow from it
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         return DryRun(self.model, recipe, machine)
@@ -221,7 +213,7 @@ class DryRun(Layout):
     def least_host_nbytes(self) -> int:
         """Return the least ``memory.host`` with which the model can be trained (bytes)."""
         if not self.recipe.memory.nvme:
-            return all_resident_nbytes(self.units)
+            return sum(unit.built_nbytes for unit in self.units)
         low, high = 0, self.host_nbytes
         while high - low > max(4096, high // 256):
             middle = (low + high) // 2
@@ -233,12 +225,6 @@ class DryRun(Layout):
             else:
                 high = middle
         return high
-
-    def least_activations_nbytes(self) -> int:
-        """Return the least bytes that activations take beside units, however they are planned."""
-        if self.policy != "plan":
-            return self.trace.peak_nbytes
-        return smallest_budget(self.profile, self.channels())
 
     @property
     def setup(self) -> StepSetup:
@@ -264,8 +250,6 @@ class DryRun(Layout):
     @property
     def params(self) -> int:
         return sum(unit.params for unit in self.units)
-
-    # --- what a step costs -------------------------------------------------------------------
 
     @functools.cached_property
     def cost(self) -> StepCost:
@@ -338,8 +322,6 @@ class DryRun(Layout):
         if (over := self.disk_nbytes() - drives.per_node * drives.memory) > 0:
             yield f"{format_nbytes(over)} on the drives of a node"
 
-    # --- activations -------------------------------------------------------------------------
-
     def _choose_plan(self) -> ActivationPlan:
         profile, hardware, budget = self.profile, self.channels(), self.budget
         if self.policy == "offload":
@@ -376,8 +358,6 @@ class DryRun(Layout):
                 int(position[slot.unpacked_at]), place is Place.NVME,
             )  # fmt: skip
 
-    # --- the record --------------------------------------------------------------------------
-
     def _record(self) -> tuple[StepTrace, Profile]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
@@ -389,7 +369,7 @@ class DryRun(Layout):
         trace = play_record(record, model.units, of_leaves, streaming, self.divide().window, together)
         times = trace.operator_s(self.rates)
         if model.times is not None:
-            operations = [row.operation for row in record.rows]
+            operations = [operation for *_, operation in record.rows]
             model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
@@ -416,10 +396,9 @@ def dry_run(
 
     Args:
         ranks: None: one for each device.
-        like: A dry run; if it has the same model, on as many ranks, that is not built and recorded again.
+        like: A dry run; if its model is the same, that is not built and recorded again.
         here: It is this machine: operators are timed, in some seconds.
-        built: The recipe with the budgets that the sizes of units follow from, where ``recipe`` has budgets
-            that were derived later; None: ``recipe``.
+        built: The recipe whose budgets sizes of units follow from, if those of ``recipe`` were derived later.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.

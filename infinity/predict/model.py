@@ -1,5 +1,6 @@
 """Builds a recipe's model without values: on the meta device, cut by the runtime's builder, then faked."""
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,27 +70,25 @@ class _NoValues:
         self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
         self.mapped: set[int] = set()  # units that are read where they lie, and not quantized
         self._mode, self._new = mode, True
-        self._read: dict[tuple[int, int, int], int] = {}
+        self.read_nbytes = functools.cache(self._read_nbytes)
         self._decoding: dict[tuple[Any, ...], tuple[int, int]] = {}  # of equal parts
 
-    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
+    def _read_nbytes(self, unit: Unit, piece_nbytes: int, buffer_nbytes: int) -> int:
         """Return the bytes that a fetch of a unit in ``mapped`` reads, by pieces of ``piece_nbytes``."""
-        key = unit.index, piece_nbytes, buffer_nbytes
-        if key not in self._read:
-            assert self.base is not None
-            self._read[key] = BaseFiles(self.base, self.sizes, buffer_nbytes).read_nbytes(unit, piece_nbytes)
-        return self._read[key]
+        assert self.base is not None
+        return BaseFiles(self.base, self.sizes, buffer_nbytes).read_nbytes(unit, piece_nbytes)
 
     def counts(self, unit: Unit) -> bool:
         return False
 
     def fill(self, units: UnitIndex, masters: object) -> None:
         base, self._new = self.base if self._new else None, False  # adapters come later, with nothing in it
-        for unit in () if base is None else units:
-            assert base is not None
+        if base is None:
+            return
+        files = BaseFiles(base, self.sizes)
+        for unit in units:
             if base.why_not_mapped(unit):
                 continue
-            files = BaseFiles(base, self.sizes)
             step = files.stored(unit)
             if step is None:
                 self.mapped.add(unit.index)

@@ -1,16 +1,15 @@
 """Measures the times of a model's operators on this machine, each alone, on tensors of its own sizes.
 
 A roofline does not know how close this machine's kernels come to it. A model has some dozens of different
-operators, whatever the number of its layers, so all are timed in some seconds; those that take long, or much
-memory, are left to the roofline, which knows them best. Floats are halves, and integers are zeros, which are
-valid indices. Operators take turns in rounds, so that a change of the machine's speed hits all; a time is the
-median of its rounds. One thread's time is its processor time, which other programs do not change. Times are
-kept for all plans of a process.
+operators, whatever the number of its layers, so all are timed in some seconds, but those that take long or
+much memory, which the roofline knows best. Floats are halves, and integers are zeros, which are valid
+indices. Operators take turns in rounds, so that a change of the machine's speed hits all; a time is the
+median of its rounds. One thread's time is its processor time, which other programs do not change.
 
 [Note: what caches hold]
 Without an accelerator an operator takes two to five times as long on bytes that no cache holds. The step
 tells how many bytes are touched between the last use of an argument and this one. So before a run the
-argument is touched, and so many other bytes after it: then caches hold what they hold in the step.
+argument is touched, and so many other bytes after it.
 """
 
 import functools

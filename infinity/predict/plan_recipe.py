@@ -15,10 +15,11 @@ from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
-from infinity.predict.clock import COMPUTE
+from infinity.planner.search import smallest_budget
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
 from infinity.predict.machines import Machine, describe_machine, load_machine, probe
 from infinity.predict.plan_run import make_table, print_line
+from infinity.predict.step import COMPUTE
 from infinity.recipes.recipe import Recipe, load_recipe
 
 #: A change is shown if it makes a step faster by at least this share.
@@ -38,9 +39,6 @@ def show_recipe(
         ranks: Ranks in all; None: one for each device, or as the launcher says.
         budget: ``memory.device``.
         tokens: Tokens to train on, for time and energy; None: as many as ``train.steps`` take.
-
-    Raises:
-        InfinityError: The recipe, the hardware file or the model is invalid, or a budget is too small.
     """
     if budget is not None:
         overrides = [*overrides, f"memory.device={budget}"]
@@ -79,15 +77,12 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
 
     ``dtype`` is the one that the run had: measured again, ``auto`` may be another one.
     """
-    policy = recipe.memory.activations or ("keep" if recipe.memory.device is None else "plan")
+    memory = recipe.memory
+    policy = memory.activations or ("keep" if memory.device is None else "plan")
     if recipe.train.schedule == "layer":
         policy = "keep"
-    memory = replace(
-        recipe.memory,
-        host=budgets.get("host") or recipe.memory.host,
-        device=recipe.memory.device or budgets.get("device"),
-        activations=policy,
-    )
+    host, device = budgets.get("host") or memory.host, memory.device or budgets.get("device")
+    memory = replace(memory, host=host, device=device, activations=policy)
     machine = probe(_measurable(memory.nvme))
     built = replace(recipe, train=replace(recipe.train, dtype=dtype))
     planned = dry_run(replace(built, memory=memory), machine, ranks, here=True, built=built)
@@ -114,14 +109,12 @@ def _measurable(directories: Sequence[str]) -> list[Path]:
     return found
 
 
-# --- what to change ----------------------------------------------------------------------------------
-
 #: Keys of a recipe and of a hardware file, with new values.
 Keys = Mapping[str, int | str | None]
 
 
 class Change(NamedTuple):
-    """Describes a change in words, its keys of a recipe or a machine, and the plan with them."""
+    """Pairs a change of keys of a recipe or a machine, in words, with the plan that has it."""
 
     what: str
     planned: DryRun
@@ -237,9 +230,6 @@ def _smaller(planned: DryRun) -> Iterator[Keys]:
         yield {"drives.per_node": -(-planned.disk_nbytes() // machine.drives.memory)}
 
 
-# --- output ------------------------------------------------------------------------------------------
-
-
 def _model_table(run: DryRun) -> Table:
     recipe, ranks = run.recipe, run.model.ranks
     trained = sum(unit.params for unit in run.units if unit.trainable)
@@ -268,12 +258,15 @@ def _tier_table(run: DryRun) -> Table:
     on_nvme, on_host = ([u for u in run.units if u.on_nvme is each] for each in (True, False))
     resident = sum(unit.resident_nbytes for unit in on_host)
     budget = _size(run.recipe.memory.device or run.division.total)
+    least_nbytes = run.trace.peak_nbytes  # of activations, however they are planned
+    if run.policy == "plan":
+        least_nbytes = smallest_budget(run.profile, run.channels())
     columns = ["tier", "units", "parameters", "needed", "least", "budget", "there"]
     rows = [
         (
             "device", "", "",
             f"{_size(run.division.total)} + {_size(run.trace.peak_nbytes)} of activations",
-            f"{_size(run.division.least)} + {_size(run.least_activations_nbytes())}",
+            f"{_size(run.division.least)} + {_size(least_nbytes)}",
             budget if run.policy == "plan" else f"{budget} + activations",
             _size(run.device_nbytes),
         ),

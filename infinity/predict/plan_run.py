@@ -31,12 +31,7 @@ from infinity.core.plan import (
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 from infinity.planner.search import plan as make_plan
 from infinity.planner.search import simple_plan
-from infinity.planner.simulator import play, play_in_detail
-
-#: ``(time_s, nbytes)``: bytes in memory from that time on.
-Samples = Sequence[tuple[float, int]]
-#: ``(begin_s, end_s, name)``; those named "units" are drawn paler.
-Intervals = Sequence[tuple[float, float, str]]
+from infinity.planner.simulator import Interval, Sample, play, play_in_detail
 
 #: Names of the simple policies in the output.
 _SIMPLE = {
@@ -58,9 +53,8 @@ class ShownPlan(NamedTuple):
 def show_plan(run: str, budget: str | None, console: Console) -> None:
     """Print the plan of a run and the cost of alternatives, and write its picture.
 
-    Args:
-        run: The run's folder, or a folder that ``Planning.save`` wrote.
-        budget: Device memory for everything that a step allocates, such as ``2GiB``: plan again for it.
+    ``run`` is its folder, or one that ``Planning.save`` wrote. With a ``budget`` for everything that a step
+    allocates on the device, such as ``2GiB``, plan again for it.
 
     Raises:
         RecipeError: The run has no plan, or the budget is not a size.
@@ -112,9 +106,6 @@ def find_folder(run: Path) -> Path:
         f"{run}: contains no plan for activations. A run makes one in its second step if its recipe sets "
         "memory.activations=plan or memory.device: infinity train RECIPE memory.activations=plan"
     )
-
-
-# --- tables ------------------------------------------------------------------------------------------
 
 
 class Alternative(NamedTuple):
@@ -237,9 +228,6 @@ def _size(nbytes: int) -> str:
     return format_nbytes(nbytes) if nbytes else ""
 
 
-# --- the picture -------------------------------------------------------------------------------------
-
-
 def _draw(shown: ShownPlan) -> str:
     """Write the picture; return a line with its path, or with the reason why there is none."""
     profile, plan, hardware = shown.planning.profile, shown.planning.plan, shown.planning.hardware
@@ -261,7 +249,7 @@ def _draw(shown: ShownPlan) -> str:
 
 
 def draw_memory(
-    path: Path, kept: Samples, planned: Samples, lanes: Mapping[str, Intervals], *,
+    path: Path, kept: Sequence[Sample], planned: Sequence[Sample], lanes: Mapping[str, Sequence[Interval]], *,
     capacity_nbytes: int | None = None, title: str = "",
 ) -> None:  # fmt: skip
     """Draw one step as PNG or SVG, by the ending of ``path``; needs matplotlib (extra: plots).
@@ -298,7 +286,8 @@ def draw_memory(
         memory.text(1, capacity_nbytes, text, transform=right, color="C3", va="center")
     for y, intervals in enumerate(shown.values()):
         for units, alpha in ((False, 1.0), (True, 0.35)):
-            bars = [(i[0] * scale, (i[1] - i[0]) * scale) for i in intervals if (i[2] == "units") is units]
+            shown_here = [each for each in intervals if (each[2] == "units") is units]  # those are paler
+            bars = [(begin_s * scale, (end_s - begin_s) * scale) for begin_s, end_s, _ in shown_here]
             # The edge shows transfers that are narrower than a pixel.
             channels.broken_barh(bars, (y - 0.36, 0.72), color=f"C{y}", alpha=alpha, linewidth=0.5)
     channels.set_yticks(range(len(shown)), labels=list(shown))

@@ -3,9 +3,8 @@
 [Note: what is played]
 The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
 waits for units, releases and fetches. All else goes through the runtime's queues: one for each channel, one
-for the collectives, one for decoding, and a bounded number of chunks of updates in staging memory. Device
-memory is leased and given back as the pools do; a lease that finds no room waits. All ranks do the same, so
-one is played, with its share of what they have in common.
+for the collectives, one for decoding, and a bounded number of chunks of updates in staging memory. All ranks
+do the same, so one is played, with its share of what they have in common.
 
 [Note: one queue of collectives]
 All ranks issue collectives in one order, so a gather is queued when its fetch begins, and holds those behind
@@ -18,13 +17,12 @@ begun, or backward has ended; one unit is reduced at a time, and none when a bac
 
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
-until they repeat, and the last one counts, with the bytes of its own transfers, whenever they move. The first
-step begins with its last micro-batch, the one with updates.
+until they repeat, and the last one counts. The first begins with its last micro-batch, the one with updates.
 
 [Note: micro-batches that repeat]
-From the second or third micro-batch on, all but the last one have the same plan (``Plan.repeats``).
-Micro-batches are played until one ends in the state in which it began; each further one takes as long. If
-none of the first few does, the last of them is taken to.
+All but the last micro-batch, and the first one or two, have the same plan (``Plan.repeats``). They are played
+until one ends in the state in which it began; each further one takes as long. If none of the first few does,
+the last of them is taken to.
 """
 
 from collections.abc import Callable
@@ -36,9 +34,20 @@ from infinity.core.lifecycle import UpdateState
 from infinity.planner.prefetch_plan import Event, Kind
 from infinity.planner.simulator import Channel
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
-from infinity.predict.clock import DECODE, LINKS, UPDATE, DeviceMemory, StepCost, VirtualClock
 from infinity.predict.machines import COLLECTIVE_S
-from infinity.predict.step import StepScript, StepSetup, StepTrace, Stored, tries
+from infinity.predict.step import (
+    DECODE,
+    LINKS,
+    UPDATE,
+    DeviceMemory,
+    StepCost,
+    StepScript,
+    StepSetup,
+    StepTrace,
+    Stored,
+    VirtualClock,
+    tries,
+)
 
 #: Steps are played until so many in a row take about equally long, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
@@ -51,13 +60,9 @@ def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     return _Player(trace, setup).run()
 
 
-@dataclass(slots=True)
-class _Span:
-    """Holds the training thread's work between two events of the plan: calls, compute, calls."""
-
-    before: list[Callable[[], object]] = field(default_factory=list)
-    compute_s: float = 0.0
-    after: list[Callable[[], object]] = field(default_factory=list)
+#: The training thread's work between two events of the plan: calls, seconds of compute, calls.
+_Calls = list[Callable[[], object]]
+_Span = tuple[_Calls, float, _Calls]
 
 
 class _Player:
@@ -83,25 +88,24 @@ class _Player:
     def _spans(self, index: int, times_s: list[float], places: list[int]) -> list[_Span]:
         """Return the work of a micro-batch; ``places``: where others follow, positions of the trace."""
         trace, setup, last = self.trace, self.setup, index == self.script.earlier
-        spans = [_Span() for _ in range(1 + (len(trace.events) if last else self.script.length))]
-        at = spans if last else [spans[place] for place in places]
-        for span, time_s in zip(at, times_s, strict=True):
-            span.compute_s += time_s
+        count = 1 + (len(trace.events) if last else self.script.length)
+        before, after = ([_Calls() for _ in range(count)] for _ in range(2))
+        work_s, at = [0.0] * count, range(count) if last else places
+        for position, time_s in zip(at, times_s, strict=True):
+            work_s[position] += time_s
         for each in trace.stored:
-            at[each.load_at].before.append(partial(self._load, each))
-            at[each.packed_at].after.append(partial(self._pack, each))
+            before[at[each.load_at]].append(partial(self._load, each))
+            after[at[each.packed_at]].append(partial(self._pack, each))
         for each in trace.stored:
-            at[each.asked_at].before.append(partial(self._ask, each))
+            before[at[each.asked_at]].append(partial(self._ask, each))
         for position, unit in trace.begun:
             if index == 0 or setup.ranks > 1:
-                at[position].after.append(partial(self._begin_gradient, unit))
+                after[at[position]].append(partial(self._begin_gradient, unit))
         for position, unit in trace.completed:
             # In the last micro-batch the plan's events tell those of units that stream.
             if (last and not setup.units[unit].streams) or (not last and setup.ranks > 1):
-                at[position].after.append(partial(self._end_gradient, unit, last))
-        return spans
-
-    # --- units ---------------------------------------------------------------------------------
+                after[at[position]].append(partial(self._end_gradient, unit, last))
+        return list(zip(before, work_s, after))
 
     def _start(self, unit: int) -> None:
         """Begin to bring a unit: read, uploaded, gathered and decoded, each step when the one before ends."""
@@ -147,8 +151,6 @@ class _Player:
         if self._ready.pop(unit, None) is not None:
             self._memory.give_back(self.setup.units[unit].nbytes)
 
-    # --- gradients -----------------------------------------------------------------------------
-
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
             if self._carried:
@@ -167,11 +169,9 @@ class _Player:
             if ends:
                 self._hand_over(unit, self._gradients.pop(unit, 0), self._memory.turn)
             return
-        full = self._gradients.pop(unit, 0)
-        if not full:
+        if not self._gradients.pop(unit, 0):
             self._memory.lease(shape.nbytes)
             self._memory.end_turn()
-            full = shape.nbytes
         shard = setup.gradient_nbytes(unit)
         if self._reducing and not setup.on_accelerator:
             self._clock.wait(lambda: not self._reducing, LINKS)
@@ -184,8 +184,8 @@ class _Player:
         def reduced() -> None:
             self._arriving -= 1
             self._reducing -= 1
-            self._memory.give_back_late(full, turn)
-            self._memory.give_back_late(shape.nbytes, turn)
+            for _ in range(2):  # the gradient, and what the other ranks sent
+                self._memory.give_back_late(shape.nbytes, turn)
             if unit in self._reduced:  # it was added to that of earlier micro-batches
                 self._memory.give_back_late(shard, turn)
             self._reduced[unit] = shard
@@ -217,8 +217,6 @@ class _Player:
 
         self._clock.move(Channel.DEVICE_TO_HOST, self.setup.gradient_nbytes(unit), arrived)
 
-    # --- activations ---------------------------------------------------------------------------
-
     def _pack(self, stored: Stored) -> None:
         write = partial(self._clock.move, Channel.NVME_WRITE, stored.nbytes, _nothing)
         self._over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write if stored.on_nvme else _nothing)
@@ -243,8 +241,6 @@ class _Player:
         if not self._away.get(id(stored), True):
             self._clock.wait(partial(self._away.__getitem__, id(stored)), "activation")
         self._away.pop(id(stored), None)
-
-    # --- the step ------------------------------------------------------------------------------
 
     def run(self) -> StepCost:
         """Play some steps and return the cost of the last one."""
@@ -308,12 +304,12 @@ class _Player:
 
     def _play_micro_batch(self, index: int) -> None:
         plan, spans, begin = self.script.plan, self._micro_batches[index], index * self.script.length
-        for position, span in enumerate(spans, start=begin):
-            for call in span.before:
+        for position, (before, work_s, after) in enumerate(spans, start=begin):
+            for call in before:
                 call()
-            if span.compute_s:
-                self._clock.compute(span.compute_s)
-            for call in span.after:
+            if work_s:
+                self._clock.compute(work_s)
+            for call in after:
                 call()
             if position < begin + len(spans) - 1:
                 self._event(plan.events[position])
@@ -416,7 +412,7 @@ class _PlayedUpdates:
             if job.update.speculated:
                 self._on(job, job.update.validate())
         for job in ready:
-            if job.unit in self._setup.spilled and job.update.state is UpdateState.HELD:
+            if job.unit in self._setup.spilled and job.update.lifecycle.state is UpdateState.HELD:
                 self._clock.wait(lambda each=job: not each.gradient_nbytes, "write")  # type: ignore[misc]
         for job in sorted(ready, key=lambda each: each.priority):
             self._on(job, job.update.commit())
@@ -448,8 +444,6 @@ class _PlayedUpdates:
     def _chunks(self, unit: int) -> int:
         most = 1 if self._script.is_long else _CHUNKS
         return min(most, -(-self._setup.units[unit].shard_numel // self._setup.chunk_numel))
-
-    # --- what an update says ---------------------------------------------------------------------
 
     def _on(self, job: _PlayedUpdate, actions: tuple[Do, ...]) -> None:
         for action in actions:
@@ -496,8 +490,6 @@ class _PlayedUpdates:
         while time_s > 1e-12:
             time_s -= self._clock.elapse(time_s)
         self._on(job, job.update.landed())
-
-    # --- what the queue says ---------------------------------------------------------------------
 
     def _proceed(self, moves: Moves) -> None:
         """Carry out what follows from an event, and begin what can begin now."""

@@ -3,8 +3,7 @@
 [Note: written down, then played]
 Operators run on fake tensors under the runtime's own hooks. Calls of the prefetcher, of backward's pins and
 of gradients are recorded between the operators, then replayed on the runtime's own :class:`Prefetcher` with
-the sizes, homes and window of a run. So the trace is the runtime's own, and a record, which knows neither
-sizes nor windows, serves plans for any budget.
+the sizes, homes and window of a run. So one record serves plans for any budget.
 
 [Note: micro-batches in a block]
 A layer schedule takes all micro-batches of a step through a block before the next one. So a block's inputs
@@ -57,24 +56,12 @@ _OWN = {Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT}
 _WHY = "the model cannot be planned without values, since what its forward does depends on them"
 
 
-# --- the record --------------------------------------------------------------------------------------
-
-
 class Batch(NamedTuple):
     """Holds a micro-batch without values."""
 
     tokens: tuple[int, int]  # its shape
     logits: Mode = "whole"
     packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
-
-
-class Row(NamedTuple):
-    """Describes an operator's compute, bytes and call to be timed; None: it cannot be repeated."""
-
-    flops: float
-    nbytes: float
-    fp32: bool
-    operation: Operation | None = None
 
 
 class Record(Profiler):  # type: ignore[no-untyped-call]
@@ -86,7 +73,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         super().__init__(weights=weights)
         self._dtype, self._touches = dtype, Touches()
         self.batch, self.recomputes = batch, recomputes
-        self.rows: list[Row] = []  # one for each operator
+        #: Of each operator: flops, bytes, whether it computes in fp32, its call if that can be timed.
+        self.rows: list[tuple[float, float, bool, Operation | None]] = []
         #: Calls of the runtime's parts: operators before it, part, method, arguments.
         self.calls: list[tuple[int, str, str, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -102,12 +90,9 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.prim.device.default:  # asked several times for each operator
             return args[0].fake_device
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self._recorded.calls) > len(self.rows):
-            self.rows.append(self._row(func, args, kwargs or {}, result))
-        return result
-
-    def _row(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Row:
+        result, kwargs = super().__torch_dispatch__(func, types, args, kwargs), kwargs or {}
+        if len(self._recorded.calls) == len(self.rows):
+            return result
         tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         given = given_all = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if str(func) in _LOOKUPS:
@@ -117,9 +102,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         fp32 = floats == {torch.float32} and self._dtype != torch.float32
         operation = Operation.of(func, args, kwargs, self._touches.age)
         self._touches.note((*given_all, *tensors))
-        return Row(_flops(func, args, kwargs, result), float(nbytes), fp32, operation)
-
-    # --- what was recorded -------------------------------------------------------------------
+        self.rows.append((_flops(func, args, kwargs, result), float(nbytes), fp32, operation))
+        return result
 
     def profile(self, seconds: list[float]) -> Profile:
         """Return the profile of a step whose operators take ``seconds``."""
@@ -156,7 +140,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     def again_flops(self) -> float:
         """Return the flops of forwards that run again."""
         calls = zip(self._recorded.calls, self.rows, strict=True)
-        inside = ((call.region, row.flops) for call, row in calls if call.phase is Phase.FORWARD)
+        inside = ((call.region, row[0]) for call, row in calls if call.phase is Phase.FORWARD)
         return sum(flops for region, flops in inside if region % 2 and self.recomputes(region))
 
 
@@ -173,9 +157,6 @@ def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
         return 2.0 * float(rows) * float(inner) * float(columns)
     count = flop_registry.get(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-
-
-# --- recording ---------------------------------------------------------------------------------------
 
 
 class _Told:
@@ -218,20 +199,15 @@ class _RecordedHooks(Hooks):
         self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record
     ) -> None:
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
-        activations = cast(Any, SimpleNamespace(open=self._open_pass))
+        blocks = recomputable_blocks(model)
+        activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
         super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
-        self._blocks = recomputable_blocks(model)
         self._by_storage = {_storage(segment.param): unit for unit, segment in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
         self._keys: dict[int, SlotKey] = {}
         self.logits.decide(made.batch.logits, lambda: None)
-
-    def _open_pass(self, model: nn.Module) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(tracked(self._blocks, cast(Any, self)))
-        return stack
 
     def _check_attached(self, unit: Unit, segment: Segment) -> None:
         """Do nothing: fake parameters view no buffer."""
@@ -275,9 +251,7 @@ def record(
 ) -> Record:  # fmt: skip
     """Run forward and backward of one micro-batch of a model on fake tensors.
 
-    Args:
-        leaves: Units that are gathered as one, by module.
-        recomputes: Whether a region, which is a call of a block, runs its forward again.
+    ``recomputes`` tells whether a region, which is a call of a block, runs its forward again.
 
     Raises:
         CheckpointError: The model's forward depends on values.
@@ -292,8 +266,7 @@ def record(
         if packing is None and masks is not None:
             # Sequences are whole: it would look at the values of positions, which fake tensors lack, and
             # else makes a mask for every layer.
-            whole = patched(masks, "find_packed_sequence_indices", lambda position_ids: None)
-            stack.enter_context(whole)
+            stack.enter_context(patched(masks, "find_packed_sequence_indices", lambda position_ids: None))
         loss = CausalLoss(model)
         tokens = torch.zeros(batch.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
@@ -335,58 +308,44 @@ def _never(param: nn.Parameter) -> nn.Parameter:
     raise CheckpointError("a model that copies its parameters while it runs cannot be planned")
 
 
-# --- playing -----------------------------------------------------------------------------------------
-
-
-class _CompletedUnits:
-    """Receives gradients as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
-
-    def __init__(
-        self, units: UnitIndex, of_leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
-    ) -> None:
-        self._units, self._prefetcher, self._pins = units, prefetcher, pins
-        self._completions = Completions(
-            of_leaves, lambda index: (len(units[index].trainable), len(units[index].segments)),
-            pins.recomputed,
-        )  # fmt: skip
-        self.begun: dict[int, int] = {}  # positions, by unit
-        self.completed: list[tuple[int, int]] = []
-
-    def receive(self, unit: Unit, segment: Segment) -> None:
-        self.begun.setdefault(unit.index, self._prefetcher.training.position)
-        if self._completions.fire(unit.index, segment.index):
-            self._complete(unit.index)
-
-    def complete_together(self, units: Iterable[Unit]) -> None:
-        for index in self._completions.left(unit.index for unit in units if unit.trainable):
-            self._complete(index)
-
-    def end_backward(self) -> None:
-        self.complete_together(self._units)
-
-    def _complete(self, unit: int) -> None:
-        self._completions.complete(unit)
-        self.completed.append((self._prefetcher.training.position, unit))
-        if self._prefetcher.streams(unit):
-            self._pins.forget(unit)
-            self._prefetcher.done(unit)
-
-
 def play(
     record: Record, units: UnitIndex, of_leaves: frozenset[int], nbytes: Mapping[int, int],
     window_nbytes: int, micro_batches: int = 1,
 ) -> StepTrace:  # fmt: skip
     """Replay the calls of a record on the runtime's own prefetcher and pins; return the trace.
 
-    Args:
-        of_leaves: Units that are gathered as parts of a leaf.
-        nbytes: Bytes of streaming units.
-        micro_batches: Micro-batches that go through a block together.
+    ``of_leaves`` are gathered as parts of a leaf, ``nbytes`` has streaming units, and ``micro_batches`` go
+    through a block together.
     """
     mover: Any = SimpleNamespace(start=_nothing, finish=_nothing, release=_nothing, stored_nbytes=_nothing)
     prefetcher = Prefetcher(mover, nbytes, window_nbytes)
     pins, training = BackwardPins(prefetcher), prefetcher.training
-    gradients = _CompletedUnits(units, of_leaves, prefetcher, pins)
+    # Gradients are received as in :class:`infinity.engine.gradients.Gradients`.
+    completions = Completions(
+        of_leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
+    )
+    begun: dict[int, int] = {}  # positions, by unit
+    completed: list[tuple[int, int]] = []
+
+    def complete(unit: int) -> None:
+        completions.complete(unit)
+        completed.append((training.position, unit))
+        if prefetcher.streams(unit):
+            pins.forget(unit)
+            prefetcher.done(unit)
+
+    def receive(unit: Unit, segment: Segment) -> None:
+        begun.setdefault(unit.index, training.position)
+        if completions.fire(unit.index, segment.index):
+            complete(unit.index)
+
+    def complete_together(units: Iterable[Unit]) -> None:
+        for index in completions.left(unit.index for unit in units if unit.trainable):
+            complete(index)
+
+    gradients = SimpleNamespace(
+        receive=receive, complete_together=complete_together, end_backward=lambda: complete_together(units)
+    )
     parts = dict(zip(_PARTS, (prefetcher, pins, gradients), strict=True))
     position = np.zeros(len(record.rows), dtype=np.int64)
     played = 0
@@ -397,12 +356,11 @@ def play(
             continue  # the runtime's hooks ask first
         getattr(parts[part], method)(*args, **options)
     position[played:] = training.position
-    flops = np.array([row.flops for row in record.rows])
+    flops, nbytes_moved, fp32 = (np.array(column) for column in list(zip(*record.rows))[:3])
     return StepTrace(
-        events=tuple(training.trace), begun=tuple((at, unit) for unit, at in gradients.begun.items()),
-        completed=tuple(gradients.completed), position=position, flops=flops,
-        nbytes=np.array([row.nbytes for row in record.rows]),
-        fp32=np.array([row.fp32 for row in record.rows], dtype=bool),
+        events=tuple(training.trace), begun=tuple((at, unit) for unit, at in begun.items()),
+        completed=tuple(completed), position=position, flops=flops,
+        nbytes=nbytes_moved, fp32=fp32,
         model_flops=float(flops.sum()) - record.again_flops(), tokens=math.prod(record.batch.tokens),
         peak_nbytes=record.peak_nbytes(micro_batches),
     )  # fmt: skip

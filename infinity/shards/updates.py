@@ -202,7 +202,7 @@ class Updates:
     def land_held(self) -> None:
         """Block until the gradients that :meth:`commit` reads are on NVMe; DiskError: one is not."""
         for pending in self.ready.values():
-            if pending.stored is not None and pending.update.state is not UpdateState.VALIDATED:
+            if pending.stored is not None and pending.update.lifecycle.state is not UpdateState.VALIDATED:
                 pending.stored.wait()
 
     @property

@@ -341,8 +341,8 @@ def test_what_a_plan_says_repeats_may_come_again(case, more):
 @pytest.mark.parametrize("capacity", [4, 20, 39, 40, 50])
 def test_work_does_not_grow_with_micro_batches(capacity, monkeypatch):
     played = []
-    play = Filling.play
-    monkeypatch.setattr(Filling, "play", lambda self, *given: played.append(1) or play(self, *given))
+    note = Filling.note
+    monkeypatch.setattr(Filling, "note", lambda self, *given: played.append(1) or note(self, *given))
     units = list(range(40))
     turn = visits([*units, *reversed(units)])
     last = visits(units) + [Event(k, u) for u in reversed(units) for k in (Kind.USE, Kind.DONE)]

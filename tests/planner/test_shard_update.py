@@ -46,7 +46,7 @@ def test_an_update_that_was_computed_with_other_numbers_starts_again_from_the_co
     assert one.roll_back() == (CANCEL,)  # writes are in flight
     assert one.speculated
     assert one.landed() == ()
-    assert one.state is UpdateState.ROLLED_BACK
+    assert one.lifecycle.state is UpdateState.ROLLED_BACK
     assert one.commit() == (START,)
     assert one.computed() == (GRADIENT,)
     assert one.landed() == ()
@@ -65,7 +65,7 @@ def test_one_that_has_landed_is_rolled_back_at_once():
     one.computed()
     one.landed()
     assert one.roll_back() == ()
-    assert one.state is UpdateState.ROLLED_BACK
+    assert one.lifecycle.state is UpdateState.ROLLED_BACK
 
 
 def test_an_update_that_waits_for_the_norm_starts_at_step():

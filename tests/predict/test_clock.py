@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from infinity.core.budget import DeviceBudget
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
 from infinity.planner.simulator import NEVER_S, TransferQueues
-from infinity.predict.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, VirtualClock
 from infinity.predict.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -21,7 +20,18 @@ from infinity.predict.machines import (
     rank_rates,
 )
 from infinity.predict.play import play_step
-from infinity.predict.step import StepSetup, StepTrace, Stored, UnitShape
+from infinity.predict.step import (
+    COMPUTE,
+    DECODE,
+    LINKS,
+    UPDATE,
+    StepCost,
+    StepSetup,
+    StepTrace,
+    Stored,
+    UnitShape,
+    VirtualClock,
+)
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(

@@ -21,11 +21,10 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.observe.metrics import View
 from infinity.partition.builder import LEAST_SHARD_NBYTES
-from infinity.predict.clock import DECODE
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
-from infinity.predict.step import plan_of
+from infinity.predict.step import DECODE, plan_of
 from infinity.recipes.models.causal import CausalLoss
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers import quantized
