@@ -95,7 +95,7 @@ def run(job: Job) -> dict[str, Any]:
     from infinity.activations.profiler import MemoryMeter
     from infinity.app.train import built, process_group, set_threads
     from infinity.observe.metrics import View
-    from infinity.recipes.models.causal import CausalLoss
+    from infinity.recipes.models import CausalLoss
 
     recipe = infinity.load_recipe(overrides=job.overrides)
     set_threads(recipe.train)

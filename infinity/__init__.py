@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "from_pretrained":
-        import_module("infinity.recipes.models.gpt")  # registers the model, which a checkpoint may name
+        import_module("infinity.recipes.models")  # registers the model, which a checkpoint may name
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value
 

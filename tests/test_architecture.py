@@ -162,7 +162,7 @@ def test_imports_point_down_only() -> None:
 #: Where a kind of accelerator may be named.
 KNOW_ACCELERATORS = ("device/", "nvme/engines/gds_engine.py")
 #: A model's own parameters are made where the user says (``with torch.device``).
-MAKE_PARAMETERS = ("recipes/models/",)
+MAKE_PARAMETERS = ("recipes/models.py",)
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
     "randn", "scalar_tensor", "tensor", "zeros",
@@ -276,20 +276,20 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 464,
     "activations": 2126,
-    "api": 1639,
+    "api": 2406,
     "app": 1145,
-    "checkpoint": 4136,
+    "checkpoint": 3001,
     "comm": 839,
     "core": 2164,
     "device": 1048,
-    "engine": 2934,
+    "engine": 2933,
     "nvme": 1244,
     "observe": 736,
     "optim": 895,
     "partition": 2587,
     "planner": 2201,
     "predict": 3258,
-    "recipes": 2068,
+    "recipes": 1977,
     "shards": 3929,
 }
 

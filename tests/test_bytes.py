@@ -18,7 +18,7 @@ import infinity
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import ADAMW, prepare
-from infinity.recipes.models.gpt import GPT, GPTConfig
+from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

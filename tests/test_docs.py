@@ -153,7 +153,7 @@ def run_yaml(text: str, names: dict[str, Any]) -> None:
 
 
 def run_json(text: str, names: dict[str, Any]) -> None:
-    from infinity.recipes.data.documents import parse_record
+    from infinity.recipes.data.tokens import parse_record
 
     for line in text.splitlines():
         parse_record(line.encode())

@@ -1,23 +1,45 @@
-"""Provides ``infinity.export``, and the export of a model that a run of ``infinity train`` kept."""
+"""Provides ``infinity.export``: a trained model as a Hugging Face directory, streamed: plan, write, publish.
+
+[Note: which rank writes what]
+A saved tensor that is made of parameters' own values is written by each rank in the part that its shards
+hold: nothing is gathered. Tensors that transformers computes are gathered unit by unit and converted on every
+rank, and each writes an equal part. Rank 0 writes the rest: headers, buffers, configs, the tokenizer. So
+every rank must see the directory's file system. What may be refused (room, configs, tokenizer) comes first.
+"""
 
 import contextlib
+import copy
+import dataclasses
 import itertools
-import secrets
-from collections.abc import Callable, Iterator
+import json
+import os
+import shutil
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.conversions import saved_tensors
-from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model, publish_directory
-from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, tokenizer_files
+from infinity.checkpoint.load import Part, Trace, is_transformers, named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
-from infinity.checkpoint.writer import check_room
-from infinity.comm.ranks import Ranks
+from infinity.checkpoint.writer import (
+    FilePlan,
+    OutputFile,
+    Publication,
+    RangeWriter,
+    TensorSpec,
+    check_room,
+    create_files,
+    plan_files,
+    writing,
+)
+from infinity.comm.ranks import Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
@@ -27,6 +49,8 @@ from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome
 from infinity.shards.storage import chunk_places
 
+#: The most bytes of values in one file of a directory.
+MAX_SHARD_NBYTES = 5 * 10**9
 #: Chunks of weights that are read at a time.
 _READ_AHEAD = 8
 #: Folders in which a run keeps its trained model, or only its adapters.
@@ -43,14 +67,13 @@ def export(
 ) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
-    Streamed: beside a few staging buffers, memory holds at most one unit, and that only for weights that
-    transformers converts on saving. Weights are in the compute dtype, bitwise those of
-    ``model.state_dict()``. The directory appears when it is whole; an export that fails or is killed leaves
-    nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
+    Weights are in the compute dtype, bitwise those of ``model.state_dict()``. The directory appears when it
+    is whole; an export that fails or is killed leaves nothing under its name. Beside a few staging buffers,
+    memory holds at most one unit, and that only for weights that transformers converts. Every rank must call.
 
     Args:
         model: Of transformers, or with a dataclass as its config, if any; then keys are ``state_dict``'s.
-        out: Must not exist, or be empty; rank 0's value is used.
+        out: On a file system that all ranks see; new, or empty; rank 0's value is used.
         max_shard_nbytes: The most bytes of values in one file; a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object with
             ``save_pretrained``; rank 0's value is used.
@@ -68,23 +91,16 @@ def export(
         PeerError: Another rank failed; says which and why.
     """
     runtime = runtime_of(model)
-
-    def write(out: Path) -> Path:
-        gathered = partial(runtime.values.gathered, modify=False)
-        export_model(
-            model, runtime.units, out, read_weights=partial(_read_weights, runtime), gathered=gathered,
-            ranks=runtime.ranks, max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer,
-        )  # fmt: skip
-        return out
+    write = partial(_write, model, runtime, max_shard_nbytes, tokenizer)
 
     def shapes() -> dict[str, tuple[int, ...]]:
         saved = saved_tensors(model, dict(named_targets(model)))
         return {item.spec.key: item.spec.shape for item in saved}
 
-    if stored_as is None:
-        write(Path(out))
-        return None
-    return export_stored(Path(stored_as), Path(out), shapes=shapes, export=write, ranks=runtime.ranks)
+    if stored_as is not None:
+        return export_stored(Path(stored_as), Path(out), shapes=shapes, export=write, ranks=runtime.ranks)
+    write(Path(out))
+    return None
 
 
 def check_room_for(model: nn.Module, folder: Path) -> None:
@@ -108,21 +124,247 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
             f"with its trained model in {MODEL_FOLDER}/"
             + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
         )
-    if stored_as is None:
-        publish_directory(source, out.absolute(), secrets.token_hex(4))
-        return None
-    with Checkpoint(source) as kept:
-        shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
-    alone = Ranks(0, 1, torch.device("cpu"))
-    return export_stored(
-        Path(stored_as), out, shapes=lambda: shapes, export=lambda scratch: source, ranks=alone
-    )
+    if stored_as is not None:
+        with Checkpoint(source) as kept:
+            shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
+        alone = Ranks(0, 1, torch.device("cpu"))
+        return export_stored(
+            Path(stored_as), out, shapes=lambda: shapes, export=lambda _: source, ranks=alone
+        )
+    adapter = (source / "adapter_config.json").is_file()
+    needed = "adapter_model.safetensors" if adapter else "config.json"
+    if not (source / needed).is_file():
+        raise CheckpointError(f"{source} holds no {needed}, so it is no saved model")
+    if not adapter:
+        Checkpoint(source).close()  # every file is there, and as long as it says
+    with Publication(out) as publication:
+        for path in sorted(p for p in source.rglob("*") if p.is_file()):
+            target = publication.path / path.relative_to(source)
+            with writing(f"writing {target}", target):
+                target.parent.mkdir(exist_ok=True)
+                if path.suffix == ".safetensors":
+                    with contextlib.suppress(OSError):  # another file system, or one without hard links
+                        os.link(path.resolve(), target)
+                        continue
+                shutil.copyfile(path, target)  # a small file, which may be edited
+        publication.publish()
+    return None
 
 
-def _read_weights(
-    runtime: Runtime, wanted: Callable[[Unit, int, int], bool]
-) -> Iterator[tuple[Unit, int, Tensor]]:
-    """Yield this rank's newest weights, from the drive chunk by chunk, as export's ``ReadWeights``."""
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Describes one tensor of a saved directory."""
+
+    spec: TensorSpec
+    sources: frozenset[str]  # names of the model's tensors that are converted together with this one's
+    parts: list[Part[str]] | None  # its values in the model's tensors; None: only conversion makes them
+
+
+def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTensor]:
+    """Return the tensors that a directory of ``model`` holds, without values.
+
+    ``named`` are parameters and persistent buffers under all their names. Raises a CheckpointError if some
+    are shared in a way that the model does not declare, or the model has adapters.
+    """
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{type(model).__name__} has adapters, and export writes whole models; save the adapters alone "
+            "with infinity.save_lora"
+        )
+    trace, names = Trace(), _without_aliases(model, named)
+    made = {name: trace.stand_in(name, named[name].shape, named[name].dtype) for name in names}
+    if is_transformers(model):
+        with trace:
+            made = _reverted(model, made)
+    together: dict[str, frozenset[str]] = {}  # what is converted with a tensor, itself among it
+    for value in made.values():
+        sources = trace.sources(value)
+        sources = sources.union(*(together.get(name, ()) for name in sources))
+        together.update(dict.fromkeys(sources, sources))
+    saved = [
+        SavedTensor(_spec(key, value), together[next(iter(trace.sources(value)))], trace.parts(value))
+        for key, value in made.items()
+    ]
+    untraced = {item.sources for item in saved if item.parts is None}
+    placed = Counter[frozenset[str]]()
+    for item in saved:
+        placed[item.sources] += sum(part.numel for part in item.parts or ())
+    # Where each element has one place: spans of a unit's buffer must not overlap.
+    streamed = {
+        names for names in placed.keys() - untraced if placed[names] == sum(named[n].numel() for n in names)
+    }
+    return [item if item.sources in streamed else replace(item, parts=None) for item in saved]
+
+
+def _converted(
+    model: nn.Module, values: Mapping[str, Tensor], wanted: Iterable[TensorSpec]
+) -> dict[str, Tensor]:
+    """Convert tensors, given by the model's names, to those that are saved as ``wanted``."""
+    result = _reverted(model, dict(values))
+    got = {key: _spec(key, value) for key, value in result.items()}
+    if got != {spec.key: spec for spec in wanted}:
+        raise CheckpointError(
+            f"{', '.join(values)}: transformers converts them to {', '.join(got)} by themselves, but to "
+            f"{', '.join(spec.key for spec in wanted)} beside the model's other weights; export cannot "
+            "stream such a conversion. Save with model.save_pretrained, which needs memory for all weights"
+        )
+    return result
+
+
+def _spec(key: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(key, tensor.dtype, tuple(tensor.shape))
+
+
+def _without_aliases(model: Any, named: Mapping[str, Tensor]) -> list[str]:
+    """Return the names under which tensors are saved: one for each set of tied weights."""
+    if not is_transformers(model):
+        first: dict[int, str] = {}
+        for name, tensor in named.items():
+            first.setdefault(id(tensor), name)
+        return list(first.values())
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = set(model._keys_to_ignore_on_save or ())
+    stand_ins = {id(tensor): torch.empty(1, device="cpu") for tensor in named.values()}
+    alike = {name: stand_ins[id(tensor)] for name, tensor in named.items() if name not in ignored}
+    try:
+        return list(remove_tied_weights_from_state_dict(alike, model))
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    result: dict[str, Any] = revert_weight_conversion(model, state)
+    return result
+
+
+#: Stands for a unit's index where every rank has the whole tensor.
+_WHOLE = -1
+
+
+class SavedRange(NamedTuple):
+    """Maps elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, to bytes of a file."""
+
+    offset: int
+    stop: int
+    file: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Holds the place of each tensor in the files; the same on every rank."""
+
+    files: tuple[FilePlan, ...]
+    places: Mapping[str, tuple[int, int]]  # by key: the file's number, and the first byte in it
+    #: Written unchanged: by a unit's index, or by name where every rank has the whole tensor; ascending.
+    spans: Mapping[int | str, list[SavedRange]]
+    #: Names of tensors that are converted, by the index of their last unit.
+    members: Mapping[int, list[str]]
+    #: Names of tensors that are converted together, and the results, by the index of their last unit.
+    groups: Mapping[int, list[tuple[frozenset[str], list[TensorSpec]]]]
+
+    @property
+    def values_nbytes(self) -> int:
+        return sum(file.nbytes - len(file.header) for file in self.files)
+
+    def within(self, unit: Unit, start: int, stop: int) -> Sequence[SavedRange]:
+        """Return the spans that elements ``[start, stop)`` of the flat buffer meet; spans do not overlap."""
+        spans = self.spans.get(unit.index, [])
+        first = bisect_right(spans, start, key=lambda span: span.stop)
+        return spans[first : bisect_left(spans, stop, key=lambda span: span.offset)]
+
+
+class _Location(NamedTuple):
+    """Locates elements ``[first, stop)`` of a tensor: from ``offset`` on in a unit's flat buffer."""
+
+    unit: int = _WHOLE
+    offset: int = 0
+    first: int = 0
+    stop: int = 0
+
+
+def plan_export(
+    model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit], max_shard_nbytes: int
+) -> ExportPlan:
+    """Plan the files of ``model``, in the order in which its values come from the drive.
+
+    ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
+    """
+    tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
+    for unit in units:
+        for s in unit.segments:
+            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
+            tiles.setdefault(id(s.whole), []).append(home)
+    homes = {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
+    saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[n][-1] for n in item.sources))
+    files = plan_files([item.spec for item in saved], max_shard_nbytes)
+    places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
+    spans: defaultdict[int | str, list[SavedRange]] = defaultdict(list)
+    together: dict[frozenset[str], list[TensorSpec]] = {}
+    for item in saved:
+        file, start = places[item.spec.key]
+        if item.parts is None:
+            together.setdefault(item.sources, []).append(item.spec)
+        for part in item.parts or ():
+            for home in homes[part.source]:
+                low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
+                if low < high:
+                    begin = start + (part.start + low - part.offset) * item.spec.dtype.itemsize
+                    source = part.source if home.unit == _WHOLE else home.unit
+                    shift = home.offset - home.first
+                    spans[source].append(SavedRange(low + shift, high + shift, file, begin))
+    members: defaultdict[int, list[str]] = defaultdict(list)
+    groups: defaultdict[int, list[tuple[frozenset[str], list[TensorSpec]]]] = defaultdict(list)
+    for sources, specs in together.items():
+        groups[max(homes[name][-1].unit for name in sources)].append((sources, specs))
+        for name in sorted(sources):
+            members[homes[name][-1].unit].append(name)
+    return ExportPlan(files, places, {key: sorted(each) for key, each in spans.items()}, members, groups)
+
+
+def _write(model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer: Any, out: Path) -> Path:
+    """Write ``model`` to ``out``, which is returned; every rank must call."""
+    ranks = runtime.ranks
+    with all_ranks_or_raise(ranks, f"planning {out}"):
+        named = dict(named_targets(model))
+        plan = plan_export(model, named, runtime.units, max_shard_nbytes)
+    with Publication(out, ranks) as place:
+        with all_ranks_or_raise(ranks, f"making {place.out}"):
+            if ranks.rank == 0:
+                create_files(place.path, plan.files)
+                _write_companions(model, plan, place.path, tokenizer)
+        with RangeWriter() as writer:
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                files = [writer.open(place.path / file.name) for file in plan.files]
+                for name, spans in plan.spans.items() if ranks.rank == 0 else ():
+                    if isinstance(name, str):
+                        values = named[name].detach().cpu().contiguous().reshape(-1)
+                        for span in spans:
+                            writer.write(files[span.file], span.start, values[span.offset : span.stop])
+                for unit, start, values in _read_weights(runtime, plan):
+                    for span in plan.within(unit, start, start + len(values)):
+                        low, high = max(start, span.offset), min(start + len(values), span.stop)
+                        at = span.start + (low - span.offset) * values.itemsize
+                        writer.write(files[span.file], at, values[low - start : high - start])
+                    writer.check()
+            _write_converted(model, named, runtime, plan, writer, files)
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                writer.finish()
+            written = int(ranks.sum(writer.nbytes, "bytes that were exported"))
+            assert written == plan.values_nbytes, f"{written} bytes of {plan.values_nbytes} were written"
+        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
+            place.publish()
+    return out
+
+
+def _read_weights(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, int, Tensor]]:
+    """Yield this rank's newest weights that are written unchanged, from the drive chunk by chunk, ascending.
+
+    Each is a unit, the first element in its flat buffer, and values on the CPU, valid until the next one.
+    """
     tiers = runtime.tiers
     runtime.synchronize()  # when all ranks can agree on its error
 
@@ -135,14 +377,14 @@ def _read_weights(
             for unit in group:
                 tiers.at_home(unit)
                 assert isinstance(unit.home, HostHome)
-                if wanted(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
+                if plan.within(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
                     yield unit, unit.shard_start, unit.home.weight
             continue
         chunks = [
             (unit, begin, numel * unit.dtype.itemsize)
             for unit in group
             for begin, numel in chunk_places(unit.shard_numel, tiers.store.chunk_numel)
-            if wanted(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
+            if plan.within(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
         ]
         size = max((nbytes for _, _, nbytes in chunks), default=0)
         with contextlib.ExitStack() as held:
@@ -151,3 +393,62 @@ def _read_weights(
             reading = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
             for (unit, begin, nbytes), lease in reading:
                 yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)
+
+
+def _write_converted(
+    model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, plan: ExportPlan, writer: RangeWriter,
+    files: Sequence[OutputFile],
+) -> None:  # fmt: skip
+    """Write what transformers converts, unit by unit, keeping members of groups that end later."""
+    ranks, aside = runtime.ranks, dict[str, Tensor]()
+    for unit, names in sorted(plan.members.items()):
+        what = "buffers" if unit == _WHOLE else runtime.units[unit].name
+        with all_ranks_or_raise(ranks, f"converting {what}"):
+            tensors: list[Any] = [named[name] for name in names]
+            whole = unit == _WHOLE
+            with contextlib.nullcontext() if whole else runtime.values.gathered(tensors, modify=False):
+                here = {name: each.detach().cpu() for name, each in zip(names, tensors, strict=True)}
+                for group, specs in plan.groups.get(unit, ()):
+                    sources = {name: here.pop(name) if name in here else aside.pop(name) for name in group}
+                    for key, value in _converted(model, sources, specs).items():
+                        flat, (file, begin) = value.contiguous().reshape(-1), plan.places[key]
+                        start, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
+                        writer.write(files[file], begin + start * flat.itemsize, flat[start:stop])
+                aside |= {name: value.clone() for name, value in here.items()}
+            writer.check()
+
+
+def _write_companions(model: Any, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:
+    with writing(f"writing to {folder}", folder):
+        if len(plan.files) > 1:
+            numel = sum(p.numel() for p in model.parameters())
+            index = {
+                "metadata": {"total_parameters": numel, "total_size": plan.values_nbytes},
+                "weight_map": {key: plan.files[file].name for key, (file, _) in plan.places.items()},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (folder / (SAFETENSORS + INDEX)).write_text(text + "\n", encoding="utf-8")
+        name = type(model).__name__
+        if is_transformers(model):
+            config = copy.deepcopy(model.config)
+            config.dtype = str(model.dtype).removeprefix("torch.")
+            config.architectures = [name]
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
+            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
+            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(folder)
+        elif tokenizer is not None:
+            source = Path(tokenizer).expanduser()
+            if not (found := tokenizer_files(source)):
+                raise CheckpointError(
+                    f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "
+                    "such a file"
+                )
+            for path in found:
+                target = folder / ("tokenizer.json" if path == source else path.relative_to(source))
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)

@@ -8,7 +8,6 @@ of both. They are added to a finished model, of which peft asks only shapes and 
 
 import contextlib
 import hashlib
-import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 
 from infinity.activations.tensor_cache import patched
 from infinity.api.init import gathered
-from infinity.checkpoint.export import Publication
+from infinity.checkpoint.writer import Publication
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.files import open_regular
 from infinity.engine.runtime import runtime_of
@@ -163,7 +162,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     if runtime.ranks.rank:
         return
-    with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
+    with Publication(Path(directory)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
         card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
         base = model.peft_config["default"].base_model_name_or_path

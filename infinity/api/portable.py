@@ -1,41 +1,82 @@
-"""Saves and loads directories of ``torch.distributed.checkpoint``, when called or regularly during a run."""
+"""Saves and loads portable checkpoints: directories of ``torch.distributed.checkpoint``, streamed.
+
+[Note: names]
+Weights have the plain model's names, without a prefix, as in torchtitan; the optimizer's entries begin with
+``optimizer.``, as ``get_optimizer_state_dict`` gives them. That function has two forms of parameter groups: a
+list, and (``flatten_optimizer_state_dict``, torchtitan) every number once for each parameter. Both are
+written, and so are all names of a tied weight, since entries of equal value share their bytes.
+
+[Note: a rank's file]
+Each rank writes one file with what its shards hold: ranges of a parameter's elements, cut into boxes, the
+only form that the format knows. Nothing is gathered. Rank 0 writes the rest: buffers, step counts, the
+optimizer's numbers, and last the metadata, for which the ranks send it what they wrote, and where.
+
+[Note: the writer]
+torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete. Here ``torch.save``
+writes record after record into blocks that threads write past the page cache. So memory holds one box of each
+field, and those blocks.
+
+[Note: a save beside training]
+A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives are
+left to the threads that train: :meth:`PortableSave.advance` runs them between the two.
+"""
 
 import contextlib
-import re
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+import os
+import pickle
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from infinity.api.adamw import AdamW
-from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.export import Series
-from infinity.checkpoint.portable import Contents, PortableSave, PortableValues
-from infinity.comm.ranks import all_ranks_or_raise
-from infinity.core.config import Config, SettingError, Valid, option, setting
-from infinity.core.errors import BudgetError, CheckpointError, DiskError, PeerError, StateError
+from infinity.checkpoint.directory import Stored
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint
+from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
+from infinity.comm.ranks import all_ranks_or_raise, gather
+from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
+from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.engine.runtime import Runtime, runtime_of
+from infinity.partition.unit import Segment, Unit
+
+#: The most elements of a record.
+BOX_NUMEL = 4 * 2**20
+#: The most that torch.save adds to the values of a record (bytes).
+_AROUND_NBYTES = 2048
+OPTIMIZER = "optimizer"
+#: Names of the hyperparameters that are loaded.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+
+#: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, in ascending chunks: the
+#: first element in the shard, and the fields, valid until the next chunk is asked for.
+ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
+#: The path of a value in nested dictionaries and lists; its key joins the items with dots.
+Place: TypeAlias = tuple[str | int, ...]
+Keys: TypeAlias = tuple[str, ...]
+#: A value in a rank's file: the keys that share it, its box of their tensor (None: no tensor), and its place.
+Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
 
 
 def save_checkpoint(
     model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool = False
-) -> PortableSave:
+) -> "PortableSave":
     """Write weights, moments and hyperparameters to a new directory of ``torch.distributed.checkpoint``.
 
     ``torch.distributed.checkpoint.load`` reads it on any number of ranks, into FSDP2, torchtitan or a plain
     model: exact fp32 weights under the model's own names, and the state of ``torch.optim.AdamW`` as
-    ``{"optimizer": get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``.
-
-    Streamed: beside a few buffers, memory holds a part of one unit. The directory appears when it is whole; a
-    save that fails or is killed leaves nothing under its name, and training can go on. Every rank must call,
-    between two steps, and ``path`` lies on a file system that all see.
+    ``{"optimizer": get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``. It
+    appears when it is whole; a save that fails or is killed leaves nothing under its name, and training can
+    go on. Beside a few buffers, memory holds a part of one unit. Every rank must call, between two steps.
 
     With ``background`` it returns when all is planned. A thread of each rank then writes the present states
     while training goes on, and the directory appears in ``wait()`` of the returned object, which raises the
@@ -44,7 +85,7 @@ def save_checkpoint(
 
     Args:
         optimizer: None: only weights are saved.
-        path: Must not exist, or be empty; rank 0's value is used.
+        path: On a file system that all ranks see; new, or empty; rank 0's value is used.
 
     Raises:
         CheckpointError: ``path`` is not free.
@@ -62,30 +103,14 @@ def save_checkpoint(
 def begin_save(
     model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool,
     then: Callable[[], object] = lambda: None,
-) -> PortableSave:  # fmt: skip
+) -> "PortableSave":  # fmt: skip
     """Begin :func:`save_checkpoint`; ``then`` is called on rank 0 when it is published."""
     runtime = _between_steps(model, settled=not background)
-    tiers, ranks = runtime.tiers, runtime.ranks
     if not all(save.ended for save in runtime.saves):
         raise StateError("a checkpoint is being saved in the background: call wait() of it before the next")
-    extra: dict[tuple[str | int, ...], Any] = {}
-    if optimizer is not None and optimizer.scaler is not None:
-        extra = {("loss_scaler", key): value for key, value in optimizer.scaler.state_dict().items()}
-    groups = () if optimizer is None else optimizer.param_groups
-    plan = partial(Contents, model, runtime.units, groups, extra, tiers.layout.full_names[1:])
-    save = PortableSave(user_path(path, "path"), ranks, plan)
+    save = PortableSave(user_path(path, "path"), model, optimizer, runtime)
     runtime.saves[:] = [save]
-    if not background:
-        save.start(tiers.chunk_fields, then=then)
-        return save
-    try:
-        with all_ranks_or_raise(ranks, f"keeping the states for {save.out}"):
-            snapshot = runtime.records.snapshot()
-    except BaseException:
-        tiers.unpin()
-        save.close()
-        raise
-    save.start(lambda unit: snapshot.read(unit.index), beside=True, end=tiers.unpin, then=then)
+    save.start(runtime, beside=background, then=then)
     return save
 
 
@@ -93,12 +118,11 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     """Load weights and the optimizer's state from a directory of ``torch.distributed.checkpoint``.
 
     Written by :func:`save_checkpoint`, or by ``torch.distributed.checkpoint.save`` from FSDP2, torchtitan or
-    a plain model with the same names of parameters, on any number of ranks. Streamed: each rank reads its own
-    ranges of elements, chunk by chunk. No code of the directory runs. Every rank must call, before training.
+    a plain model with the same names of parameters, on any number of ranks. Each rank reads its own ranges of
+    elements, chunk by chunk. No code of the directory runs. Every rank must call, before training.
 
     Args:
-        optimizer: Moments and step counts that the checkpoint lacks become zero. None: only weights are
-            loaded.
+        optimizer: Moments and step counts that the checkpoint lacks become zero. None: weights only.
 
     Returns:
         How many steps the optimizer had done; 0 if the checkpoint has no state of an optimizer.
@@ -113,9 +137,8 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     if runtime.started:
         runtime.executor().prefetcher.forget()
     where = user_path(path, "path")
-    groups = () if optimizer is None else optimizer.param_groups
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
-        values = PortableValues(checkpoint, model, runtime.units, groups, runtime.tiers.layout.full_names[1:])
+        values = PortableValues(checkpoint, model, optimizer, runtime)
         for unit in filter(values.holds, runtime.units):
             runtime.tiers.put(unit, partial(values.field, unit, 0), partial(values.moments, unit))
             unit.updates += 1
@@ -131,10 +154,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
 
 def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
-    """Return the model's runtime, or raise a StateError inside a step or before a resume.
-
-    ``settled``: wait until the states of the last step are in their places, too.
-    """
+    """Return the model's runtime, with states in their places if ``settled``; a StateError inside a step."""
     runtime = runtime_of(model)
     runtime.check_resumed()
     if runtime.started:
@@ -144,198 +164,439 @@ def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
     return runtime
 
 
-#: The folder of checkpoints in the run's folder.
-CHECKPOINTS_FOLDER = "checkpoints"
-#: The part of a run's time that saving may take with ``every: auto``.
-AUTO_SHARE = 0.035
-#: The speed that is expected of the first save of ``every: auto``.
-_ASSUMED_BYTES_PER_S = 500e6
-#: Bytes of an exact weight and two moments, fp32.
-_NBYTES_PER_PARAMETER = 12
-#: The least cost of a save beside training, as a part of its time.
-_LEAST_COST = 0.1
-#: How many of the last steps without a save give the usual time of a step.
-_SEEN_STEPS = 32
-#: Errors of a save after which training can go on.
-_NO_HARM = DiskError, PeerError, CheckpointError, BudgetError
-_EVERY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(steps?|s|min|h)")
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
+class Contents:
+    """Lists the values of a checkpoint of one model, the same on every rank."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW | None, runtime: Runtime) -> None:
+        self.tensors: dict[str, TensorSpec] = {}
+        self.paths: dict[str, Place] = {}
+        self.rest: list[tuple[Any, Keys]] = []  # what rank 0 writes: first tensors
+        self.units, groups = runtime.units, () if optimizer is None else optimizer.param_groups
+        self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
+        sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
+        name_of: dict[int, str] = {}
+        for tensor, names in tensor_names(model):
+            name_of[id(tensor)] = names[0]
+            places: list[Place] = [(name,) for name in names]
+            if id(tensor) in sharded:
+                self._fields[id(tensor)] = [self._enter(places, torch.float32, tensor.shape)]
+            else:
+                self.rest.append((tensor, self._enter(places, tensor.dtype, tensor.shape)))
+        steps: dict[int, list[Place]] = {}
+        for param in (param for group in groups for param in group["params"]):
+            segment = sharded.get(id(param)) if id(param) in name_of else None
+            if segment is not None and (param.requires_grad or segment.steps):  # is trained now, or was
+                state = OPTIMIZER, "state", name_of[id(param)]
+                for moment in runtime.tiers.layout.full_names[1:]:
+                    keys = self._enter([(*state, moment)], torch.float32, segment.whole_shape)
+                    self._fields[id(param)].append(keys)
+                steps.setdefault(segment.steps, []).append((*state, "step"))
+        for count, paths in steps.items():
+            step = torch.tensor(float(count), device="cpu")
+            self.rest.append((step, self._enter(paths, step.dtype)))
+        for index, group in enumerate(groups):
+            self._enter_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
+        if optimizer is not None and optimizer.scaler is not None:
+            for name, value in optimizer.scaler.state_dict().items():
+                self.rest.append((value, self._enter([(OPTIMIZER, "loss_scaler", name)])))
+        for segment in sharded.values():
+            if not segment.numel:  # no shard has a part of it
+                self.rest += [(torch.empty(segment.shape, device="cpu"), each) for each in self.keys(segment)]
+        self.rest.sort(key=lambda each: not isinstance(each[0], Tensor))
+
+    def keys(self, segment: Segment) -> list[Keys]:
+        """Return the keys of a parameter's weight and moments; empty if it is not the saved model's."""
+        return self._fields.get(id(segment.whole), [])
+
+    def _enter_group(self, index: int, group: dict[str, Any], names: list[str]) -> None:
+        """Add the numbers of a parameter group, in both forms of [Note: names]."""
+        usual, place = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0], "param_groups"
+        for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
+            value = value.item() if isinstance(value, Tensor) else value
+            flat = ((OPTIMIZER, f"{place}.{each}.{name}") for each in names if name != "params")
+            self.rest.append((value, self._enter([(OPTIMIZER, place, index, name), *flat])))
+
+    def _enter(
+        self, paths: Sequence[Place], dtype: torch.dtype | None = None, shape: Sequence[int] = ()
+    ) -> Keys:
+        """Register a value under ``paths`` and return its keys; with a dtype it is a tensor."""
+        keys = tuple(".".join(map(str, path)) for path in paths)
+        for key, path in zip(keys, paths, strict=True):
+            if key in self.paths:
+                raise CheckpointError(
+                    f"the checkpoint would have two values called {key}: rename the parameter or module of "
+                    f"that name ({OPTIMIZER}. begins the entries of the optimizer)"
+                )
+            self.paths[key] = path
+            if dtype is not None:
+                self.tensors[key] = TensorSpec(key, dtype, tuple(shape))
+        return keys
+
+    def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
+        """Cut this rank's shard; yield the parameter, a box of it, and its first element in the shard."""
+        low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+        for segment in filter(self.keys, unit.segments):
+            start, stop = max(low, segment.offset), min(high, segment.stop)
+            shift = segment.first - segment.offset
+            for box in boxes(segment.whole_shape, start + shift, stop + shift, BOX_NUMEL):
+                yield segment, box, start - low
+                start += box.numel
+
+    def nbytes(self, rank: int) -> int:
+        found = [getattr(value, "nbytes", 0) for value, _ in self.rest] if rank == 0 else []
+        for unit in self.units:
+            for segment, box, _ in self.shard_boxes(unit):
+                found += [box.numel * torch.float32.itemsize] * len(self.keys(segment))
+        return sum(found) + len(found) * _AROUND_NBYTES
 
 
-class Interval(NamedTuple):
-    """Holds the distance between two checkpoints: steps, or seconds, or (neither) whatever costs little."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(Config):
-    """Settings of portable checkpoints: which one a run starts from, and when it saves."""
-
-    load: str | None = setting(
-        None,
-        "directory of torch.distributed.checkpoint from which a new run starts: weights, moments and step "
-        "counts; null: none",
-        path=True,
-    )
-    every: str | None = option(
-        None,
-        'time between portable checkpoints: "500 steps", 30min, 2h, 90s; auto: as often as costs at most '
-        "3.5 % of the time; null: none",
-    )
-    keep: int = option(2, "portable checkpoints that stay, the newest", Valid(1, 10**6))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.interval()
-
-    def interval(self) -> Interval | None:
-        """Return the interval that ``every`` names, or None; raises a SettingError if it is invalid."""
-        if self.every is None or self.every == "auto":
-            return None if self.every is None else Interval()
-        found = _EVERY.fullmatch(self.every.strip())
-        number = float(found[1]) if found else 0.0
-        if found is None or not number or (found[2].startswith("step") and not number.is_integer()):
-            raise SettingError("every", self.every, 'auto, or such as "500 steps", 30min, 2h, 90s')
-        if found[2].startswith("step"):
-            return Interval(steps=int(number))
-        return Interval(seconds=number * _SECONDS[found[2]])
+def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Return parameters and persistent buffers, each with its names; optimizer state uses the first."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in named_targets(model):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
 
 
-class Checkpoints:
-    """Saves a model beside training when that is due, one checkpoint at a time.
+class PortableSave:
+    """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
 
-    A save that fails leaves earlier ones as they are, and training goes on.
+    def __init__(self, out: Path, model: nn.Module, optimizer: AdamW | None, runtime: Runtime) -> None:
+        self._ranks = ranks = runtime.ranks
+        self._records: list[Record] = []
+        self._running, self._threads = Transfer(), list[threading.Thread]()
+        self._then: Callable[[], object] = lambda: None
+        self._publishing = self.ended = False  # ended: published, or failed
+        with all_ranks_or_raise(ranks, f"planning {out}"):
+            self._contents = Contents(model, optimizer, runtime)
+        with contextlib.ExitStack() as stack:
+            self._place = stack.enter_context(Publication(out, ranks, "save"))
+            self.out = self._place.out
+            needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
+            # all ranks check before one reserves its part
+            with all_ranks_or_raise(ranks, f"making room for {self.out}"):
+                check_room(self._place.path, needed)
+            stack.callback(self.join)
+            self._stack = stack.pop_all()
 
-    Args:
-        folder: The run's, which begins after ``step``.
-        steps: The last step; after it a checkpoint is due, unless ``every`` is auto.
-        agree: Returns the mean of a number over all ranks, so that they decide alike.
-        say: Gets a line for people about each checkpoint; on rank 0.
+    def start(self, runtime: Runtime, *, beside: bool, then: Callable[[], object]) -> None:
+        """Write this rank's file, on a thread if ``beside`` training.
+
+        ``then`` is called on rank 0 when the directory is published, on the same thread.
+        """
+        self._then, tiers, rest = then, runtime.tiers, self._contents.rest
+        work = partial(self._write, tiers.chunk_fields, lambda: None)
+        if beside:  # all is as it is now, whatever training writes
+            try:
+                with all_ranks_or_raise(self._ranks, f"keeping the states for {self.out}"):
+                    snapshot = runtime.records.snapshot()
+            except BaseException:
+                tiers.unpin()
+                self.close()
+                raise
+            self._stack.callback(tiers.unpin)
+            work = partial(self._write, lambda unit: snapshot.read(unit.index), tiers.unpin)
+            self._contents.rest = [
+                (value.detach().clone() if isinstance(value, Tensor) else value, keys) for value, keys in rest
+            ]
+        self._run(work, beside)
+
+    def _run(self, work: Callable[[], None], beside: bool) -> None:
+        running = self._running = Transfer()
+        if beside:
+            self._threads.append(threading.Thread(target=running.run, args=(work,), name="infinity-save"))
+            self._threads[-1].start()
+        else:
+            running.run(work)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def done(self) -> bool:
+        return self._running.done()
+
+    def advance(self) -> None:
+        """Wait for what runs, then start what comes next. Every rank must call, between two steps.
+
+        Raises:
+            DiskError: A drive failed or is full; nothing stays of the checkpoint, as after every error.
+            PeerError: The same on another rank.
+        """
+        try:
+            what = "publishing" if self._publishing else "writing"
+            with all_ranks_or_raise(self._ranks, f"{what} {self.out}"):
+                self._running.wait()
+            if not self._publishing:
+                self._publishing = True
+                written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
+                if self._ranks.rank == 0:
+                    self._run(partial(self._publish, written), beside=bool(self._threads))
+                return
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is published, or raise as :meth:`advance`. Every rank must call."""
+        while not self.ended:
+            self.advance()
+
+    def close(self) -> None:
+        """Wait for threads, and remove what was not published. May be called twice."""
+        self.ended = True
+        self._stack.close()
+
+    def _write(self, read_fields: ReadFields, end: Callable[[], object]) -> None:
+        contents, rank = self._contents, self._ranks.rank
+        with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as reading:  # training may wait for its end, also if no file is made
+                reading.callback(end)
+                file = stack.enter_context(_DataFile(self._place.path, rank, contents.nbytes(rank)))
+                for unit in contents.units:
+                    _write_unit(unit, contents, read_fields, file)
+            for value, keys in contents.rest if rank == 0 else ():
+                box = None
+                if isinstance(value, Tensor):
+                    value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    box = Box((0,) * value.ndim, tuple(value.shape))
+                file.add(keys, box, value)
+            file.finish()
+        self._records = file.records
+
+    def _publish(self, written: Sequence[Sequence[Record]]) -> None:
+        path = self._place.path / METADATA
+        with writing(f"writing {path}", path):
+            path.write_bytes(pickle.dumps(_metadata(self._contents, written, self._place.token)))
+        self._place.publish()
+        self._then()
+
+
+def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:
+    begin, fields = 0, tuple[Tensor, ...]((torch.empty(0, device="cpu"),))  # the chunk that was read last
+    with contextlib.closing(read_fields(unit)) as chunks:
+        for segment, box, start in contents.shard_boxes(unit):
+            keys, done = contents.keys(segment), 0
+            values = [torch.empty(box.numel, device="cpu") for _ in keys]
+            while done < box.numel:
+                while start + done >= begin + len(fields[0]):
+                    begin, fields = next(chunks)
+                low = start + done - begin
+                taken = min(box.numel - done, len(fields[0]) - low)
+                for value, field in zip(values, fields, strict=False):
+                    value[done : done + taken] = field[low : low + taken]
+                done += taken
+            while values:  # one after the other, so that no two boxes are in memory
+                file.add(keys[-len(values)], box, values.pop(0).view(box.sizes))
+            file.writer.check()
+
+
+class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
+    """Owns a rank's file of records of torch.save while it is written, in ``nbytes`` of reserved room."""
+
+    def __init__(self, folder: Path, rank: int, nbytes: int) -> None:
+        self.records: list[Record] = []
+        self._path, self._nbytes = folder / f"__{rank}_0.distcp", 0
+        with writing(f"making {self._path}", self._path, nbytes), self._path.open("xb") as file:
+            reserve(file.fileno(), nbytes)
+        self.writer = RangeWriter()
+        self._file = self.writer.open(self._path)  # no thread runs before the first range
+
+    def add(self, keys: Keys, box: Box | None, value: Any) -> None:
+        """Write a value; a tensor must own all its memory. ``writer.check`` raises errors of the disk."""
+        start = self._nbytes
+        torch.save(value, self)  # type: ignore[arg-type]
+        self.records.append((keys, box, _StorageInfo(self._path.name, start, self._nbytes - start)))
+
+    def write(self, data: Any) -> int:
+        flat = np.frombuffer(data, dtype=np.uint8)
+        self.writer.write_bytes(self._file, self._nbytes, flat)
+        self._nbytes += len(flat)
+        return len(flat)
+
+    def flush(self) -> None:
+        """Do nothing; torch.save calls it."""
+
+    def finish(self) -> None:
+        self.writer.flush()
+        with writing(f"writing {self._path}", self._path):
+            os.truncate(self._path, self._nbytes)
+        self.writer.finish()
+
+    def __exit__(self, *exc: object) -> None:
+        self.writer.__exit__()
+
+
+def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: str) -> dcp.Metadata:
+    found: dict[str, Any] = {}
+    storage: dict[dcp.MetadataIndex, Any] = {}
+    for keys, box, info in itertools.chain(*written):
+        for key in keys:
+            if box is None:
+                found[key] = dcp.BytesStorageMetadata()
+                storage[dcp.MetadataIndex(key)] = info
+                continue
+            spec = contents.tensors[key]
+            properties, shape = dcp.TensorProperties(dtype=spec.dtype), torch.Size(spec.shape)
+            entry = found.setdefault(key, dcp.TensorStorageMetadata(properties, shape, []))
+            storage[dcp.MetadataIndex(key, box.offsets, len(entry.chunks))] = info
+            entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+    for key, spec in contents.tensors.items():
+        numel = sum(chunk.sizes.numel() for chunk in found[key].chunks)
+        assert numel == torch.Size(spec.shape).numel(), f"{key}: {numel} of {spec.shape} were written"
+    return dcp.Metadata(found, contents.paths, storage, dcp.StorageMeta(save_id=token), CURRENT_DCP_VERSION)
+
+
+class PortableValues:
+    """Matches a checkpoint with a model and its optimizer, and then reads values.
+
+    The model's names are looked for behind any prefix that all of them share (``model.``). The checkpoint
+    stays open while values are read.
+
+    Raises:
+        CheckpointError: Weights are missing, left over or of another shape; lists all of them.
+        StateError: The model is only a part of the one that was built.
     """
 
     def __init__(
-        self, config: CheckpointConfig, model: Any, optimizer: Any, folder: Path, *, step: int, steps: int,
-        agree: Callable[[float], float], say: Callable[[str], object],
-    ) -> None:  # fmt: skip
-        self._model, self._optimizer, self._steps = model, optimizer, steps
-        self._agree, self._say = agree, say
-        self._interval = config.interval() or Interval()
-        self._leads = optimizer.runtime.ranks.rank == 0
-        self._series = Series(folder / CHECKPOINTS_FOLDER, "step", config.keep)
-        if self._leads:
-            self._series.remove_leftovers()
-        numel = sum(p.numel() for p in model.parameters())
-        self._pace = Pace(_NBYTES_PER_PARAMETER * numel / _ASSUMED_BYTES_PER_S, time.monotonic())
-        self._saving: PortableSave | None = None  # one that has not ended
-        self._last = step  # after which a save began
-        self._failed = 0
+        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: AdamW | None, runtime: Runtime
+    ) -> None:
+        groups = () if optimizer is None else optimizer.param_groups
+        self._moments = runtime.tiers.layout.full_names[1:]
+        self._checkpoint = checkpoint
+        self._named = tensor_names(model)
+        self._sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
+        self._fields: dict[int, list[Stored]] = {}  # by id of the tensor: its values and moments
+        self._complaints: list[str] = []
+        self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
+        # the hyperparameters that the checkpoint has of each group
+        self.numbers: list[dict[str, Any]] = [{} for _ in groups]
+        given = {id(tensor) for tensor, _ in self._named}
+        for unit in runtime.units:
+            if len({id(s.whole) in given for s in unit.segments}) > 1:  # all of a unit is written at one time
+                raise StateError(
+                    f"{unit.name} has parameters of this model and others: give load_checkpoint the whole "
+                    "model that was built under infinity.Init"
+                )
+        self._find_weights()
+        self._find_state(groups)
+        if self._complaints:
+            lines = "\n  ".join(self._complaints)
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {lines}\n"
+                "Build the model that was saved; keys are its parameters' names, with or without a prefix"
+            )
 
-    def after(self, step: int, step_s: float) -> bool:
-        """Begin a checkpoint if one is due, and end one that is written; return whether that took time.
-
-        Every rank must call.
-        """
-        saving, ends = self._saving, step == self._steps
-        self._pace.step(step_s, saving=saving is not None)
-        acted = saving is not None and self._go_on(saving, wait=ends)
-        if (saving is None or saving.ended) and self._is_due(step):
-            acted, saving, self._last = True, None, step
-            self._pace.begin(time.monotonic())
-            path, then = self._series.path(step), partial(self._series.publish, step)
-            with self._waiting():
-                saving = begin_save(self._model, self._optimizer, path, background=True, then=then)
-            if saving is not None and ends:
-                self._go_on(saving, wait=True)
-        self._saving = None if saving is None or saving.ended else saving
-        return acted
-
-    def _go_on(self, saving: PortableSave, *, wait: bool) -> bool:
-        """Advance a checkpoint if all ranks are ready, or told to ``wait``; return whether that took time."""
-        if wait and self._interval == Interval():
-            saving.close()  # waiting would take more than its share
-            return True
-        if not wait and self._agree(float(saving.done)) < 1:
-            return False
-        failed = self._failed
-        with self._waiting():
-            if wait:
-                saving.wait()
+    def _find_weights(self) -> None:
+        every = [name for _, names in self._named for name in names]
+        prefix = _prefix(every, self._checkpoint)
+        for tensor, names in self._named:
+            found = [name for name in names if prefix + name in self._checkpoint]
+            if found:
+                self._take(tensor, prefix + found[0])
             else:
-                saving.advance()
-        if saving.ended and self._failed == failed:
-            took_s = self._pace.end(time.monotonic())
-            self._say(f"checkpoint after step {self._last} in {took_s:.1f} s beside training: {saving.out}")
-        return True
+                self._complaints.append(f"missing: {prefix}{names[0]}")
+        parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
+        others = sorted(self._checkpoint.keys() - {prefix + name for name in every})
+        self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting; a harmless error ends the checkpoint, not the training."""
-        began_s = time.monotonic()
-        try:
-            yield
-        except _NO_HARM as error:
-            self._pace.end(time.monotonic())
-            self._failed += 1
-            notes, begin = self._optimizer.runtime.notes, "WARNING: no checkpoint after step"
-            line = f"{begin} {self._last}, training goes on: {error}"
-            self._say(line)
-            if self._failed > 1:
-                line = f"{begin} {self._last} and {self._failed - 1} others before, training goes on: {error}"
-            notes[:] = [note for note in notes if not note.startswith(begin)] + [line]  # for the summary
-        else:
-            self._pace.waited(time.monotonic() - began_s)
+    def _take(self, tensor: Tensor, key: str) -> None:
+        """Append an entry to the fields of ``tensor``: its values first, then its moments."""
+        shape = tuple(self._checkpoint[key].shape)
+        if shape != tuple(tensor.shape):
+            self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
+        self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
 
-    def _is_due(self, step: int) -> bool:
-        every, last = self._interval.steps, step == self._steps
-        if every is not None and step // every == self._last // every and not last:
-            return False
-        now_s, seconds = time.monotonic(), self._interval.seconds  # by rank 0's clock
-        if self._interval == Interval():
-            is_time = not last and self._pace.allows(AUTO_SHARE, now_s)
-        else:
-            is_time = last or seconds is None or now_s - self._pace.last_s >= seconds
-        wanted = self._leads and not self._series.path(step).exists() and is_time
-        return self._agree(float(wanted)) > 0
+    def _find_state(self, groups: Sequence[dict[str, Any]]) -> None:
+        name_of = {id(tensor): names for tensor, names in self._named}
+        members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
+        first = f".{self._moments[0]}"
+        prefix = _prefix(
+            [f"state.{name}{first}" for group in members for _, names in group for name in names],
+            {key for key in self._checkpoint if key.endswith(first)},
+        )
+        numbers = _numbers(self._checkpoint, prefix)
+        for group, found in zip(members, self.numbers, strict=True):
+            for param, names in group:
+                held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
+                if not held or not param.requires_grad or id(param) not in self._sharded:
+                    continue
+                state = f"{prefix}state.{held[0]}."
+                if missing := [m for m in self._moments if state + m not in self._checkpoint]:
+                    self._complaints += [f"missing: {state}{moment}" for moment in missing]
+                    continue
+                for moment in self._moments:
+                    self._take(param, state + moment)
+                self.steps[id(param)] = self._count(state + "step")
+                theirs = numbers.get(held[0], {})
+                if any(name in found and found[name] != value for name, value in theirs.items()):
+                    self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
+                found.update(theirs)
+
+    def _count(self, key: str) -> int:
+        value: Any = 0
+        if key in self._checkpoint.objects:
+            value = self._checkpoint.value(key)
+        elif key not in self._checkpoint:
+            self._complaints.append(f"missing: {key}")
+        elif self._checkpoint[key].shape.numel() == 1:
+            value = self._checkpoint[key].read()
+        with library_errors(CheckpointError, f"{self._checkpoint.path}: {key} is no count of steps"):
+            return max(0, int(value))
+
+    def extra(self, *path: str) -> Any:
+        """Return a further value of the optimizer, by its path; None: there is none."""
+        key = ".".join((OPTIMIZER, *path))
+        return self._checkpoint.value(key) if key in self._checkpoint.objects else None
+
+    def moments(self, unit: Unit, start: int, stop: int) -> list[Tensor]:
+        return [self.field(unit, 1 + moment, start, stop) for moment in range(len(self._moments))]
+
+    def field(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
+        """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; zero where none are."""
+        out = torch.zeros(stop - start, device="cpu")
+        for s in unit.segments:
+            low, high = max(start, s.offset), min(stop, s.stop)
+            fields = self._fields.get(id(s.whole), ())
+            if low < high and field < len(fields):
+                fields[field].fill(s.first + low - s.offset, out[low - start : high - start])
+        return out
+
+    def holds(self, unit: Unit) -> bool:
+        return any(id(s.whole) in self._fields for s in unit.segments)
+
+    def fill_whole(self) -> None:
+        with torch.no_grad():
+            for tensor, _ in self._named:
+                if id(tensor) not in self._sharded:
+                    values = self._fields[id(tensor)][0].read(dtype=tensor.dtype)
+                    tensor.copy_(values.view(tensor.shape))
 
 
-class Pace:
-    """Measures what saving has cost so far. All times are of one clock that never jumps (s).
+def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
+    """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
+    for name in names:
+        found = {key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")}
+        if found:  # all names have the same
+            counts = {each: sum(each + name in keys for name in names) for each in sorted(found)}
+            return min(counts, key=lambda each: (-counts[each], len(each)))
+    return ""
 
-    A save costs what the steps beside it take longer than others do, and what training waits for it, but at
-    least a tenth of the time that it takes: drives wear out, and times vary.
 
-    Source: CheckFreq (FAST '21): the frequency follows from the measured cost, so that it is bounded.
-    """
-
-    def __init__(self, expected_s: float, now_s: float) -> None:
-        self._begun_s = self.last_s = now_s  # when the run, and the last save, began
-        self._expected_s, self._spent_s = expected_s, 0.0
-        self._without_s = deque[float](maxlen=_SEEN_STEPS)  # the last steps that no save was beside
-        self._beside_s: list[float] = []
-        self._waited_s = 0.0
-
-    def step(self, step_s: float, *, saving: bool) -> None:
-        (self._beside_s if saving else self._without_s).append(step_s)
-
-    def begin(self, now_s: float) -> None:
-        self.last_s, self._waited_s = now_s, 0.0
-        self._beside_s.clear()
-
-    def waited(self, seconds: float) -> None:
-        self._waited_s += seconds
-
-    def end(self, now_s: float) -> float:
-        """Record the end of a save, whose cost is expected of the next one; return how long it took."""
-        took_s = now_s - self.last_s
-        usual_s = median(self._without_s) if self._without_s else 0.0
-        slower_s = sum(self._beside_s) - usual_s * len(self._beside_s)
-        self._expected_s = max(slower_s + self._waited_s, _LEAST_COST * took_s)
-        self._spent_s += self._expected_s
-        return took_s
-
-    def allows(self, share: float, now_s: float) -> bool:
-        """Return whether all saves, with one that begins now, cost at most ``share`` of the time."""
-        spent_s = self._spent_s + self._expected_s
-        return spent_s <= share * (now_s - self._begun_s + self._expected_s)
+def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return hyperparameters by name of the parameter, from either form of [Note: names]."""
+    found: dict[str, dict[str, Any]] = {}
+    groups = f"{prefix}param_groups."
+    keys = [key for key in checkpoint.objects if key.startswith(groups)]
+    listed = {  # the names of each group
+        key.removesuffix(".params"): checkpoint.value(key) for key in keys if key.endswith(".params")
+    }
+    for key in keys:
+        group, _, number = key.rpartition(".")
+        if number in _NUMBERS and (group in listed or not listed):
+            value, names = checkpoint.value(key), listed.get(group, [group.removeprefix(groups)])
+            for name in names if isinstance(names, list) else ():
+                found.setdefault(str(name), {})[number] = value
+    return found

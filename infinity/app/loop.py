@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.api.portable import Checkpoints
+from infinity.api.checkpoints import Checkpoints
 from infinity.comm.ranks import world_size
 from infinity.core.errors import (
     BudgetError,
@@ -27,9 +27,8 @@ from infinity.core.errors import (
 from infinity.engine.schedule import LayerSchedule
 from infinity.observe.metrics import View
 from infinity.optim.rules import OptimConfig
-from infinity.recipes.data.loader import Data
-from infinity.recipes.data.sequences import Batch, join
-from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.data.loader import Batch, Data, join
+from infinity.recipes.models import CausalLoss
 from infinity.recipes.recipe import Recipe
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from infinity.api.portable import CHECKPOINTS_FOLDER
+from infinity.api.checkpoints import CHECKPOINTS_FOLDER
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,

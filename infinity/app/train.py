@@ -20,8 +20,8 @@ from infinity.activations.controller import Activations
 from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for, export_run
 from infinity.app import runs
 from infinity.app.loop import Loop
+from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.export import tokenizer_files
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
@@ -35,8 +35,7 @@ from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
 from infinity.recipes.data.loader import BatchShape, Data, open_data
-from infinity.recipes.models.causal import require_causal
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT, require_causal
 from infinity.recipes.recipe import Recipe, TrainConfig
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).

@@ -1,16 +1,19 @@
 """Decodes and encodes quantized weights by elementwise torch functions.
 
+Decoders get the number of the first row or slab and the stored pieces from there on; encoders get fp32 values
+and the pieces before training, and return new pieces.
+
 [Note: the same bits]
 Each decoder does the arithmetic of the library that reads the format for inference, in the same dtypes and
 order, so its values are that library's to the bit: FP8 times the scale of its block in fp32, MXFP4 (e2m1)
 times a power of two for 32 values, and INT4 or INT8 times the scale of its group in the scales' dtype.
 
 [Note: which scale]
-Each decoder but GPTQ's has an encoder, which is given the codes and scales from before training. A block or
-group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum of squared
-errors. A value that equals the decoded one keeps its code, any other gets the nearest. So unchanged blocks
-come back bit by bit, also where two codes decode to one value (INT8 with bf16 scales). A scale that cannot
-encode anything (0, NaN) is not kept.
+A block or group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum
+of squared errors. A value that equals the decoded one keeps its code, any other gets the nearest. So
+unchanged blocks come back bit by bit, also where two codes decode to one value (INT8 with bf16 scales). A
+scale that cannot encode anything (0, NaN) is not kept. GPTQ has no encoder: its codes are chosen with data,
+so that errors of a column make up for those before it.
 
 The formats' rules: FP8 maps the largest value to 448 (the scale is rounded up to a power of two, where scales
 are such); MXFP4 takes the exponent of the largest value, less 2 (OCP Microscaling 1.0, 6.3), and saturates;
@@ -38,21 +41,19 @@ _ROUNDED_UP = 1.1
 _PIECE_NUMEL = 2**18
 
 
-def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
-    """Decode rows of an FP8 matrix with one scale per block, to fp32.
+def decode_fp8(first: int, codes: Tensor, scales: Tensor, *, block: tuple[int, int]) -> Tensor:
+    """Decode rows from ``first`` on of an FP8 matrix with one scale per block, to fp32.
 
-    Args:
-        values: Rows from ``first_row`` on, ``(n, columns)``, float8.
-        scales: Of the whole matrix, ``(row blocks, column blocks)``; one-byte scales are exponents (e8m0).
-        block: Rows and columns of a block; the last blocks may be smaller, as in DeepSeek's own kernel.
+    ``codes`` are ``(n, columns)``; ``scales``, ``(row blocks, column blocks)``, begin with the block in which
+    row 0 lies. The last blocks may be smaller, as in DeepSeek's own kernel.
     """
-    (count, width), scales = values.shape, as_float(scales)
-    out = _e4m3_as_float(values)
-    of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
+    (count, width), scales = codes.shape, as_float(scales)
+    out = _e4m3_as_float(codes)
+    of_rows = scales[torch.arange(first, first + count, device=codes.device) // block[0]]
     if width == of_rows.shape[1] * block[1]:
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
     else:
-        out.mul_(of_rows[:, torch.arange(width, device=values.device) // block[1]])
+        out.mul_(of_rows[:, torch.arange(width, device=codes.device) // block[1]])
     return out
 
 
@@ -71,20 +72,15 @@ def as_float(scales: Tensor) -> Tensor:
 
 
 def encode_fp8(
-    values: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
+    values: Tensor, codes: Tensor, scales: Tensor, *, block: tuple[int, int], power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Encode rows of an fp32 matrix so that :func:`decode_fp8` decodes them; return codes and scales.
-
-    Args:
-        values: Whole blocks of rows; the last block may end with the matrix.
-        codes: The codes before training, as ``scales`` are theirs; see [Note: which scale].
-        power_of_two: All scales are powers of two, also those of more than one byte.
-    """
-    (rows, columns), (down, across) = values.shape, scales.shape
+    """Encode whole blocks of rows for :func:`decode_fp8`, if ``power_of_two`` with scales that are such."""
+    (rows, columns), (down, across) = codes.shape, scales.shape
     beyond = (0, across * block[1] - columns, 0, down * block[0] - rows)
 
     def by_block(matrix: Tensor) -> Tensor:
-        return pad(matrix, beyond).view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
+        padded = pad(matrix.view(rows, columns), beyond)
+        return padded.view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:
         return _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * as_float(scales).unsqueeze(-1)
@@ -108,11 +104,8 @@ def encode_fp8(
 
 
 def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """Round fp32 values to a float of these bits and a sign bit, ties to even; return uint8 codes.
-
-    Integer arithmetic takes a quarter of the time of torch's conversion. No value may be beyond the largest
-    number.
-    """
+    """Round fp32 values to codes (uint8) of a float of these bits, ties to even; none may be beyond it."""
+    # Integer arithmetic takes a quarter of the time of torch's conversion.
     bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
     bits = values.abs().view(torch.int32)
     codes = bits >> shift
@@ -147,9 +140,7 @@ def _nearest(
     had: Sequence[Tensor],
     own: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Encode with old and new scales, and return for each group the nearer codes, then its scales.
-
-    See [Note: which scale].
+    """Encode with old and new scales; return the nearer codes, then their scales: [Note: which scale].
 
     Args:
         values: ``(..., groups, n)``; ``before`` are their codes until now, uint8.
@@ -171,7 +162,7 @@ def _nearest(
     return torch.where(keep.unsqueeze(-1), kept, codes), *map(choose, had, own)
 
 
-def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def decode_mxfp4(first: int, blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode matrices of gpt-oss's experts, transposed as its model has them: ``(experts, in, out)``.
 
     Args:
@@ -185,13 +176,9 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
 
 
 def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode fp32 matrices so that :func:`decode_mxfp4` decodes them; return blocks and scales.
-
-    Args:
-        values: ``(experts, in, out)``.
-        blocks: The codes before training, as ``scales`` are theirs; see [Note: which scale].
-    """
-    rows = values.transpose(1, 2).reshape(-1, scales.shape[2], 32)
+    """Encode matrices for :func:`decode_mxfp4`: ``values`` are ``(experts, in, out)``, flat or not."""
+    experts, out, groups = scales.shape
+    rows = values.reshape(experts, 32 * groups, out).transpose(1, 2).reshape(-1, groups, 32)
     at_once = max(1, _PIECE_NUMEL // max(1, rows[:1].numel()))
     pieces = (torch.split(each, at_once) for each in (rows, blocks.flatten(0, 1), scales.flatten(0, 1)))
     encoded = [_encode_e2m1(*piece) for piece in zip(*pieces, strict=True)]
@@ -232,13 +219,15 @@ def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
     return out.view(*packed.shape[:-1], -1)
 
 
-def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, columns: int) -> Tensor:
-    """Decode rows of grouped integers, as compressed-tensors packs them, in the scales' dtype.
+def decode_packed(
+    first: int, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, columns: int
+) -> Tensor:
+    """Decode rows from ``first`` on of grouped integers, as compressed-tensors packs them, to scales' dtype.
 
     Args:
         packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
         scales: Scales of each row's groups, of equal size: ``(n, groups)``.
-        zeros: The zero point of each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
+        zeros: The zero points, packed along columns, from the word on in which row 0 lies; None: all are 0.
     """
     if bits == 4:
         numbers = torch.arange(-8, 8, device=packed.device).to(scales.dtype)
@@ -247,23 +236,18 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
         values = (packed.view(torch.uint8)[:, :columns].short() - 128).to(scales.dtype)
     values = values.view(len(values), scales.shape[1], -1)
     if zeros is not None:
-        values -= zeros.to(scales.dtype).unsqueeze(-1)
+        points = _zero_points(zeros, bits)[first:][: len(values)] - (1 << bits - 1)
+        values -= points.to(scales.dtype).unsqueeze(-1)
     return values.mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def encode_packed(
-    values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
+    values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, columns: int
 ) -> tuple[Tensor, ...]:
-    """Encode fp32 rows so that :func:`decode_packed` decodes them; return words, scales and any zeros.
-
-    Args:
-        values: ``(n, columns)``.
-        packed: The codes before training, as are ``scales`` and ``zeros``; see [Note: which scale]. Without
-            zeros, ranges are symmetric.
-    """
+    """Encode rows for :func:`decode_packed`; without zeros, ranges are symmetric."""
     middle, most, dtype = 1 << bits - 1, (1 << bits) - 1, scales.dtype
-    before = _unpack(packed, bits, torch.int16).to(torch.uint8)[:, : values.shape[1]]
-    values, before = (each.reshape(len(each), scales.shape[1], -1) for each in (values, before))
+    values, before = values.view(-1, columns), _unpack(packed, bits, torch.int16)[:, :columns]
+    values, before = (x.reshape(len(x), scales.shape[1], -1) for x in (values, before.to(torch.uint8)))
     low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
     if zeros is None:
         high = torch.maximum(high, -low)
@@ -272,7 +256,7 @@ def encode_packed(
     if zeros is None:
         centres = own_centres = torch.full_like(scales, middle, dtype=torch.int16)
     else:
-        centres = zeros + middle
+        centres = _zero_points(zeros, bits)[: len(values)]
         own_centres = (-low / own.float()).round().clamp(0, most).to(torch.int16)
 
     def decode(codes: Tensor, scales: Tensor, centres: Tensor) -> Tensor:
@@ -285,11 +269,7 @@ def encode_packed(
     had, own_rule = (scales, centres), (own, own_centres)
     codes, scales, centres = _nearest(values, before, encode, decode, had, own_rule)
     words = _pack(codes.flatten(1), bits)
-    return (words, scales) if zeros is None else (words, scales, centres - middle)
-
-
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    return _pack((zeros + (1 << bits - 1)).to(torch.uint8).T, bits).T
+    return (words, scales) if zeros is None else (words, scales, _pack(centres.to(torch.uint8).T, bits).T)
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
@@ -299,13 +279,13 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
     return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)  # as in _unpack
 
 
-def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
-    """Unpack columns of zero points: ``(words, groups)`` int32 to ``(32 / bits * words, groups)`` int16."""
-    return _unpack(packed.T, bits, torch.int16).T - (1 << bits - 1)
+def _zero_points(packed: Tensor, bits: int) -> Tensor:
+    """Return columns of codes, ``(words, groups)`` int32 to ``(32 / bits * words, groups)`` int16."""
+    return _unpack(packed.T, bits, torch.int16).T
 
 
 def decode_gptq(
-    packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, *, zeros_less_one: bool
+    first: int, packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, *, bits: int, less_one: bool
 ) -> Tensor:
     """Decode a whole matrix as GPTQ packs it, in the scales' dtype: ``(out, in)``.
 
@@ -314,9 +294,10 @@ def decode_gptq(
         zeros: Packed along a row: ``(groups, out * bits / 32)``, int32.
         scales: ``(groups, out)``.
         groups: The group of each input, ``(in,)``.
-        zeros_less_one: Zeros are stored less one, as in ``gptq``; ``gptq_v2`` has them as they are.
+        less_one: Zeros are stored less one, as in ``gptq``; ``gptq_v2`` has them as they are.
     """
-    if zeros_less_one:  # all of a word at one time
+    packed, zeros, scales, groups = packed[0], zeros[0], scales[0], groups[0]
+    if less_one:  # all of a word at one time
         zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
     groups = groups.long()
     values = _unpack(packed.T, bits, scales.dtype)[:, : len(groups)].contiguous()

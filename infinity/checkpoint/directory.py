@@ -43,6 +43,13 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 
+#: Patterns of the files of a tokenizer or processor in a Hugging Face directory; code (``*.py``) is left out.
+TOKENIZER_FILES = (
+    "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes",
+    "normalizer.json", "chat_template*.json", "chat_template*.jinja", "additional_chat_templates/*.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 #: The longest JSON that is read, which is the format's limit for a header (bytes).
 _MOST_JSON_NBYTES = 100_000_000
 #: How far the kernel is asked to read ahead (bytes).
@@ -69,9 +76,21 @@ class Stored:
         """
         raise NotImplementedError
 
+    def read(self, start: int = 0, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return elements from ``start`` on, ``(numel,)``, on the CPU; by default all, as they are stored."""
+        count = self.shape.numel() - start if numel is None else numel
+        out = torch.empty(count, dtype=dtype or self.dtype, device="cpu")
+        self.fill(start, out)
+        return out
+
     def ranges(self, start: int, numel: int) -> Iterable[Piece]:
         """Return the bytes that :meth:`fill` reads, where they lie in safetensors files."""
         raise NotImplementedError
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Dtypes of what it is made of."""
+        return {self.dtype}
 
     @property
     def scratch_nbytes(self) -> int:
@@ -353,3 +372,10 @@ def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a JSON object: {repr(parsed)[:100]}")
     return parsed
+
+
+def tokenizer_files(source: Path) -> list[Path]:
+    """Return the files of a tokenizer or processor in ``source``; ``source`` itself if it is a file."""
+    if source.is_file():
+        return [source]
+    return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})

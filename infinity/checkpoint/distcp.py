@@ -7,8 +7,7 @@ types, boxes inside their tensor, ranges inside their file, files beside the met
 
 [Note: records]
 A value is a record of ``torch.save``: a zip archive without compressed members. torch reads a tensor's record
-without its values and says where they lie, so a range is read from its place in the file, whatever the size
-of the record.
+without its values and says where they lie, so a range is read from its place, whatever the record's size.
 """
 
 import io
@@ -61,8 +60,6 @@ class DistributedCheckpoint(StoredTensors):
         with library_errors(CheckpointError, f"{self.path}: {key} is no plain value"), record.open() as file:
             _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
             return torch.load(file, map_location="cpu", weights_only=True)
-
-    # --- the metadata ------------------------------------------------------------------------
 
     def _metadata(self) -> Any:
         if not (self.path / METADATA).is_file():
@@ -122,9 +119,7 @@ class DistributedCheckpoint(StoredTensors):
                 f"{self.path / METADATA} names the file {name[:200]!r}; wanted one that lies beside it"
             )
         if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{self.path / name} is compressed or encrypted: save it without extensions"
-            )
+            raise CheckpointError(f"{self.path / name} is compressed or encrypted: save without extensions")
         if name not in self._files:
             self._files[name] = ReadableFile(self.path / name)
             self._opened.callback(self._files[name].close)
@@ -167,9 +162,6 @@ class ChunkedTensor(Stored):
                     filled += common.numel
         if filled != len(out):
             raise CheckpointError(f"{self.key}: its parts overlap, and leave elements out: it is damaged")
-
-
-# --- records -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +259,6 @@ def _members(opened: io.BufferedReader, most: int) -> tuple[bytes, dict[str, zip
     return read["data.pkl"], members
 
 
-# --- pickles -----------------------------------------------------------------------------------------
-
 #: All that describing a tensor takes: no dictionary, whose keys could hash for ever, and no bytearray.
 _OPCODES = {
     "PROTO", "GLOBAL", "BINPUT", "LONG_BINPUT", "BINGET", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
@@ -280,21 +270,13 @@ _ALLOWED = re.compile(
     r"|torch (\w+Storage|[a-z]+\d\w*)"
 )
 
-_FORMAT = "torch.distributed.checkpoint."
-#: The names that a metadata may use; stand-ins replace them.
-_NAMED = {
-    *(
-        (_FORMAT + "metadata", name)
-        for name in (
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
-            "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    (_FORMAT + "filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}  # fmt: skip
+#: What a metadata may name; stand-ins replace it.
+_NAMED = re.compile(
+    r"torch\.distributed\.checkpoint\.metadata (Metadata|MetadataIndex|TensorStorageMetadata|TensorProperties"
+    r"|BytesStorageMetadata|ChunkStorageMetadata|StorageMeta|_MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
+    r"|torch\.serialization _get_layout|pathlib(\._local)? PosixPath"
+)
 
 
 class _StandIn:
@@ -312,7 +294,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._stand_in = type("StandIn", (_StandIn,), {})
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _NAMED:
+        if _NAMED.fullmatch(f"{module} {name}"):
             return self._stand_in
         if (module, name) == ("collections", "OrderedDict"):
             return dict

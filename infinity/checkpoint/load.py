@@ -6,6 +6,13 @@ with a model with a head, and the other way round. Its own functions are asked f
 ``from_pretrained`` accepts is accepted. But keys that are missing, left over or of another shape are an
 error, unless the caller named them.
 
+[Note: conversions as byte ranges]
+transformers also reshapes tensors when it loads them (the experts of a layer are stacked into one parameter,
+a fused matrix is cut into query, key and value), and back when it saves them. Its operations run once on meta
+tensors inside a :class:`Trace`, which notes what every tensor is copied from. So any range of a tensor can be
+read or written without the rest. Tensors that are computed, or copied element by element (a transposed last
+dimension), have no parts: they are converted whole, with their values.
+
 [Note: one pass, one chunk]
 Each unit's home asks for this rank's slice, chunk by chunk. So an element is read once, by the rank that
 keeps it, and host memory holds one chunk.
@@ -23,15 +30,20 @@ the same random numbers are drawn. What it touches of other units is scratch mem
 import copy
 import functools
 import itertools
+import math
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from infinity.checkpoint.conversions import Part, Trace, Traced, cut, is_transformers
 from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
@@ -39,15 +51,162 @@ from infinity.optim.rules import default_rule, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
+Source = TypeVar("Source")
+
 #: Called with the bytes that this rank has read, and with all that it will read.
 OnProgress = Callable[[int, int], object]
 #: The most keys of a kind that an error names.
 _MOST_NAMED = 50
 #: Elements that are rounded at a time.
 _PIECE_NUMEL = 2**20
+#: A parameter with more parts is converted as a whole: a list of them would take too much memory.
+MOST_PARTS = 2**18
 
 
-# --- the plan: which stored tensors make which parameter, decided before any is read -----------------
+class Part(NamedTuple, Generic[Source]):
+    """Says that ``numel`` elements from ``start`` on are those of ``source`` from ``offset`` on."""
+
+    start: int
+    source: Source
+    offset: int
+    numel: int
+
+
+class Traced(Stored):
+    """Describes a tensor as parts of stored tensors, in order and without gaps."""
+
+    def __init__(self, shape: Sequence[int], parts: list[Part[Stored]]) -> None:
+        self.shape, self.parts = torch.Size(shape), parts
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {part.source.dtype for part in self.parts}
+
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
+        for part in cut(self.parts, start, len(out)):
+            part.source.fill(part.offset, out[part.start : part.start + part.numel])
+
+
+def cut(parts: Sequence[Part[Source]], start: int, numel: int) -> Iterator[Part[Source]]:
+    """Yield the parts of ``numel`` flat elements from ``start`` on, counted from there."""
+    at, first, stop = bisect_right(parts, start, key=lambda part: part.start) - 1, start, start + numel
+    while start < stop:
+        part = parts[at]
+        taken = min(stop, part.start + part.numel) - start
+        if taken:
+            yield Part(start - first, part.source, part.offset + start - part.start, taken)
+        start, at = start + taken, at + 1
+
+
+class _Made(NamedTuple):
+    """Records what a storage holds: ``parts`` are copied from ``sources``; None: they were computed."""
+
+    storage: torch.UntypedStorage  # kept, so that no other one gets its address
+    dtype: torch.dtype
+    sources: frozenset[Any]
+    parts: list[Part[Any]] | None
+
+
+class Trace(TorchDispatchMode):
+    """Records what tensors made inside, on the meta device, are copied from.
+
+    Views share a storage, so where their elements lie in it follows from strides. Operators that copy
+    (``cat``, ``stack``, ``clone``) make a storage of parts of others; all others compute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, _Made] = {}  # by address of the storage
+
+    def stand_in(self, source: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(torch.Size(shape), dtype=dtype, device="meta")
+        self._note(tensor, frozenset([source]), [Part(0, source, 0, tensor.numel())])
+        return tensor
+
+    def sources(self, tensor: Tensor) -> frozenset[Any]:
+        made = self._made.get(tensor.untyped_storage()._cdata)
+        return frozenset() if made is None else made.sources
+
+    def parts(self, tensor: Tensor) -> list[Part[Any]] | None:
+        """Return the parts of ``tensor``, flat; None: it was computed, or has too many."""
+        return self._copied([(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        mutable = func._schema.is_mutable
+        for made in used if mutable else tree_leaves(result):
+            is_view = not mutable and isinstance(made, Tensor) and self.sources(made)
+            if isinstance(made, Tensor) and not is_view:
+                sources = frozenset[Any]().union(*map(self.sources, used))
+                copies = None if mutable else _copies(func, args, made)
+                self._note(made, sources, None if copies is None else self._copied(copies))
+        return result
+
+    def _note(self, tensor: Tensor, sources: frozenset[Any], parts: list[Part[Any]] | None) -> None:
+        storage = tensor.untyped_storage()
+        self._made[storage._cdata] = _Made(storage, tensor.dtype, sources, parts)
+
+    def _copied(self, copies: Iterable[tuple[Tensor, Tensor]]) -> list[Part[Any]] | None:
+        """Return the parts of a storage into whose views (second) tensors (first) are copied."""
+        ranges: list[tuple[int, list[Part[Any]], int, int]] = []
+        for tensor, target in copies:
+            made, runs = self._made.get(tensor.untyped_storage()._cdata), _runs(tensor, target)
+            if made is None or made.parts is None or runs is None:
+                return None
+            if not tensor.dtype == target.dtype == made.dtype:  # a view of its bytes, or a cast
+                return None
+            (starts, places), numel = runs
+            ranges += ((place, made.parts, start, numel) for place, start in zip(places, starts, strict=True))
+        parts: list[Part[Any]] = []
+        for place, others, start, numel in sorted(ranges, key=lambda each: each[0]):
+            for part in cut(others, start, numel):
+                last = parts[-1] if parts else None
+                if last and last.source is part.source and last.offset + last.numel == part.offset:
+                    parts[-1] = last._replace(numel=last.numel + part.numel)
+                else:
+                    parts.append(part._replace(start=place + part.start))
+        return parts if len(parts) <= MOST_PARTS else None
+
+
+def _copies(func: Any, args: Sequence[Any], out: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    """Return the tensors that ``func`` copies unchanged, each with the view of ``out`` that it fills."""
+    aten = torch.ops.aten
+    if func is aten.clone.default:
+        return [(args[0], out)]
+    if func not in (aten.cat.default, aten.stack.default):
+        return None
+    tensors, dim = args[0], args[1] if len(args) > 1 else 0
+    if func is aten.stack.default:
+        tensors = [each.unsqueeze(dim) for each in tensors]
+    return list(zip(tensors, torch.split(out, [each.shape[dim] for each in tensors], dim), strict=True))
+
+
+def _runs(*views: Tensor) -> tuple[list[list[int]], int] | None:
+    """Return where runs, contiguous in all views, begin in each storage (row-major), and their length.
+
+    None: there are too many, or each is a single element.
+    """
+    shape, dim, numel = views[0].shape, views[0].ndim, 1
+    while dim and all(shape[dim - 1] == 1 or view.stride(dim - 1) == numel for view in views):
+        dim -= 1
+        numel *= shape[dim]
+    if math.prod(shape[:dim]) > MOST_PARTS or numel == 1 < shape.numel():
+        return None
+    starts = []
+    for view in views:
+        at = np.array([view.storage_offset()])
+        for size, stride in zip(shape[:dim], view.stride(), strict=False):
+            at = (at[:, None] + np.arange(size) * stride).reshape(-1)
+        starts.append(at.tolist())
+    return starts, numel
+
+
+def is_transformers(model: nn.Module) -> bool:
+    transformers: Any = sys.modules.get("transformers")  # a program with such a model has imported it
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -61,14 +220,11 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _find(
     model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
-) -> tuple[dict[str, "Values"], set[str], dict[str, str]]:
-    """Return values by name as transformers makes them, unknown keys, and errors of names.
-
-    Keys are the names in models that are none of transformers.
-    """
-    found, unexpected, wrong = dict[str, Values](), set[str](), dict[str, str]()
+) -> tuple[dict[str, Stored], set[str], dict[str, str]]:
+    """Return values by name as transformers makes them, else by key; unknown keys; and errors of names."""
+    found, unexpected, wrong = dict[str, Stored](), set[str](), dict[str, str]()
     if not is_transformers(model):
-        found |= {key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets}
+        found = {key: stored for key, stored in checkpoint.items() if key in targets}
         return found, checkpoint.keys() - targets.keys(), wrong
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -113,11 +269,11 @@ class _Conversion:
     kept: dict[str, Tensor]  # shared by a model's conversions: the last result, for its next chunk
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
-    def trace(self) -> dict[str, "Values"]:
+    def trace(self) -> dict[str, Stored]:
         """Return the source of the values of each parameter that the conversion makes."""
         if self.transform is None:
             [(_, source)] = self.sources.values()
-            return {self.name: Traced.whole(source)}
+            return {self.name: source}
         trace = Trace()
         with trace:
             made = self.run(lambda source: trace.stand_in(source, source.shape, _converted_dtype(source)))
@@ -136,7 +292,7 @@ class _Conversion:
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
-class Converted:
+class Converted(Stored):
     """Represents a parameter that is converted as a whole when it is first read."""
 
     def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
@@ -146,28 +302,18 @@ class Converted:
     def dtypes(self) -> set[torch.dtype]:
         return {_converted_dtype(source) for _, source in self._conversion.sources.values()}
 
-    def fill(self, start: int, out: Tensor) -> None:
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         kept = self._conversion.kept
         if self._name not in kept:
             kept.clear()
-            made = self._conversion.run(lambda source: read_whole(source, _converted_dtype(source)))
+            made = self._conversion.run(lambda each: each.read(dtype=_converted_dtype(each)).view(each.shape))
             kept[self._name] = made[self._name].reshape(-1)
         out.copy_(kept[self._name][start : start + len(out)])
-
-
-#: The source of one parameter's values.
-Values: TypeAlias = Traced | Converted
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
     """Return fp32 for floating point, so that a conversion rounds as in an fp32 model."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
-
-
-def read_whole(source: Stored | Values, dtype: torch.dtype) -> Tensor:
-    values = torch.empty(source.shape.numel(), dtype=dtype, device="cpu")
-    source.fill(0, values)
-    return values.view(source.shape)
 
 
 def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
@@ -182,27 +328,6 @@ def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
         exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
         store_master(layout, master, piece, tuple(exact))
         offset += len(piece)
-
-
-def _misfit(target: Tensor, values: Values) -> str | None:
-    if values.shape != target.shape:
-        return f"the checkpoint has shape {tuple(values.shape)}, the model {tuple(target.shape)}"
-    if target.is_floating_point() and not all(dtype.is_floating_point for dtype in values.dtypes):
-        kinds = ", ".join(sorted(str(dtype) for dtype in values.dtypes))
-        return f"the checkpoint has {kinds}, wanted floating point: are its weights quantized?"
-    return None
-
-
-def _serious(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Remove the keys that the model's own rules ignore."""
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    info = LoadStateDictInfo(
-        missing_keys=set(missing), unexpected_keys=set(unexpected), mismatched_keys=set(),
-        error_msgs=[], conversion_errors={}, skipped_pp_keys=set(),
-    )  # fmt: skip
-    model._adjust_missing_and_unexpected_keys(info)
-    return info.missing_keys, info.unexpected_keys
 
 
 def _any(name: str, patterns: Iterable[str]) -> bool:
@@ -229,18 +354,11 @@ def _complaint(
     return "\n".join(lines)
 
 
-# --- the load ----------------------------------------------------------------------------------------
-
-
 class CheckpointValues:
     """Reads one model's values from one checkpoint, as :mod:`infinity.partition.init_context` asks for them.
 
-    Args:
-        checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
-        new: Shell patterns of full parameter names that the model initializes itself where the checkpoint
-            lacks them, or has them in another shape.
-        ignore: Patterns of keys of the checkpoint that the model need not have.
-        on_progress: Called after each unit that was read.
+    The checkpoint stays open until :meth:`fill` returns, or as long as units are read where they lie.
+    Arguments are those of :func:`infinity.from_pretrained`.
     """
 
     def __init__(
@@ -254,7 +372,7 @@ class CheckpointValues:
         self._on_progress = on_progress
         self._initialized: list[str] = []  # names that the checkpoint lacks
         self._model: Any = None
-        self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
+        self._values: dict[int, list[tuple[str, Stored]]] = {}  # by id of the tensor: its names
         self._initializing: set[int] = set()  # ids of parameters
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -268,8 +386,14 @@ class CheckpointValues:
         with library_errors(CheckpointError, f"{checkpoint.path} does not fit {type(model).__name__}"):
             targets = dict(named_targets(model))
             found, unexpected, wrong = _find(model, checkpoint, targets)
-            for name in list(found):
-                if why := _misfit(targets[name], found[name]):
+            for name, values in list(found.items()):
+                target, why = targets[name], ""
+                if values.shape != target.shape:
+                    why = f"the checkpoint has shape {tuple(values.shape)}, the model {tuple(target.shape)}"
+                elif target.is_floating_point() and not all(each.is_floating_point for each in values.dtypes):
+                    kinds = ", ".join(sorted(map(str, values.dtypes)))
+                    why = f"the checkpoint has {kinds}, wanted floating point: are its weights quantized?"
+                if why:
                     del found[name]
                     if not _any(name, self._new):
                         wrong[name] = why
@@ -277,8 +401,15 @@ class CheckpointValues:
             missing = {name for name, each in targets.items() if id(each) not in have and name not in wrong}
             self._initialized = sorted(missing)
             if is_transformers(model):  # others draw their weights where they are built
-                missing, unexpected = _serious(model, missing, unexpected)
-                missing = {name for name in missing if not _any(name, self._new)}
+                from transformers.utils.loading_report import LoadStateDictInfo
+
+                info = LoadStateDictInfo(
+                    missing_keys=missing, unexpected_keys=unexpected, mismatched_keys=set(),
+                    error_msgs=[], conversion_errors={}, skipped_pp_keys=set(),
+                )  # fmt: skip
+                model._adjust_missing_and_unexpected_keys(info)  # what the model's own rules ignore
+                missing = {name for name in info.missing_keys if not _any(name, self._new)}
+                unexpected = info.unexpected_keys
             unexpected = {key for key in unexpected if not _any(key, self._ignore)}
             if missing or unexpected or wrong:
                 raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
@@ -288,9 +419,7 @@ class CheckpointValues:
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
         """Move each parameter's values, by its id, to the one that replaced it."""
-        self._values = {
-            id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
-        }
+        self._values = {id(replaced[k]) if k in replaced else k: each for k, each in self._values.items()}
 
     def notes(self) -> list[str]:
         lines = []
@@ -314,11 +443,23 @@ class CheckpointValues:
             if self._on_progress is not None:
                 self._on_progress(done_nbytes, sum(sizes))
         in_units = {id(segment.whole) for _, segment in units.segments()}
+        targets = dict(named_targets(self._model))
         with torch.no_grad():
-            for _, tensor in named_targets(self._model):
+            for tensor in targets.values():
                 if id(tensor) in self._values and id(tensor) not in in_units:
-                    tensor.copy_(read_whole(self._values[id(tensor)][0][1], tensor.dtype))
-        self._initialize()
+                    _, values = self._values[id(tensor)][0]
+                    tensor.copy_(values.read(dtype=tensor.dtype).view(tensor.shape))
+        # What the checkpoint lacks (see the note), and buffers that no checkpoint holds.
+        self._initializing = {id(targets[name]) for name in self._initialized}
+        marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
+        for tensor in marked:
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"
+        try:
+            with library_errors(CheckpointError, f"initializing {type(self._model).__name__}"):
+                self._model.initialize_weights()
+        finally:
+            for carrier in (*marked, *self._model.modules()):
+                vars(carrier).pop("_is_hf_initialized", None)
 
     def freeze(self, units: UnitIndex) -> None:
         for _, segment in units.segments():
@@ -342,8 +483,6 @@ class CheckpointValues:
             if low < high and id(s.whole) in self._values:
                 self._read(s, s.first + low - s.offset, out[low - start : high - start])
         return out
-
-    # --- values that stay where they are (infinity.shards.base.BaseValues) ------------------
 
     def why_not_mapped(self, unit: Unit) -> str:
         """Return why values of ``unit`` cannot be read where they lie; empty: they can."""
@@ -390,22 +529,20 @@ class CheckpointValues:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:
                 [(_, values)] = self._values[id(s.whole)]
-                assert isinstance(values, Traced)
-                for part in cut(values.parts, s.first + low - s.offset, high - low):
+                parts = [Part(0, values, 0, values.shape.numel())]
+                parts = values.parts if isinstance(values, Traced) else parts
+                for part in cut(parts, s.first + low - s.offset, high - low):
                     yield low + part.start, part
 
     def close(self) -> None:
         self._checkpoint.close()
-
-    # --- the pass ------------------------------------------------------------------------------
 
     def _read(self, segment: Segment, start: int, out: Tensor) -> None:
         """Read elements of a parameter; a tied weight that the files have twice must be equal in both."""
         (_, values), *others = self._values[id(segment.whole)]
         values.fill(start, out)
         for name, twin in others:
-            other = torch.empty_like(out)
-            twin.fill(start, other)
+            other = twin.read(start, len(out), out.dtype)
             if not torch.equal(other.view(torch.uint8), out.view(torch.uint8)):
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {name} and {segment.whole_name} are one parameter of the "
@@ -420,17 +557,3 @@ class CheckpointValues:
             for s in unit.segments
             for _, values in self._values.get(id(s.whole), ())
         )
-
-    def _initialize(self) -> None:
-        """Initialize what the checkpoint lacks (see the note), and buffers that no checkpoint holds."""
-        targets = dict(named_targets(self._model))
-        self._initializing = {id(targets[name]) for name in self._initialized}
-        marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
-        for tensor in marked:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"
-        try:
-            with library_errors(CheckpointError, f"initializing {type(self._model).__name__}"):
-                self._model.initialize_weights()
-        finally:
-            for carrier in (*marked, *self._model.modules()):
-                vars(carrier).pop("_is_hf_initialized", None)

@@ -56,7 +56,7 @@ class Quantization:
     block: tuple[int, int] | None = None  # rows and columns that share an FP8 scale; None: all
     bits: int = 0  # of a whole number; 0: the format has none
     group_size: int = 0  # whole numbers that share a scale, along the inputs; 0: all
-    zeros_less_one: bool = True  # see codecs.decode_gptq
+    less_one: bool = True  # zeros are stored so: see codecs.decode_gptq
     power_of_two: bool = False  # FP8 scales are, whatever their dtype
 
     def __str__(self) -> str:
@@ -67,10 +67,8 @@ def read_quantization(path: Path) -> Quantization | None:
     """Return the quantization that ``path`` declares, or None; a CheckpointError if it cannot be decoded."""
     file = path / "config.json"
     raw = read_json_object(file)
-    inner = raw.get("text_config")
-    given = raw.get("quantization_config") or (
-        inner.get("quantization_config") if isinstance(inner, dict) else None
-    )
+    inner = raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}
+    given = raw.get("quantization_config") or inner.get("quantization_config")
     if not given:
         return None
     try:
@@ -88,18 +86,15 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
     method = given["quant_method"]
     if method == "fp8":
         block = given.get("weight_block_size")
-        return Quantization(
-            method,
-            block=None if block is None else (_count(block[0]), _count(block[1])),
-            power_of_two=given.get("scale_fmt") == "ue8m0",
-        )
+        block = None if block is None else (_count(block[0]), _count(block[1]))
+        return Quantization(method, block, power_of_two=given.get("scale_fmt") == "ue8m0")
     if method == "mxfp4":
         return Quantization(method)
     if method == "gptq":
         form = given.get("checkpoint_format", "gptq")
         if form not in ("gptq", "gptq_v2"):
             raise ValueError(f"checkpoint_format is {json.dumps(form)}")
-        return Quantization(method, bits=_bits(given["bits"]), zeros_less_one=form == "gptq")
+        return Quantization(method, bits=_bits(given["bits"]), less_one=form == "gptq")
     if method != "compressed-tensors":
         raise ValueError(f"quant_method is {json.dumps(method)[:100]}")
     schemes = list(given["config_groups"].values())
@@ -149,27 +144,20 @@ class SlabPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Decoded(Stored):
-    """Represents a tensor that is decoded from several stored ones, in slabs that need no other slab.
-
-    Attributes:
-        dtype: The dtype in which values are exact, or rounded as transformers rounds them.
-        numel: Elements of a slab.
-        decode: Called with the number of the first slab among those that share stored elements, and with the
-            pieces of ``parts``, ``(n, *shape)``; returns values.
-        encode_slabs: Called with fp32 values of slabs, and the pieces before; returns new pieces. Slabs that
-            share stored elements are encoded together. None: the format does not choose the nearest codes.
-        decode_into: Decodes into a tensor on the CPU in ``dtype``, without memory of its own.
-        kept: The slab that was decoded last, shared by all tensors of a checkpoint.
-    """
+    """Represents a tensor that is decoded from several stored ones, in slabs that need no other slab."""
 
     shape: torch.Size
-    dtype: torch.dtype
-    numel: int
+    dtype: torch.dtype  # in which values are exact, or rounded as transformers rounds them
+    numel: int  # of a slab
     parts: Sequence[SlabPart]
+    #: Called with the number of the first slab among those that share stored elements, and with the pieces of
+    #: ``parts``, ``(n, *shape)``; returns values.
     decode: Callable[..., Tensor]
+    #: Called with fp32 values of slabs, and the pieces before; returns new ones. Slabs that share stored
+    #: elements are encoded together. None: the format does not choose the nearest codes.
     encode_slabs: Callable[..., Sequence[Tensor]] | None
-    decode_into: Callable[..., None] | None = None
-    kept: Kept = field(default_factory=dict)
+    decode_into: Callable[..., None] | None = None  # into a CPU tensor in ``dtype``, without other memory
+    kept: Kept = field(default_factory=dict)  # the slab decoded last, of all tensors of a checkpoint
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         size, stop = self.numel, start + len(out)
@@ -218,8 +206,7 @@ class Decoded(Stored):
             last = min(first + at_once, slabs)
             parts = self._read(first, last)
             decoded = self._decode(first, parts).float()
-            held = torch.empty(len(decoded), dtype=values.dtype, device="cpu")
-            values.fill(first * size, held)
+            held = values.read(first * size, len(decoded))
             same, wanted = unchanged(decoded, held), decoded
             if not same.all():
                 if self.encode_slabs is None:
@@ -230,10 +217,8 @@ class Decoded(Stored):
                 wanted = torch.where(same, decoded, held.float())
                 if not wanted.isfinite().all():
                     raise ValueError("a value is NaN or infinite, and has no number in this form")
-                parts = [
-                    each.reshape(old.shape)
-                    for each, old in zip(self.encode_slabs(wanted, *parts), parts, strict=True)
-                ]
+                encoded = zip(self.encode_slabs(wanted, *parts), parts, strict=True)
+                parts = [new.reshape(old.shape) for new, old in encoded]
                 decoded = self._decode(first, parts).float()
                 lost += (decoded - wanted).double().square().sum().item()
             total += wanted.double().square().sum().item()
@@ -260,8 +245,7 @@ class Decoded(Stored):
                 assert isinstance(part.tensor, FileTensor)
                 piece = part.tensor.view(low, high - low, view)
             else:
-                piece = torch.empty(high - low, dtype=part.tensor.dtype, device="cpu")
-                part.tensor.fill(low, piece)
+                piece = part.tensor.read(low, high - low)
             pieces.append(piece.view(-1, *part.shape))
         return pieces
 
@@ -275,25 +259,22 @@ def unchanged(source: Tensor, held: Tensor) -> Tensor:
     return same | (split(source)[0] == held) if held.dtype == torch.bfloat16 else same
 
 
-def decode_checkpoint(
-    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None = None
-) -> int:
+def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.dtype | None = None) -> int:
     """Replace the stored tensors of each quantized weight by one under its unquantized key; return how many.
 
-    ``checkpoint`` is changed in place, and stays open while tensors are read. Values are rounded to
-    ``dtype``; None: they stay exact (see [Note: dtype]). Raises a CheckpointError if tensors do not go
-    together; names the key.
+    ``checkpoint`` stays open while tensors are read. Values are rounded to ``dtype``; None: they stay exact
+    (see [Note: dtype]). Raises a CheckpointError that names the key if tensors do not go together.
     """
-    ending, plain_ending, make = _FORMATS[quantization.method]
+    ending, plain_ending, make = _FORMATS[form.method]
     stored, found, kept = dict(checkpoint), dict[str, Stored](), Kept()
     for key in stored:
         if not key.endswith(ending):
             continue
         name = key.removesuffix(ending)
         group = _Group(stored, name)
-        what = f"{checkpoint.path}: {key} cannot be decoded as {quantization}"
+        what = f"{checkpoint.path}: {key} cannot be decoded as {form}"
         with library_errors(CheckpointError, what):
-            made = make(group, quantization)
+            made = make(group, form)
         if made is not None:
             made.dtype, made.kept = dtype or made.dtype, kept
             for used in (*group.used, *(name + each for each in _NEEDLESS)):
@@ -301,7 +282,7 @@ def decode_checkpoint(
             found[name + plain_ending] = made
     if not found:
         raise CheckpointError(
-            f"{checkpoint.path}: quantization_config in config.json says {quantization}, but no tensor ends "
+            f"{checkpoint.path}: quantization_config in config.json says {form}, but no tensor ends "
             f"with {ending} and has scales: its weights are not quantized, or not so"
         )
     checkpoint.update(found)
@@ -329,9 +310,7 @@ class _Group:
         tensor = self.stored[key]
         if tensor.dtype not in dtypes or ndim not in (None, len(tensor.shape)):
             wanted = " or ".join(map(_plain, dtypes)) + ("" if ndim is None else f" of {ndim} dimensions")
-            raise ValueError(
-                f"{key} is {_plain(tensor.dtype)} of shape {tuple(tensor.shape)}; wanted {wanted}"
-            )
+            raise ValueError(f"{key}: {_plain(tensor.dtype)} of shape {tuple(tensor.shape)}; wanted {wanted}")
         self.used.append(key)
         return tensor
 
@@ -357,17 +336,10 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
     elif blocks.numel() and not (rows % blocks[0] or columns % blocks[1]):  # the file's own
         block = rows // blocks[0], columns // blocks[1]
     else:
-        shapes = (
-            f"its shape is {(rows, columns)}, that of its scales {tuple(blocks)}, that of a block {given}"
-        )
-        raise ValueError(shapes)
+        shapes = (rows, columns), tuple(blocks), given
+        raise ValueError("its shape is {}, that of its scales {}, that of a block {}".format(*shapes))
 
-    def decode(first: int, codes: Tensor, scales: Tensor) -> Tensor:
-        return codecs.decode_fp8(codes, scales, block, first)
-
-    def encode(values: Tensor, codes: Tensor, scales: Tensor) -> Sequence[Tensor]:
-        power_of_two = quantization.power_of_two
-        return codecs.encode_fp8(values.view_as(codes), codes, scales, block, power_of_two=power_of_two)
+    decode = partial(codecs.decode_fp8, block=block)
 
     def decode_into(out: Tensor, first: int, codes: Tensor, scales: Tensor) -> None:
         """Decode with a compiled loop, to the same values."""
@@ -388,6 +360,7 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
             run(codes, out)
 
     parts = SlabPart(weight, (columns,)), SlabPart(scales, (blocks[1],), block[0])
+    encode = partial(codecs.encode_fp8, block=block, power_of_two=quantization.power_of_two)
     return Decoded(weight.shape, torch.float32, columns, parts, decode, encode, decode_into)
 
 
@@ -398,19 +371,9 @@ def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
     if scales.shape != blocks.shape[:-1] or width != 16:
         raise ValueError(f"its shape is {tuple(blocks.shape)}, that of its scales {tuple(scales.shape)}")
     shape = torch.Size((experts, 2 * groups * width, rows))
-
-    def encode(values: Tensor, codes: Tensor, exponents: Tensor) -> Sequence[Tensor]:
-        return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
-
     parts = SlabPart(blocks, blocks.shape[1:]), SlabPart(scales, scales.shape[1:])
-    return Decoded(
-        shape,
-        torch.bfloat16,
-        shape[1:].numel(),
-        parts,
-        lambda first, *each: codecs.decode_mxfp4(*each),
-        encode,
-    )
+    numel, decode, encode = shape[1:].numel(), codecs.decode_mxfp4, codecs.encode_mxfp4
+    return Decoded(shape, torch.bfloat16, numel, parts, decode, encode)
 
 
 def _packed(group: _Group, quantization: Quantization) -> Decoded:
@@ -422,9 +385,7 @@ def _packed(group: _Group, quantization: Quantization) -> Decoded:
     groups = scales.shape[1]
     columns = groups * quantization.group_size
     if not columns:
-        stored_shape = torch.empty(2, dtype=size.dtype, device="cpu")
-        size.fill(0, stored_shape)
-        columns = int(stored_shape[1])
+        columns = int(size.read(1, 1))
     parts = [SlabPart(packed, (words,)), SlabPart(scales, (groups,))]
     if "weight_zero_point" in group:  # a word holds several rows
         parts.append(SlabPart(group.take("weight_zero_point", (torch.int32,), 2), (groups,), in_word))
@@ -438,18 +399,8 @@ def _packed(group: _Group, quantization: Quantization) -> Decoded:
     ):
         raise ValueError(f"its shape is {tuple(packed.shape)}, that of its scales {tuple(scales.shape)}")
 
-    def decode(first: int, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-        centres = None if zeros is None else codecs.unpack_zeros(zeros, bits)[first:][: len(codes)]
-        return codecs.decode_packed(codes, scales, centres, bits, columns)
-
-    def encode(
-        values: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None
-    ) -> Sequence[Tensor]:
-        centres = None if zeros is None else codecs.unpack_zeros(zeros, bits)[: len(codes)]
-        matrix = values.view(-1, columns)
-        codes, scales, *points = codecs.encode_packed(matrix, codes, scales, centres, bits)
-        return codes, scales, *(codecs.pack_zeros(each, bits) for each in points)
-
+    decode = partial(codecs.decode_packed, bits=bits, columns=columns)
+    encode = partial(codecs.encode_packed, bits=bits, columns=columns)
     return Decoded(torch.Size((rows, columns)), scales.dtype, columns, parts, decode, encode)
 
 
@@ -469,18 +420,12 @@ def _gptq(group: _Group, quantization: Quantization) -> Decoded:
             f"its shape is {tuple(packed.shape)}, that of scales {tuple(scales.shape)}, of qzeros "
             f"{tuple(zeros.shape)}, of g_idx {tuple(order.shape)}"
         )
-    numbers = torch.empty(columns, dtype=order.dtype, device="cpu")
-    order.fill(0, numbers)  # here, since an accelerator that decodes would not say what is wrong
+    numbers = order.read()  # here, since an accelerator that decodes would not say what is wrong
     if bool(((numbers < 0) | (numbers >= scales.shape[0])).any()):
         raise ValueError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
 
-    def decode(first: int, *whole: Tensor) -> Tensor:
-        packed, zeros, scales, groups = (each[0] for each in whole)
-        less_one = quantization.zeros_less_one
-        return codecs.decode_gptq(packed, zeros, scales, groups, bits, zeros_less_one=less_one)
-
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales, order)]
-    # Its codes are chosen with data, so that errors of a column make up for those before it.
+    decode = partial(codecs.decode_gptq, bits=bits, less_one=quantization.less_one)
     return Decoded(torch.Size((rows, columns)), scales.dtype, rows * columns, parts, decode, None)
 
 

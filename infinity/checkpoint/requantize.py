@@ -24,17 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.directory import (
-    INDEX,
-    SAFETENSORS,
-    Checkpoint,
-    FileTensor,
-    Stored,
-    read_json_object,
-)
-from infinity.checkpoint.export import Publication, agree_on_place, partial_path
+from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, FileTensor, Stored, read_json_object
 from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
-from infinity.checkpoint.writer import FilePlan, RangeWriter, create_files, writing
+from infinity.checkpoint.writer import FilePlan, Publication, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors
 
@@ -48,14 +40,11 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """Reports what :func:`export_stored` quantized.
-
-    The error of a weight is the root mean square of what encoding changes, over that of its values.
-    """
+    """Reports what :func:`export_stored` quantized."""
 
     form: str  # such as FP8
     weights: int  # how many are quantized
-    mean_error: float
+    mean_error: float  # of weights: the root mean square of what encoding changes, over that of values
     largest_error: float
     worst: str  # key of the weight with the largest error
     copied: int  # tensors of the checkpoint that the model does not have
@@ -110,43 +99,29 @@ class QuantizedLayout(Checkpoint):
             )
 
         def twin(mine: Stored) -> str | None:
-            if len(mine.shape) < 2 or not isinstance(mine, FileTensor):
-                return None
-            return next((key for key in shapes if _alike(mine, self[key])), None)
+            for key in shapes if len(mine.shape) >= 2 and isinstance(mine, FileTensor) else ():
+                other = self[key]
+                if isinstance(other, FileTensor) and (mine.shape, mine.dtype) == (other.shape, other.dtype):
+                    both = zip(_pieces(mine), _pieces(other), strict=True)
+                    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in both):
+                        return key
+            return None
 
         return {key: key if key in shapes else twin(tensor) for key, tensor in self.items()}
 
     def sample(self) -> list[tuple[str, str, str]]:
         """Return each file's name, and digests of its header and of a sample of its bytes."""
-        return [
-            (file.path.name, hashlib.blake2b(file.header).hexdigest(), file.sample()) for file in self.files
-        ]
+        return [(f.path.name, hashlib.blake2b(f.header).hexdigest(), f.sample()) for f in self.files]
 
 
 def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
 
 
-def _alike(one: Stored, other: Stored) -> bool:
-    if not isinstance(other, FileTensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    pieces = zip(_pieces(one), _pieces(other), strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in pieces)
-
-
 def _pieces(tensor: Stored) -> Iterator[tuple[int, Tensor]]:
     """Yield a tensor piece by piece, in its dtype: the first element, and the values."""
     for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-        yield start, _read(tensor, start, min(_PIECE_NUMEL, tensor.shape.numel() - start))
-
-
-def _read(tensor: Stored, start: int, numel: int) -> Tensor:
-    values = torch.empty(numel, dtype=tensor.dtype, device="cpu")
-    tensor.fill(start, values)
-    return values
-
-
-# --- writing -----------------------------------------------------------------------------------------
+        yield start, tensor.read(start, min(_PIECE_NUMEL, tensor.shape.numel() - start))
 
 
 def export_stored(
@@ -159,16 +134,9 @@ def export_stored(
 ) -> Requantized:
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
-    Raises as :func:`infinity.export`.
-
-    Args:
-        like: A quantized checkpoint.
-        shapes: Returns the shapes of what ``export`` writes, by key.
-        export: Returns the directory of a plain export, made at the given path or elsewhere. Every rank calls
-            it.
+    ``shapes`` returns the shapes of what ``export`` writes, by key; that returns the directory of a plain
+    export, made at the given path or elsewhere, and is called on every rank.
     """
-    out, token = agree_on_place(out, ranks)
-    folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
             form = stack.enter_context(QuantizedLayout(like))
@@ -179,10 +147,11 @@ def export_stored(
                 raise CheckpointError(
                     f"{like} holds other files on rank {ranks.rank} than on rank 0: give one that all see"
                 )
+        place = stack.enter_context(Publication(out, ranks))
+        out, folder = place.out, place.path
+        with all_ranks_or_raise(ranks, f"making {out}"):
             if ranks.rank == 0:
-                publication = stack.enter_context(Publication(out, token))
-                files = [FilePlan(file.path.name, file.header, {}, file.nbytes) for file in form.files]
-                create_files(folder, files)
+                create_files(folder, [FilePlan(f.path.name, f.header, {}, f.nbytes) for f in form.files])
         plain = export(folder / _PLAIN)
         with all_ranks_or_raise(ranks, f"writing {out}"):
             mine = _write_tensors(form, sources, plain, folder, ranks)
@@ -191,11 +160,11 @@ def export_stored(
             errors |= each
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
-                _write_companions(form, plain, folder)
+                _write_stored_companions(form, plain, folder)
                 if plain == folder / _PLAIN:
                     with writing(f"removing {plain}", plain):
                         shutil.rmtree(plain)
-                publication.publish()
+            place.publish()
         largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
         mean, copied = sum(errors.values()) / max(1, len(errors)), list(sources.values()).count(None)
         result = Requantized(form.form, len(errors), mean, largest, worst, copied)
@@ -242,7 +211,7 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
     finite = new.float().isfinite()
     if not tensor.dtype.is_floating_point or (held.dtype == tensor.dtype and finite.all()):
         return new
-    before = _read(tensor, start, len(held))
+    before = tensor.read(start, len(held))
     same = unchanged(before.float(), held)
     if not (same | finite).all():
         raise CheckpointError(
@@ -251,7 +220,7 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
     return torch.where(same, before, new)
 
 
-def _write_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
+def _write_stored_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
     """Write the index, the model's config with its quantization, and the export's other files."""
     with writing(f"writing to {folder}", folder):
         if not (form.path / SAFETENSORS).exists():  # the index of one file is not read

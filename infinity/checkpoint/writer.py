@@ -1,4 +1,9 @@
-"""Writes safetensors files piece by piece: first the plan, then ranges, by any rank.
+"""Writes directories that appear when they are whole, and safetensors files in them, piece by piece.
+
+[Note: where it is made]
+Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, synced to the drive, and renamed. The
+process that makes it holds a lock on the sibling itself (:mod:`infinity.core.files`), so the next save to the
+same place recognizes and removes what a killed one left.
 
 [Note: the layout of a file]
 Eight bytes of length, a JSON header, then the tensors' bytes without a hole. Wider types come first and the
@@ -11,9 +16,11 @@ the ends of a run that do not fill 4,096 bytes go through the page cache. So mem
 """
 
 import errno as errno_names
+import glob
 import json
 import mmap
 import os
+import secrets
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,20 +28,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infinity.checkpoint.directory import DTYPES, SAFETENSORS
+from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, DiskError, free_space
+from infinity.core.files import open_locked, sync
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
 
 #: Bytes of a block, and how many blocks are filled or written at a time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
 
+_Bytes: TypeAlias = np.ndarray[Any, Any]
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
+#: For what one process writes.
+_ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class WriteError(DiskError):
@@ -70,6 +84,122 @@ def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
     except OSError as error:
         where = error.filename2 or error.filename or path
         raise WriteError(error.errno or errno_names.EIO, action, str(where), nbytes=nbytes) from error
+
+
+class Publication(AbstractContextManager["Publication"]):
+    """Makes the directory ``path`` for what will be ``out``, and removes it unless it is published.
+
+    Rank 0 makes it, at its own ``out``; every rank of ``ranks`` must construct one, and sees the directory.
+    Raises a CheckpointError if ``out`` is taken or another rank does not see it, else a WriteError.
+    """
+
+    def __init__(self, out: Path, ranks: Ranks = _ALONE, verb: str = "export") -> None:
+        place, what = (out.absolute(), secrets.token_hex(4)), f"agreeing on the directory to {verb} to"
+        self.out, self.token = agree(place, ranks.world_size, what)
+        self.path = _partial_path(self.out, self.token)
+        self._leads, self._lock = ranks.rank == 0, -1
+        try:
+            with all_ranks_or_raise(ranks, f"making {self.out}"):
+                if self._leads:
+                    check_free(self.out)
+                    with writing(f"making a directory beside {self.out}", self.path):
+                        self.out.parent.mkdir(parents=True, exist_ok=True)
+                        self.path.mkdir()
+                    with suppress(OSError):  # a file system without locks: what is left behind stays there
+                        self._lock = open_locked(self.path, _DIRECTORY)
+                    with writing(f"looking for what a killed export left beside {self.out}", self.path):
+                        _remove_leftovers(self.out.parent, glob.escape(self.out.name))
+            with all_ranks_or_raise(ranks, f"looking for {self.out}"):
+                if not self.path.is_dir():
+                    raise CheckpointError(
+                        f"rank {ranks.rank} does not see {self.path}, which rank 0 has just made; {verb} to "
+                        "a directory on a file system that every rank sees"
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self) -> None:
+        """Sync all to the drive and let ``out`` appear, unless something took its name; only on rank 0."""
+        if not self._leads:
+            return
+        with writing(f"publishing {self.out}", self.path):
+            for path in [*self.path.rglob("*"), self.path]:
+                sync(path)
+            try:
+                self.path.rename(self.out)
+            except OSError as error:
+                if error.errno in (errno_names.ENOTEMPTY, errno_names.EEXIST, errno_names.ENOTDIR):
+                    check_free(self.out)
+                raise
+            sync(self.out.parent)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        if self._leads:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Series:
+    """Publishes directories ``NAME-NUMBER``, keeps the newest ``keep``, and links ``latest`` to the last."""
+
+    def __init__(self, folder: Path, name: str, keep: int) -> None:
+        self.folder, self._name, self._keep = folder, name, keep
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{self._name}-{number}"
+
+    def publish(self, number: int) -> None:
+        """Let ``latest`` point to this directory, which is complete, and remove those beyond ``keep``."""
+        latest = self.folder / "latest"
+        with writing(f"writing {latest}", latest):
+            self.remove_leftovers()
+            draft = self.folder / ".latest.new"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(self.path(number).name)
+            draft.replace(latest)
+            sync(self.folder)
+            found = (each.name.removeprefix(f"{self._name}-") for each in self.folder.glob(f"{self._name}-*"))
+            others = sorted({int(each) for each in found if each.isdecimal()} - {number})
+            for old in others[: max(0, len(others) - self._keep + 1)]:
+                removed = _partial_path(self.path(old), "old")
+                self.path(old).rename(removed)  # first, so that none is there in part
+                shutil.rmtree(removed, ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes left of directories that they made or removed."""
+        _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
+
+
+def _partial_path(out: Path, token: str) -> Path:
+    return out.parent / f".{out.name}.{token}.part"
+
+
+def check_free(out: Path) -> None:
+    """Raise a CheckpointError unless a directory can appear at ``out`` without replacing anything."""
+    link = out.is_symlink()  # also to an empty directory: what is renamed does not replace a link
+    if not link and out.is_dir() and not any(out.iterdir()):
+        return
+    if link or out.exists():
+        what = "is a symbolic link" if link else "is not empty" if out.is_dir() else "is a file"
+        raise CheckpointError(f"{out} exists and {what}; wanted a new directory: name another")
+
+
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove what killed exports to names of this pattern left; running ones hold their locks."""
+    for path in folder.glob(f".{pattern}.*.part"):
+        with suppress(OSError):
+            lock = open_locked(path, _DIRECTORY, patience_s=0)
+            try:
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +343,11 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
     def __init__(self) -> None:
         self.nbytes = 0  # handed over so far
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
-        self._free = [_WriteBuffer() for _ in range(_DEPTH)]
-        self._filling: _WriteBuffer | None = None
-        self._writing: deque[tuple[_WriteBuffer, Future[None]]] = deque()
+        self._free = [_block() for _ in range(_DEPTH)]
+        #: The block that is filled with bytes [start, stop) of a file; it begins with the page of ``start``.
+        self._filling: tuple[OutputFile, _Bytes] | None = None
+        self._start = self._stop = 0
+        self._writing: deque[tuple[_Bytes, Future[None]]] = deque()
         self._error: BaseException | None = None
         self._opened: list[OutputFile] = []
 
@@ -231,20 +363,22 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
         """
         self.write_bytes(file, offset, values.detach().reshape(-1).view(torch.uint8).numpy())
 
-    def write_bytes(self, file: OutputFile, offset: int, data: np.ndarray[Any, Any]) -> None:
+    def write_bytes(self, file: OutputFile, offset: int, data: _Bytes) -> None:
         """Hand over bytes as :meth:`write` does; ``data`` has dtype uint8."""
         self.nbytes += len(data)
         while len(data) and self._error is None:
-            block, taken = self._filling, 0
-            if block is not None and block.file is file and block.stop == offset:
-                taken = block.append(data)
-            if not taken:
+            filling, filled = self._filling, self._stop - self._start + self._start % BLOCK_NBYTES
+            if filling is None or filling[0] is not file or self._stop != offset or filled == _WRITE_NBYTES:
                 self._submit()
                 if not self._free:
                     self._end_oldest()
-                block = self._filling = self._free.pop()
-                block.file, block.start, block.stop = file, offset, offset
-            offset, data = offset + taken, data[taken:]
+                filling = self._filling = file, self._free.pop()
+                self._start = self._stop = offset
+                filled = offset % BLOCK_NBYTES
+            taken = min(_WRITE_NBYTES - filled, len(data))
+            # By one thread (numpy): torch's would wait for each other where other processes compute.
+            filling[1][filled : filled + taken] = data[:taken]
+            offset, self._stop, data = offset + taken, self._stop + taken, data[taken:]
 
     def check(self) -> None:
         """Raise the first WriteError so far; ranges that came after it were dropped."""
@@ -264,9 +398,11 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
             file.sync()
 
     def _submit(self) -> None:
-        block, self._filling = self._filling, None
-        if block is not None:
-            self._writing.append((block, self._threads.submit(block.put)))
+        if self._filling is not None:
+            file, block = self._filling
+            memory = block.data[: self._stop - self._start + self._start % BLOCK_NBYTES]
+            self._writing.append((block, self._threads.submit(file.put, self._start, memory)))
+        self._filling = None
 
     def _end_oldest(self) -> None:
         block, written = self._writing.popleft()
@@ -282,26 +418,9 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
             file.close()
 
 
-class _WriteBuffer:
-    """Owns memory for bytes ``[start, stop)`` of ``file``, which begins with the page of ``start``."""
-
-    def __init__(self) -> None:
-        self.file: OutputFile | None = None
-        self.start = self.stop = 0
-        self._memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._array = np.frombuffer(self._memory, dtype=np.uint8)
-
-    def append(self, data: np.ndarray[Any, Any]) -> int:
-        filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
-        taken = min(_WRITE_NBYTES - filled, len(data))
-        # By one thread (numpy): torch's would wait for each other where other processes compute.
-        self._array[filled : filled + taken] = data[:taken]
-        self.stop += taken
-        return taken
-
-    def put(self) -> None:
-        assert self.file is not None
-        filled = self.stop - (self.start - self.start % BLOCK_NBYTES)
-        self.file.put(self.start, memoryview(self._memory)[:filled])
+def _block() -> _Bytes:
+    """Return ``_WRITE_NBYTES`` of page-aligned memory."""
+    memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)

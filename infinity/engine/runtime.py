@@ -34,7 +34,6 @@ from torch import nn
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
-from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import BEGIN_ANEW, DiskError, PeerError, StateError
@@ -78,7 +77,7 @@ class Runtime:
         self.stalls = Stalls(Timeline(enabled=config.timeline))
         self.say = MessageBuffer()
         self.notes: list[str] = []  # on what is done otherwise on this machine; rank 0's are shown
-        self.saves: list[PortableSave] = []  # the last portable checkpoint
+        self.saves: list[Any] = []  # the last portable checkpoint
         self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s, config.device)
@@ -426,7 +425,7 @@ class Runtime:
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
 
-def _close_all_of(saves: Iterable[PortableSave]) -> None:
+def _close_all_of(saves: Iterable[Any]) -> None:
     for save in saves:
         save.close()
 

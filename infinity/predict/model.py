@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.api.lora import make_adapters
-from infinity.checkpoint.conversions import Part
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
-from infinity.checkpoint.load import CheckpointValues, make_part
+from infinity.checkpoint.load import CheckpointValues, Part, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.plan import ActivationPlan
@@ -30,7 +29,7 @@ from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record
 from infinity.predict.recording import record as record_micro_batch
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 

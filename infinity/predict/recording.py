@@ -45,7 +45,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Completions
 from infinity.predict.operators import Operation, Touches
 from infinity.predict.step import StepTrace
-from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.models import CausalLoss
 
 #: Operators that read a few rows of their first argument.
 _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}

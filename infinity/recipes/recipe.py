@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from infinity.api.portable import CheckpointConfig
+from infinity.api.checkpoints import CheckpointConfig
 from infinity.core.config import (
     Config,
     MemoryConfig,
@@ -30,7 +30,7 @@ from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.loader import DataConfig
-from infinity.recipes.models.causal import ModelConfig
+from infinity.recipes.models import ModelConfig
 from infinity.shards.journal import DurabilityConfig
 
 #: The longest recipe that is read; one with every key has 5 kB.
@@ -240,9 +240,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# --- from YAML and the command line --------------------------------------------------------------
-
-
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe from a YAML file, or the defaults, and apply overrides such as ``memory.nvme=[/a,/b]``.
 
@@ -368,8 +365,11 @@ def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
     except Exception as error:  # a reference may name a resolver, which may raise any type
         key = getattr(error, "full_key", None)
         raise _ProblemError(first_line(error)[:_MOST_PROBLEM_CHARS], key=str(key or "")) from error
-    if cls is Recipe and (translation := translate(merged)):
-        raise _ProblemError(translation)
+    tool = next((tool for tool, marks in _MARKS.items() if marks & merged.keys()), None)
+    if cls is Recipe and tool is not None:
+        raise _ProblemError(
+            f"this is a configuration of {tool}, not a recipe, which says it so: {_translated(merged)}"
+        )
     sections, parts, prefix = _sections(cls), {}, ""
     for name, values in merged.items():
         if name not in sections:
@@ -410,8 +410,6 @@ def _unknown(key: str, cls: type) -> _ProblemError:
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections(cls))}"
     return _ProblemError(f"unknown key; {hint}", key=key)
 
-
-# --- configurations of other tools ---------------------------------------------------------------
 
 #: Top-level keys that only this tool has.
 _MARKS = {
@@ -454,16 +452,12 @@ _PLACES = {
 }
 
 
-def translate(given: Mapping[str, Any]) -> str | None:
-    """Say which keys replace those of another tool's configuration; None: it is of no known tool."""
-    tool = next((tool for tool, marks in _MARKS.items() if marks & given.keys()), None)
-    if tool is None:
-        return None
+def _translated(given: Mapping[str, Any]) -> str:
+    """Say which keys replace those of another tool's configuration."""
     keys_at: dict[str, list[str]] = {}
     for key, place in _PLACES.items():
         section, _, name = key.partition(".")
         inner = given.get(section)
         if section in given and (not name or (isinstance(inner, Mapping) and name in inner)):
             keys_at.setdefault(place, []).append(key)
-    places = "; ".join(f"{', '.join(keys)} -> {place}" for place, keys in keys_at.items())
-    return f"this is a configuration of {tool}, not a recipe, which says it so: {places}"
+    return "; ".join(f"{', '.join(keys)} -> {place}" for place, keys in keys_at.items())

@@ -18,8 +18,7 @@ from infinity.core.nbytes import Transfer
 from infinity.core.plan import Hardware
 from infinity.engine import runtime as runtime_module
 from infinity.planner.search import smallest_budget
-from infinity.recipes.models.causal import GPTConfig
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

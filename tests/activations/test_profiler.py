@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.profiler import MemoryMeter, Profiler
 from infinity.core.plan import Kind, Phase, Profile, SlotKey, StorageUse
-from infinity.recipes.models.gpt import GPT, GPTConfig
+from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers import models
 
 OWN = (Kind.ACTIVATION, Kind.WORKING)

@@ -16,20 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinity
-from infinity.api import portable as checkpoints
-from infinity.api.portable import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
+from infinity.api import checkpoints, portable
+from infinity.api.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
+from infinity.api.portable import PortableSave
 from infinity.app.loop import Loop
 from infinity.app.train import save_run, train
-from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.export import Series
-from infinity.checkpoint.portable import PortableSave
+from infinity.checkpoint.writer import Series
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.observe.metrics import View
 from infinity.partition import builder
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT
 from tests.app.test_goes_on import (
     STEPS,
     interrupt,
@@ -87,7 +86,7 @@ def test_auto_keeps_its_share_of_the_time(
         for _ in range(steps):
             now += step_s + slower
             pace.step(step_s + slower, saving=True)
-        pace.waited(waited)
+        pace.cost_s += waited
         now += waited
         took = pace.end(now)
         cost = slower * steps + waited

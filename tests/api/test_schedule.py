@@ -76,7 +76,7 @@ def qwen2() -> nn.Module:
 
 
 def gpt_tied() -> nn.Module:
-    from infinity.recipes.models.gpt import GPT, GPTConfig
+    from infinity.recipes.models import GPT, GPTConfig
 
     torch.manual_seed(0)
     return GPT(

@@ -26,7 +26,7 @@ from infinity.cli import main
 from infinity.core.errors import InfinityError, LockedError, RecipeError
 from infinity.core.files import lock_file
 from infinity.observe.metrics import MetricsFile, StepReport
-from infinity.recipes.data.documents import find_files
+from infinity.recipes.data.tokens import find_files
 from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
 from infinity.shards.journal import CommitRecord, Journal, RankFiles
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.checkpoint import portable
+from infinity.api import portable
 from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Extent

@@ -26,25 +26,25 @@ def test_fp8_blocks_are_decoded_as_transformers_decodes_them(kind, dtype):
         "e8m0": exponents.view(torch.float8_e8m0fnu), "bytes": exponents,
     }[kind]  # fmt: skip
     expected = Fp8Dequantize(None)._dequantize_one(stored, scales, dtype)
-    assert same(codecs.decode_fp8(stored, scales, (16, 16)).to(dtype), expected)
-    rows = codecs.decode_fp8(stored[21:40], scales[1:3], (16, 16), 21 - 16)
+    assert same(codecs.decode_fp8(0, stored, scales, block=(16, 16)).to(dtype), expected)
+    rows = codecs.decode_fp8(21 - 16, stored[21:40], scales[1:3], block=(16, 16))
     assert same(rows.to(dtype), expected[21:40])
 
 
 def test_the_last_blocks_of_fp8_may_be_smaller_than_the_others():
     stored, scales = torch.randn(20, 13).to(torch.float8_e4m3fn), torch.rand(3, 2)
-    assert same(codecs.decode_fp8(stored, scales, (8, 8)), quantized.fp8_values(stored, scales, 8))
+    assert same(codecs.decode_fp8(0, stored, scales, block=(8, 8)), quantized.fp8_values(stored, scales, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_is_decoded_as_transformers_decodes_it_and_as_the_standard_says(dtype):
     blocks = torch.arange(16 * 16 * 2 * 16).view(16, 16, 2, 16).to(torch.uint8)
     scales = torch.arange(16 * 16 * 2).view(16, 16, 2).to(torch.uint8)  # every exponent
-    decoded = codecs.decode_mxfp4(blocks, scales, dtype)
+    decoded = codecs.decode_mxfp4(0, blocks, scales, dtype=dtype)
     assert same(decoded, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
     finite = scales[:4] % 200
     expected = quantized.mxfp4_values(blocks[:4], finite).to(dtype)
-    assert same(codecs.decode_mxfp4(blocks[:4], finite, dtype), expected)
+    assert same(codecs.decode_mxfp4(0, blocks[:4], finite, dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -52,34 +52,34 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it_and_as_the_standard_says(dt
 def test_packed_groups_are_decoded_row_by_row(dtype, zeros):
     whole, scales = torch.randint(0, 16, (20, 24)), torch.rand(20, 3).to(dtype)
     points = torch.randint(0, 16, (20, 3)) if zeros else torch.full((20, 3), 8)
-    centres = codecs.unpack_zeros(quantized.words(points.T).T, 4)[:20] if zeros else None
-    decoded = codecs.decode_packed(quantized.words(whole), scales, centres, 4, 24)
+    packed = quantized.words(points.T).T if zeros else None
+    decoded = codecs.decode_packed(0, quantized.words(whole), scales, packed, bits=4, columns=24)
     wide_points, wide_scales = (each.repeat_interleave(8, 1) for each in (points, scales))
     assert same(decoded, quantized.int4_values(whole, wide_points, wide_scales))
-    part = codecs.decode_packed(
-        quantized.words(whole[3:9]), scales[3:9], None if centres is None else centres[3:9], 4, 24
-    )
+    words = quantized.words(whole[3:9])
+    part = codecs.decode_packed(3, words, scales[3:9], packed, bits=4, columns=24)
     assert same(part, decoded[3:9])
 
 
 def test_zero_points_may_fill_one_word_of_a_column():
     points = torch.randint(0, 16, (8, 3))
-    assert torch.equal(codecs.unpack_zeros(quantized.words(points.T).T, 4), points - 8)
+    words, packed = quantized.words(torch.full((8, 24), 8)), quantized.words(points.T).T
+    decoded = codecs.decode_packed(0, words, torch.ones(8, 3), packed, bits=4, columns=24)
+    assert torch.equal(decoded, (8.0 - points).repeat_interleave(8, 1))
 
 
 def test_eight_bits_are_packed_four_to_a_word():
     whole, scales = torch.randint(0, 256, (5, 12)), torch.rand(5, 3).bfloat16()
     packed = whole.to(torch.uint8).contiguous().view(torch.int32)
     expected = (whole - 128).bfloat16() * scales.repeat_interleave(4, 1)
-    assert same(codecs.decode_packed(packed, scales, None, 8, 12), expected)
+    assert same(codecs.decode_packed(0, packed, scales, bits=8, columns=12), expected)
 
 
 @pytest.mark.parametrize("zeros_less_one", [True, False])
 def test_gptq_is_decoded_with_its_own_order_of_columns(zeros_less_one):
     whole, scales = torch.randint(0, 16, (24, 16)), torch.rand(3, 16).half()
     points, order = torch.randint(0, 16, (3, 16)), torch.randperm(24) // 8
-    decoded = codecs.decode_gptq(
-        quantized.words(whole.T).T, quantized.words(points) - 0x11111111 * zeros_less_one, scales, order, 4,
-        zeros_less_one=zeros_less_one,
-    )  # fmt: skip
+    zeros = quantized.words(points) - 0x11111111 * zeros_less_one
+    parts = [each.unsqueeze(0) for each in (quantized.words(whole.T).T, zeros, scales, order)]
+    decoded = codecs.decode_gptq(0, *parts, bits=4, less_one=zeros_less_one)
     assert same(decoded, quantized.int4_values(whole, points[order], scales[order]).T)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from infinity.checkpoint import conversions
-from infinity.checkpoint.conversions import Trace, Traced
+from infinity.checkpoint import load as conversions
 from infinity.checkpoint.directory import MemoryTensor
+from infinity.checkpoint.load import Trace, Traced
 from tests.helpers.cases import examples
 
 

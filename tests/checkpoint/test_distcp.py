@@ -215,7 +215,7 @@ for _ in range(60):
         (set_info(offset=-1), "at -1"),
         (set_info(length=2**62), "names 4611686018427387904 bytes"),
         (set_info(length="1"), "names '1' bytes"),
-        (set_info(transform_descriptors=["zip"]), "is compressed or encrypted: save it without extensions"),
+        (set_info(transform_descriptors=["zip"]), "is compressed or encrypted: save without extensions"),
         (set_chunks(), "hold 0 of 12 elements"),
         (set_chunks(Box((0, 0), (3, 3))), "hold 9 of 12 elements"),
         (set_chunks(Box((1, 0), (4, 3))), r"outside its shape \(4, 3\)"),

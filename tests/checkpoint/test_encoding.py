@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,8 +65,8 @@ def fp8(rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype) -> 
     of = torch.arange(rows)[:, None] // block[0] * across + torch.arange(columns) // block[1]
     return Matrix(
         [codes.view(torch.float8_e4m3fn), scales], 1, of,
-        lambda codes, scales: codecs.decode_fp8(codes, scales, block),
-        lambda values, codes, scales: codecs.encode_fp8(values, codes, scales, block), E4M3,
+        partial(codecs.decode_fp8, 0, block=block),
+        partial(codecs.encode_fp8, block=block), E4M3,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def mxfp4(experts: int, rows: int, groups: int) -> Matrix:
     of = torch.arange(scales.numel()).view(experts, rows, groups, 1).expand(-1, -1, -1, 32)
     return Matrix(
         [blocks, scales], 1, of.flatten(2).transpose(1, 2),
-        lambda blocks, scales: codecs.decode_mxfp4(blocks, scales, torch.float32),
+        partial(codecs.decode_mxfp4, 0, dtype=torch.float32),
         codecs.encode_mxfp4, E2M1,
     )  # fmt: skip
 
@@ -84,21 +85,13 @@ def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zer
     most, columns = 1 << bits, groups * size
     whole = codecs._pack(torch.randint(0, most, (rows, columns)).to(torch.uint8), bits)
     scales = (torch.rand(rows, groups) * 0.1 + 1e-3).to(dtype)
-    points = torch.randint(-most // 2, most // 2, (rows, groups), dtype=torch.int16)
+    points = codecs._pack(torch.randint(0, most, (groups, rows)).to(torch.uint8), bits).T
     of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, size).flatten(1)
-    parts = [whole, scales, codecs.pack_zeros(points, bits)] if zeros else [whole, scales]
-
-    def centres(given: tuple[Tensor, ...]) -> Tensor | None:
-        return codecs.unpack_zeros(given[0], bits)[:rows] if given else None
-
-    def encode(values: Tensor, whole: Tensor, scales: Tensor, *given: Tensor) -> list[Tensor]:
-        out = list(codecs.encode_packed(values, whole, scales, centres(given), bits))
-        return [*out[:2], *(codecs.pack_zeros(each, bits) for each in out[2:])]
-
+    parts = [whole, scales, points] if zeros else [whole, scales]
+    how = {"bits": bits, "columns": columns}
     return Matrix(
-        parts, 1, of,
-        lambda whole, scales, *given: codecs.decode_packed(whole, scales, centres(given), bits, columns),
-        encode, symmetric=not zeros, bits=bits,
+        parts, 1, of, partial(codecs.decode_packed, 0, **how), partial(codecs.encode_packed, **how),
+        symmetric=not zeros, bits=bits,
     )  # fmt: skip
 
 
@@ -192,11 +185,11 @@ def test_e4m3_and_e2m1_are_rounded_as_torch_and_the_standard_round():
 def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
     values = torch.tensor([[3.0, -448.0, 896.0, 1.0]])
     had, zero = torch.full((1, 2), 1e-3), torch.zeros(1, 4).to(torch.float8_e4m3fn)
-    codes, scales = codecs.encode_fp8(values, zero, had, (1, 2))
+    codes, scales = codecs.encode_fp8(values, zero, had, block=(1, 2))
     assert scales.tolist() == [[1.0, 2.0]]
     assert codes.float().tolist() == [[3.0, -448.0, 448.0, 0.5]]
     values[0, 0] = 449.0
-    assert codecs.encode_fp8(values, zero, had, (1, 2), power_of_two=True)[1].tolist() == [[2.0, 2.0]]
+    assert codecs.encode_fp8(values, zero, had, block=(1, 2), power_of_two=True)[1].tolist() == [[2.0, 2.0]]
 
     values = torch.zeros(1, 32, 1)
     values[0, :5, 0] = torch.tensor(
@@ -205,24 +198,24 @@ def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
     no = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
     blocks, scales = codecs.encode_mxfp4(values, no, no[..., 0])
     assert scales.item() == 127
-    decoded = codecs.decode_mxfp4(blocks, scales)[0, :5, 0]
+    decoded = codecs.decode_mxfp4(0, blocks, scales)[0, :5, 0]
     assert decoded.tolist() == [6.0, 0.0, 1.0, 2.0, -4.0]
     assert decoded[1].signbit()
 
     values = torch.tensor([[-7.5, 0.0, 3.0, 7.5]])
-    for zeros in (None, torch.zeros(1, 1, dtype=torch.int16)):
+    for zeros in (None, torch.full((1, 1), 8, dtype=torch.int32)):  # the points are 0
         words, had = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 1e-5)
-        packed, scales, *points = codecs.encode_packed(values, words, had, zeros, 4)
+        packed, scales, *points = codecs.encode_packed(values, words, had, zeros, bits=4, columns=4)
         assert scales.item() == 1.0
-        assert [point.item() for point in points] == ([] if zeros is None else [0])
-        decoded = codecs.decode_packed(packed, scales, None, 4, 4)
+        assert [point.item() for point in points] == ([] if zeros is None else [8])
+        decoded = codecs.decode_packed(0, packed, scales, bits=4, columns=4)
         assert decoded.tolist() == [[-8.0, 0.0, 3.0, 7.0]]
 
 
 def test_a_value_beyond_the_largest_number_is_cut_where_the_others_need_the_old_scale():
     values, before = torch.full((512, 512), 1.125), torch.zeros(512, 512).to(torch.float8_e4m3fn)
     values[7, 7] = -470.0
-    codes, scales = codecs.encode_fp8(values, before, torch.ones(1, 1), (512, 512))
+    codes, scales = codecs.encode_fp8(values, before, torch.ones(1, 1), block=(512, 512))
     assert scales.item() == 1.0
     assert codes.float()[7, 6:8].tolist() == [1.125, -448.0]
 
@@ -230,7 +223,7 @@ def test_a_value_beyond_the_largest_number_is_cut_where_the_others_need_the_old_
 def test_a_scale_that_serves_as_well_as_another_one_is_kept():
     """As where a block is zero, or its largest value shrank to another number of the old scale."""
     values, before = torch.tensor([[0.0, 0.0, 0.3, 0.1]]), torch.ones(1, 4).to(torch.float8_e4m3fn)
-    codes, scales = codecs.encode_fp8(values, before, torch.full((1, 2), 0.1), (1, 2))
+    codes, scales = codecs.encode_fp8(values, before, torch.full((1, 2), 0.1), block=(1, 2))
     assert scales.eq(0.1).all()
     assert codes.float().tolist() == [[0.0, 0.0, 3.0, 1.0]]
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
+from infinity.api import export as exporting
 from infinity.api.export import check_room_for, export_run
-from infinity.checkpoint import export as exporting
 from infinity.checkpoint import writer
-from infinity.checkpoint.export import Publication
+from infinity.checkpoint.writer import Publication
 from infinity.core.errors import CheckpointError, DiskError
 from tests.helpers import models, training
 from tests.helpers.launch import mark, start_ranks

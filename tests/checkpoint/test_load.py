@@ -293,7 +293,7 @@ def test_experts_are_read_expert_by_expert_and_one_that_is_missing_is_named(save
 @pytest.mark.parametrize("name", few(("deepseek_v3",), ("mixtral", "qwen2_moe", "deepseek_v3")))
 def test_what_cannot_be_traced_is_converted_whole_to_the_same_values(saved, load, monkeypatch, name):
     directory, plain, _ = saved(name)
-    monkeypatch.setattr("infinity.checkpoint.conversions.MOST_PARTS", 1)
+    monkeypatch.setattr("infinity.checkpoint.load.MOST_PARTS", 1)
     filled, real = set(), Converted.fill
     monkeypatch.setattr(Converted, "fill", lambda self, *args: filled.add(self._name) or real(self, *args))
     assert_equal(load(directory), plain())

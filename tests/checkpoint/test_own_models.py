@@ -12,7 +12,7 @@ import infinity
 from infinity import CheckpointError, RecipeError
 from infinity.app import train as train_module
 from infinity.app.train import train
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT
 from tests.helpers import models, training, zoo
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import infinity
-from infinity.checkpoint import portable
+from infinity.api import portable
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.checkpoint import portable
+from infinity.api import portable
 from infinity.core.errors import CheckpointError, DiskError, PeerError, StateError
 from infinity.engine.runtime import runtime_of
 from tests.checkpoint.test_export import fail_writes, left_in

@@ -104,7 +104,7 @@ def test_the_loop_of_a_cpu_decodes_every_fp8_value_to_the_bits_of_torch(tmp_path
     def view(file, offset, nbytes):
         return content.narrow(0, offset, nbytes)
 
-    expected = codecs.decode_fp8(stored, factors, (128, 128)).to(dtype)
+    expected = codecs.decode_fp8(0, stored, factors, block=(128, 128)).to(dtype)
     for first, last in ((0, 300), (0, 128), (130, 299), (127, 129)):
         out = torch.empty((last - first) * 200, dtype=dtype)
         checkpoint["a.weight"].fill(first * 200, out, view)
@@ -133,7 +133,12 @@ def test_it_is_exported_in_bf16_without_quantization_and_the_run_says_so(written
 def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
     seen = []
     whole = codecs.decode_fp8
-    monkeypatch.setattr(codecs, "decode_fp8", lambda v, *rest: seen.append(v.numel()) or whole(v, *rest))
+
+    def decode(first, codes, *scales, **block):
+        seen.append(codes.numel())
+        return whole(first, codes, *scales, **block)
+
+    monkeypatch.setattr(codecs, "decode_fp8", decode)
     weight = torch.randn(3000, 300).to(torch.float8_e4m3fn)
     tensors = {"a.weight": weight, "a.weight_scale_inv": torch.ones(24, 3)}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -12,9 +12,8 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 import infinity
-from infinity.checkpoint import untrusted
-from infinity.checkpoint.model import read_config
-from infinity.checkpoint.untrusted import check_counts, offline, restrict
+from infinity.checkpoint import model as untrusted
+from infinity.checkpoint.model import check_counts, offline, read_config, restrict
 from infinity.core.errors import CheckpointError
 from tests.helpers import zoo
 from tests.helpers.training import recipe

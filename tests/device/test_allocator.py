@@ -12,8 +12,7 @@ import torch
 import infinity
 from infinity.device import accelerator
 from infinity.device.accelerator import heap_line, restart_with_tunables, tunables
-from infinity.recipes.models.causal import GPTConfig
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers.launch import ROOT
 from tests.helpers.limits import HANG_S
 

@@ -15,7 +15,7 @@ import infinity
 from infinity.activations import logits
 from infinity.activations.controller import METERED
 from infinity.core.errors import BudgetError, StateError
-from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.models import CausalLoss
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several

@@ -64,9 +64,9 @@ POINTS = {
     "settle": "infinity.engine.runtime:Runtime._settle",
     "finishing": "infinity.nvme.run_directory:RunDirectory.finish",
     "removing files": "infinity.nvme.run_directory:RunDirectory.remove_finished",
-    "a saved unit": "infinity.checkpoint.portable:_write_unit",
+    "a saved unit": "infinity.api.portable:_write_unit",
     "a spare place": "infinity.shards.homes:DiskHome.add_version",
-    "publishing": "infinity.checkpoint.portable:PortableSave._publish",
+    "publishing": "infinity.api.portable:PortableSave._publish",
 }
 
 

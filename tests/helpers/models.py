@@ -177,7 +177,7 @@ def _vit(dropout: float) -> nn.Module:
 
 
 def _gpt(dropout: float) -> nn.Module:
-    from infinity.recipes.models.gpt import GPT, GPTConfig
+    from infinity.recipes.models import GPT, GPTConfig
 
     return GPT(GPTConfig(vocab_size=VOCABULARY, seq_len=SEQUENCE, n_layers=3, d_model=HIDDEN, n_heads=4))
 

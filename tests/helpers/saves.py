@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infinity.checkpoint import portable
+from infinity.api import portable
 from infinity.shards.homes import Snapshot
 from tests.helpers.limits import HANG_S
 

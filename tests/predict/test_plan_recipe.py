@@ -27,7 +27,7 @@ from infinity.predict.plan_recipe import (
     show_recipe,
     ways_to_fit,
 )
-from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.models import CausalLoss
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.cases import few
 from tests.predict.test_dry_run import llama

@@ -16,9 +16,8 @@ from infinity.app.loop import Loop
 from infinity.app.train import train
 from infinity.comm.ranks import rank, world_size
 from infinity.observe.metrics import StepReport, View
-from infinity.recipes.data.loader import BatchShape, Data, open_data
-from infinity.recipes.data.sequences import Batch
-from infinity.recipes.models.gpt import GPT
+from infinity.recipes.data.loader import Batch, BatchShape, Data, open_data
+from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

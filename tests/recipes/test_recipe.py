@@ -8,7 +8,7 @@ import pytest
 
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
-from infinity.recipes.models.gpt import GPTConfig
+from infinity.recipes.models import GPTConfig
 from infinity.recipes.recipe import Recipe, RunConfig, load_recipe, recipe_table
 
 ROOT = Path(__file__).parents[2]

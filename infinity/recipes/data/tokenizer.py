@@ -22,13 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.checkpoint.directory import read_json_object
-from infinity.checkpoint.export import TOKENIZER_FILES
-from infinity.checkpoint.untrusted import check_counts, offline
-from infinity.core.errors import library_errors
+from infinity.checkpoint.directory import TOKENIZER_FILES, read_json_object
+from infinity.checkpoint.model import check_counts, offline
+from infinity.core.errors import InfinityError, library_errors
 from infinity.core.files import read_file, user_path
 from infinity.core.nbytes import format_nbytes
-from infinity.recipes.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -42,8 +40,25 @@ _MOST_WORD_CHARS = 2**22
 #: What the template may take for one chat: processor time (s; more, if it has many messages), and memory.
 _MOST_RENDER_S, _MOST_RENDER_NBYTES = 10.0, 2**30
 
-#: ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
-Render = Callable[[Sequence[Message], bool], str]
+#: The role whose messages count in the loss.
+ASSISTANT = "assistant"
+
+Message = dict[str, Any]
+
+
+class DataError(InfinityError, ValueError):
+    """Raised when training data is missing, malformed or too short."""
+
+
+class MalformedError(ValueError):
+    """Raised when a line cannot be used; the message is the reason, and the caller adds file and line."""
+
+
+class Chat(NamedTuple):
+    """Messages with a ``role`` and, usually, a ``content``; the assistant's count in the loss."""
+
+    messages: list[Message]
+    tools: list[Any] | None
 
 
 class Encoded(NamedTuple):
@@ -111,29 +126,26 @@ class BytesTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """Tokenizer of a ``tokenizer.json``, without a chat template."""
 
+    _ids: Callable[[str], list[int]]  # of a text
+
     def __init__(self, path: Path) -> None:
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as error:
-            raise DataError(
-                f"{path}: reading it needs the tokenizers library: pip install tokenizers"
-            ) from error
+            raise DataError(f"{path}: reading it needs tokenizers: pip install tokenizers") from error
         self._path, content = path, _read_checked(path)
         with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
-            self._library: Any = Library.from_str(content.decode())
-            self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
-            found = (self._library.token_to_id(token) for token in _SEPARATORS)
+            library = Library.from_str(content.decode())
+            self.vocab_size = library.get_vocab_size(with_added_tokens=True)
+            found = (library.token_to_id(token) for token in _SEPARATORS)
             self.separator = next((each for each in found if each is not None), None)
+        self._ids = lambda text: library.encode(text, add_special_tokens=False).ids
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
         with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
             return self._array(self._ids(text))
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
 
     def _array(self, ids: list[int]) -> NDArray[Any]:
         """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
@@ -162,7 +174,7 @@ class DirectoryTokenizer(FileTokenizer):
         what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
         with library_errors(DataError, what), offline():
             try:
-                self._library = AutoTokenizer.from_pretrained(
+                library = self._library = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
                 )
             except ValueError as error:
@@ -172,19 +184,16 @@ class DirectoryTokenizer(FileTokenizer):
                     f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity "
                     "does not run; save it as a tokenizer.json"
                 ) from error
-            self.vocab_size, self.separator = len(self._library), self._library.eos_token_id
-            bos = self._library.bos_token_id
-            self.opening = bos if bos is not None and self._library("").input_ids[:1] == [bos] else None
+            self.vocab_size, self.separator = len(library), library.eos_token_id
+            self._ids = lambda text: library(text, add_special_tokens=False, verbose=False).input_ids
+            bos = library.bos_token_id
+            self.opening = bos if bos is not None and library("").input_ids[:1] == [bos] else None
             self._array([each for each in (self.opening, self.separator) if each is not None])
         digest = hashlib.sha256(str(__version__).encode())  # the library decides, too
         for file in sorted(path.iterdir()):
             if file.suffix in _TOKENIZER_FILES and file.is_file():
                 digest.update(file.name.encode() + b"\0" + file.read_bytes())
         self.fingerprint = digest.hexdigest()
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._library(text, add_special_tokens=False, verbose=False).input_ids
-        return ids
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
@@ -254,8 +263,12 @@ def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Enc
     return Encoded(whole, np.arange(len(whole)) >= len(given))
 
 
-def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
+def render_turns(
+    messages: Sequence[Message], render: Callable[[Sequence[Message], bool], str]
+) -> list[Rendered]:
     """Render a chat as one text with all of the assistant's turns, or as one text per turn.
+
+    ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
 
     Some templates render a turn differently once others follow it (they drop earlier reasoning, or move the
     system message to the last question). Then every turn becomes a text of its own that ends with it, the

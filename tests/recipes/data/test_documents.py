@@ -11,13 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data import documents as documents_module
-from infinity.recipes.data.documents import (
-    Chat,
+from infinity.recipes.data import tokens as documents_module
+from infinity.recipes.data.tokenizer import Chat, DataError, MalformedError
+from infinity.recipes.data.tokens import (
     Completion,
-    DataError,
-    MalformedError,
-    Text,
     find_files,
     parse_record,
     read_lines,
@@ -137,7 +134,7 @@ def line(value: Any) -> bytes:
 
 
 def test_the_kind_of_a_record_follows_from_its_fields() -> None:
-    assert parse_record(line({"text": "a", "id": 1})) == Text("a")
+    assert parse_record(line({"text": "a", "id": 1})) == "a"
     assert parse_record(line({"prompt": "a", "completion": "b", "text": "c"})) == Completion("a", "b")
     chat = {"messages": [ASKED, ANSWERED], "prompt": "?", "tools": [{"name": "f"}]}
     assert parse_record(line(chat)) == Chat([ASKED, ANSWERED], [{"name": "f"}])
@@ -193,5 +190,5 @@ VALUES = st.recursive(
 def test_any_line_is_a_record_or_malformed(content: bytes) -> None:
     with suppress(MalformedError):
         record = parse_record(content)
-        assert isinstance(record, Text | Completion | Chat)
+        assert isinstance(record, str | Completion | Chat)
         json.dumps(record, ensure_ascii=False).encode()  # no half of a surrogate pair is left

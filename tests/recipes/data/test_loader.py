@@ -9,9 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data.documents import DataError
-from infinity.recipes.data.loader import BatchShape, Data, DataConfig, HeldOut, TokenLoader, open_data
-from infinity.recipes.data.sequences import Batch, token_stream
+from infinity.recipes.data.loader import (
+    Batch,
+    BatchShape,
+    Data,
+    DataConfig,
+    HeldOut,
+    TokenLoader,
+    open_data,
+    token_stream,
+)
+from infinity.recipes.data.tokenizer import DataError
 from tests.helpers.cases import examples
 
 # ten sequences of four, each known by its first token

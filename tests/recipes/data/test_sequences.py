@@ -9,9 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data.documents import DataError
-from infinity.recipes.data.loader import BatchShape, Data, DataConfig, TokenLoader, open_data
-from infinity.recipes.data.sequences import Batch, Sequences, best_fit, document_rows, join, token_stream
+from infinity.recipes.data.loader import (
+    Batch,
+    BatchShape,
+    Data,
+    DataConfig,
+    Sequences,
+    TokenLoader,
+    best_fit,
+    document_rows,
+    join,
+    open_data,
+    token_stream,
+)
+from infinity.recipes.data.tokenizer import DataError
 from infinity.recipes.data.tokens import Tokens
 from tests.helpers.cases import examples
 

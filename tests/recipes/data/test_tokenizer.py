@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import CheckpointError
 from infinity.recipes.data import tokenizer as tokenizer_module
-from infinity.recipes.data.documents import Chat, DataError, MalformedError, Message
 from infinity.recipes.data.tokenizer import (
     BytesTokenizer,
+    Chat,
+    DataError,
     Encoded,
+    MalformedError,
+    Message,
     Rendered,
     Tokenizer,
     mask_of_spans,

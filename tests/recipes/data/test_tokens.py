@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.recipes.data import tokens as tokens_module
-from infinity.recipes.data.documents import DataError
-from infinity.recipes.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
+from infinity.recipes.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
 from infinity.recipes.data.tokens import Tokens, open_tokens
 from tests.helpers.cases import examples
 from tests.helpers.tokenizers import write_tokenizer

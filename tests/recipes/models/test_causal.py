@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinity.core.errors import RecipeError
-from infinity.recipes.models.causal import CausalLoss
+from infinity.recipes.models import CausalLoss
 from tests.helpers.models import VOCABULARY, build
 
 LENGTHS = ((5, 3, 4), (1, 11), (12,))

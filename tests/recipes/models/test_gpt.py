@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from infinity.recipes.models.gpt import GPT, GPTConfig, Rotary
+from infinity.recipes.models import GPT, GPTConfig, Rotary
 
 SMALL = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, d_ff=24)
 TIED = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, tied=True)
@@ -111,5 +111,5 @@ def test_bf16_runs_in_bf16_with_a_loss_in_fp32() -> None:
 
 
 def test_a_sequence_longer_than_the_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match="13 tokens; the model was built for at most 12"):
+    with pytest.raises(ValueError, match="13 tokens; the model takes at most 12"):
         build()(some_tokens(13))
