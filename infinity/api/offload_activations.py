@@ -30,7 +30,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.observe.metrics import log
+from infinity.observe.timeline import log
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ from infinity.engine.executor import EngineConfig, StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.metrics import MessageBuffer
-from infinity.observe.timeline import Stalls, Timeline
+from infinity.observe.timeline import MessageBuffer, Stalls, Timeline
 from infinity.optim.rules import default_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict

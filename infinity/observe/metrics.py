@@ -1,7 +1,6 @@
 """Figures of each step, their views (progress, ``metrics.jsonl``, TensorBoard), and the summary of a run."""
 
 import json
-import logging
 import math
 import os
 import time
@@ -24,31 +23,6 @@ from infinity.core.errors import InfinityError
 from infinity.core.files import append_file, open_regular, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
-
-#: Logger of messages that no display shows; to see them: ``logging.basicConfig(level=logging.INFO)``.
-log = logging.getLogger("infinity")
-
-
-class MessageBuffer:
-    """Forwards messages to a display; until one is attached, logs and collects them."""
-
-    def __init__(self) -> None:
-        self._show: Callable[[str], object] | None = None
-        self._pending: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        if self._show is None:
-            log.info("%s", text)
-            self._pending.append(text)
-        else:
-            self._show(text)
-
-    def attach(self, show: Callable[[str], object]) -> None:
-        """Forward all messages to ``show``, earlier ones first."""
-        self._show = show
-        while self._pending:
-            show(self._pending.pop(0))
-
 
 #: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.
 _TAIL_NBYTES = 2**16

@@ -1,9 +1,10 @@
-"""Timeline of a run: spans on lanes, recorded by wrappers and exported for Perfetto; waits, by cause.
+"""Tells what training does: spans on lanes for Perfetto, waits by cause, messages.
 
 Lanes side by side show what a step waited for. A disabled timeline costs one comparison per span.
 """
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from infinity.core.files import write_file
 from infinity.core.nbytes import Extent, Transfer, TransferEngine
 
+#: Logger of messages that no display shows; to see them: ``logging.basicConfig(level=logging.INFO)``.
+log = logging.getLogger("infinity")
 #: Lanes in the order in which they are shown; others follow by name.
 LANES = ("compute", "read", "write", "update", "collective")
 #: Number of spans that are kept; older ones are dropped.
@@ -67,6 +70,27 @@ class Stalls:
         finally:
             self._waited_until = end = time.perf_counter()
             self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin
+
+
+class MessageBuffer:
+    """Forwards messages to a display; until one is attached, logs and collects them."""
+
+    def __init__(self) -> None:
+        self._show: Callable[[str], object] | None = None
+        self._pending: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if self._show is None:
+            log.info("%s", text)
+            self._pending.append(text)
+        else:
+            self._show(text)
+
+    def attach(self, show: Callable[[str], object]) -> None:
+        """Forward all messages to ``show``, earlier ones first."""
+        self._show = show
+        while self._pending:
+            show(self._pending.pop(0))
 
 
 class WatchedEngine:

@@ -20,8 +20,8 @@ from infinity.app.loop import Loop, RankMean, lr_factor
 from infinity.app.train import _short, notes_on_commits, process_group, set_threads, train
 from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import InfinityError, RecipeError
-from infinity.observe.metrics import MessageBuffer, StepReport
-from infinity.observe.timeline import Timeline
+from infinity.observe.metrics import StepReport
+from infinity.observe.timeline import MessageBuffer, Timeline
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import run_ranks, start_ranks

@@ -25,7 +25,8 @@ from infinity.device.machine import (
 )
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines.libaio_engine import LibaioEngine
-from infinity.observe.metrics import MessageBuffer, summary_rows
+from infinity.observe.metrics import summary_rows
+from infinity.observe.timeline import MessageBuffer
 from infinity.recipes.recipe import load_recipe
 from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import run_ranks
