@@ -241,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
     def _totals(self) -> tuple[float, dict[str, float], int, int]:
         engine = self.runtime.storage.engine
         read, written = (engine.nbytes_read, engine.nbytes_written) if engine else (0, 0)
-        return time.perf_counter(), dict(self.runtime.stalls.seconds), read, written
+        return time.perf_counter(), dict(self.runtime.timeline.stall_s), read, written
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
         """Return the figures of everything since the last report; call it once after every step."""
@@ -271,7 +271,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def timeline(self) -> Timeline:
         """Return the spans of compute and transfers; empty unless the recipe sets ``observe.timeline``."""
-        return self.runtime.stalls.timeline
+        return self.runtime.timeline
 
     def synchronize(self) -> None:
         """Block until every update that was started has landed on its tier."""

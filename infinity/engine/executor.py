@@ -26,7 +26,7 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
-from infinity.observe.timeline import Stalls, TimedRule
+from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, clip_coefficient, measure_rates
 from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import Staging, UnitMover
@@ -107,11 +107,11 @@ class StepExecutor(ActivationBudget):
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
-        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls, *,
+        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, timeline: Timeline, *,
         clips: bool, on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
-        self.stalls = stalls
+        self.timeline = timeline
         self.figures = PassFigures()  # of the last step
         self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
         storage, device = tiers.storage, ranks.device
@@ -143,7 +143,7 @@ class StepExecutor(ActivationBudget):
         self, rules: Mapping[Tier, Rule], config: EngineConfig, clips: bool,
         on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
-        storage, timeline, pipeline, beside = self.tiers.storage, self.stalls.timeline, None, None
+        storage, timeline, pipeline, beside = self.tiers.storage, self.timeline, None, None
         if self.ranks.on_accelerator:
             beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
             stack.callback(beside.shutdown)
@@ -167,11 +167,11 @@ class StepExecutor(ActivationBudget):
         stack: contextlib.ExitStack,
     ) -> None:  # fmt: skip
         """Make the parts that bring weights and take gradients, and connect them to the hooks."""
-        ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.stalls), None
+        ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.timeline.stall), None
         if self.host is not None and self.budget.host is not None:
             staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
         self.mover = UnitMover(
-            self.units, pool, staging, ranks.collectives, self.stalls, self.updates.wait_until_unused
+            self.units, pool, staging, ranks.collectives, self.timeline.stall, self.updates.wait_until_unused
         )
         stack.callback(self.mover.close)
         streaming = [unit for unit in self.units if self.tiers.streams(unit)]
@@ -304,7 +304,7 @@ class StepExecutor(ActivationBudget):
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
-        self.stalls("collective", self.updates.wait_for_gradients)
+        self.timeline.stall("collective", self.updates.wait_for_gradients)
         if not self.gradients.completions.synced:
             self._count_step()
             return None
@@ -321,9 +321,9 @@ class StepExecutor(ActivationBudget):
             self._choose_interval(updated)
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
-                self.stalls("update", self.updates.roll_back)
+                self.timeline.stall("update", self.updates.roll_back)
             if self.updates.stored_gradients.chosen:
-                self.stalls("write", self.updates.land_held)
+                self.timeline.stall("write", self.updates.land_held)
             self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)

@@ -48,7 +48,7 @@ from infinity.engine.executor import EngineConfig, StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.timeline import MessageBuffer, Stalls, Timeline
+from infinity.observe.timeline import MessageBuffer, Timeline
 from infinity.optim.rules import default_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
@@ -73,7 +73,7 @@ class Runtime:
         self.stack.close_with(self)
         self._sections_broken = uninterrupted.broken
         self._ended = ""  # why nothing can be asked of it any more
-        self.stalls = Stalls(Timeline(enabled=config.timeline))
+        self.timeline = Timeline(enabled=config.timeline)
         self.say = MessageBuffer()
         self.notes: list[str] = []  # on what is done otherwise on this machine; rank 0's are shown
         self.saves: list[Any] = []  # the last portable checkpoint
@@ -112,7 +112,7 @@ class Runtime:
         self.storage = Storage(memory, host_nbytes, self.dtype, device)
         self.stack.callback(self.storage.stack.close)
         self.storage.open_files(
-            self.run_id, ranks, resume, self.stalls.timeline,
+            self.run_id, ranks, resume, self.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
         )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks, reduction)
@@ -158,7 +158,7 @@ class Runtime:
         if memory.activations == "offload" and not stores:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
-        cache = TensorCache(device, stores, partial(self.stalls, "activation"))
+        cache = TensorCache(device, stores, partial(self.timeline.stall, "activation"))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
@@ -211,7 +211,7 @@ class Runtime:
             with uninterrupted:
                 self._executor = StepExecutor(
                     self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
-                    self.config, self.stalls, clips=clips is not False, on_failure=weakly(self.fail),
+                    self.config, self.timeline, clips=clips is not False, on_failure=weakly(self.fail),
                 )  # fmt: skip
                 self.stack.callback(self._executor.stack.close)
         elif clips is not None:

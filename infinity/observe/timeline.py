@@ -33,13 +33,25 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans from any thread; ``clock`` returns seconds."""
+    """Collects spans from any thread, and counts waits of the training thread; ``clock`` returns seconds."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.enabled = enabled
         self.clock = clock
         self._spans: deque[Span] = deque(maxlen=CAPACITY)
         self._lock = threading.Lock()
+        self.stall_s: dict[str, float] = {}  # by cause
+        self._waited_until = clock()
+
+    def stall(self, cause: str, wait: Callable[[], object]) -> None:
+        """Run ``wait`` and count its seconds as a stall of ``cause``; the time between two is compute."""
+        begin = self.clock()
+        self.add("compute", "compute", self._waited_until, begin)
+        try:
+            wait()
+        finally:
+            self._waited_until = end = self.clock()
+            self.stall_s[cause] = self.stall_s.get(cause, 0.0) + end - begin
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Record a span that was timed with :attr:`clock`."""
@@ -51,25 +63,6 @@ class Timeline:
         """Return the recorded spans, sorted by start."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: span.start_s))
-
-
-class Stalls:
-    """Counts the training thread's waits; the time between two is compute, a span of ``timeline``."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.seconds: dict[str, float] = {}
-        self.timeline = timeline
-        self._waited_until = time.perf_counter()
-
-    def __call__(self, cause: str, wait: Callable[[], object]) -> None:
-        """Run ``wait`` and count its seconds as a stall of ``cause``."""
-        begin = time.perf_counter()
-        self.timeline.add("compute", "compute", self._waited_until, begin)
-        try:
-            wait()
-        finally:
-            self._waited_until = end = time.perf_counter()
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin
 
 
 class MessageBuffer:

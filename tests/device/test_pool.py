@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.memory import Buffer, CountingPool, DevicePool, HostPool, Lease
-from infinity.observe.timeline import Stalls, Timeline
+from infinity.observe.timeline import Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
 
@@ -66,8 +66,8 @@ def test_a_deferred_release_takes_effect_when_it_may_in_either_order(pool: HostP
 
 
 def test_what_is_held_back_gives_way_to_what_does_not_fit_beside_it(pool: HostPool) -> None:
-    stalls = Stalls(Timeline(enabled=False))
-    counting = CountingPool(pool, stalls)
+    timeline = Timeline(enabled=False)
+    counting = CountingPool(pool, timeline.stall)
     passed, used = (counting.lease(6 * MIB, who=who) for who in ("passed", "used"))
     for each in (passed, used):
         counting.hold_back(each)
@@ -75,7 +75,7 @@ def test_what_is_held_back_gives_way_to_what_does_not_fit_beside_it(pool: HostPo
     assert pool.leased_nbytes == 12 * MIB
     fitting = counting.lease(4 * MIB, who="fits")  # beside all
     assert pool.leased_nbytes == pool.peak_nbytes == 16 * MIB
-    assert not stalls.seconds
+    assert not timeline.stall_s
     next_one = counting.lease(6 * MIB, who="needs the room of what has passed")
     assert pool.held.keys() == {"used", "fits", "needs the room of what has passed"}
     for each in (used, fitting, next_one):
