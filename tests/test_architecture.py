@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "device": 1048,
     "engine": 2933,
     "nvme": 1244,
-    "observe": 736,
+    "observe": 727,
     "optim": 895,
     "partition": 2587,
     "planner": 2201,
