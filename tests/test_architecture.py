@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 464,
     "activations": 2126,
     "api": 2406,
-    "app": 1145,
+    "app": 1143,
     "checkpoint": 3001,
     "comm": 839,
     "core": 2164,
