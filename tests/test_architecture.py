@@ -283,14 +283,14 @@ ROOM_BUDGETS = {
     "core": 2164,
     "device": 1048,
     "engine": 2933,
-    "nvme": 1244,
+    "nvme": 1228,
     "observe": 727,
-    "optim": 895,
+    "optim": 889,
     "partition": 2587,
     "planner": 2201,
     "predict": 3258,
     "recipes": 1977,
-    "shards": 3929,
+    "shards": 3886,
 }
 
 

@@ -392,8 +392,8 @@ class Runtime:
             if isinstance(error, KeyboardInterrupt | SystemExit) and updates is not None:
                 updates.records.land_commit(_LANDING_S)
             self.fail(error)
-            if updates is not None:
-                updates.abandon(error)
+            if updates is not None and updates.pipeline is not None:
+                updates.pipeline.abandon(error)
         elif updates is not None:
             try:
                 if keep:

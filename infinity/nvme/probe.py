@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, rounded
+from infinity.core.nbytes import BLOCK_NBYTES, rounded
 from infinity.device.memory import HostBuffer
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
@@ -69,25 +69,19 @@ def measure(
         engine.read(extent, memory).wait()
         ended = time.perf_counter()
         processor_s += time.process_time()
-        both_s = _both_s(engine, extent, memory) if both and name != "gds" else None
-    return Speed(
-        nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes),
-        None if both_s is None else nbytes / both_s,
-    )  # fmt: skip
-
-
-def _both_s(engine: Any, extent: Extent, memory: memoryview) -> float:
-    """Return the seconds for reading one half of ``extent`` while the other, in whole blocks, is written."""
-    half = extent.nbytes // 2 // BLOCK_NBYTES * BLOCK_NBYTES
-    parts = [(begin, min(begin + _PIECE_NBYTES, half)) for begin in range(0, half, _PIECE_NBYTES)]
-    began = time.perf_counter()
-    moving = []
-    for begin, end in parts:
-        moving.append(engine.read(extent.part(begin, end - begin), memory[begin:end]))
-        moving.append(engine.write(extent.part(half + begin, end - begin), memory[half + begin : half + end]))
-    for each in moving:
-        each.wait()
-    return (time.perf_counter() - began) * extent.nbytes / (2 * half)
+        rates = nbytes / (ended - written), nbytes / (written - began)
+        if not both or name == "gds":
+            return Speed(*rates, processor_s / (2 * nbytes))
+        moving, half = [], nbytes // 2 // BLOCK_NBYTES * BLOCK_NBYTES
+        began = time.perf_counter()
+        for begin in range(0, half, _PIECE_NBYTES):  # one half is read while the other is written
+            for start, move in ((begin, engine.read), (half + begin, engine.write)):
+                part = min(_PIECE_NBYTES, half - begin)
+                moving.append(move(extent.part(start, part), memory[start : start + part]))
+        for each in moving:
+            each.wait()
+        both_bytes_per_s = 2 * half / (time.perf_counter() - began)
+    return Speed(*rates, processor_s / (2 * nbytes), both_bytes_per_s)
 
 
 def _memory(nbytes: int, allocated_on: torch.device | None) -> Any:

@@ -189,10 +189,7 @@ def open_own(path: Path, space: Space | None = None) -> VolumeFile:
 
 
 def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
-    """Open a file to read and write; return its descriptor, and whether it bypasses the page cache.
-
-    Raises a DirectoryError, which says ``how`` (making or opening), if that fails.
-    """
+    """Return a descriptor to read and write a file, and whether it bypasses the page cache; else raise."""
     try:
         try:
             return open_file(path, os.O_RDWR | os.O_DIRECT), True

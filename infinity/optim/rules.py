@@ -176,10 +176,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def master_of(
     layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> Tensor:
-    """Return the float32 master of ``weight``, ``(n,)``; a view with float32 and float16 weights.
-
-    If ``eager``, torch does it on the CPU, too.
-    """
+    """Return the float32 master of ``weight``, ``(n,)``, which is a view but for bfloat16."""
     if layout.dtype != torch.bfloat16:
         return state[0] if layout.dtype == torch.float16 else weight
     if eager or weight.device.type != "cpu" or compiling():
@@ -465,14 +462,11 @@ class HostRule:
 
 
 class DeviceRule:
-    """Update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe.
-
-    Two streams take pieces in turn: one updates while the other copies.
-    """
+    """Update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe."""
 
     def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:
         self.rule, self.layout, self.device, self.callers = rule, rule.layout(dtype), device, 1
-        self._streams = torch.Stream(device), torch.Stream(device)
+        self._streams = torch.Stream(device), torch.Stream(device)  # one updates while the other copies
 
     @property
     def nbytes(self) -> int:

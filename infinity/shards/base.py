@@ -222,7 +222,7 @@ class BaseHome(Home):
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading this rank's stored bytes, or weights, from byte ``start`` on."""
-        unit, step, blocks = self._unit, self._step, self._blocks
+        unit, step = self._unit, self._step
         if unit.stored is None or step is None:
             return self.read_weight(memory, start)
         first = unit.rank * unit.stored.shard_nbytes + start
@@ -230,13 +230,8 @@ class BaseHome(Home):
             at = step.extent.nbytes + place * BLOCK_NBYTES - first
             if 0 <= at < memory.nbytes:
                 memory[at : at + BLOCK_NBYTES] = self.base.tail(tail)
-        if start or memory.nbytes < blocks.nbytes:
-            blocks = blocks.part(start, memory.nbytes)
-        if blocks.pieces:
-            return self.base.store.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
-        done = Transfer()
-        done.finish()
-        return done
+        part = self._blocks.part(start, memory.nbytes)
+        return self.base.store.engine.read(part, memory[: part.nbytes], urgent=True)
 
     def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
         unit, out = self._unit, torch.frombuffer(memory, dtype=self._unit.dtype)

@@ -16,14 +16,14 @@ when the stream was given the last of its work: leases carry the order to the st
 The caller gives the stream its work, if there is nothing to wait for. A thread does so for work that waits
 for host memory, and for all work queued behind it.
 
-[Note: what keeps the values] While a portable checkpoint is written, a :class:`Snapshot` keeps the values of
-its step. A unit on NVMe keeps the place that holds them: its updates alternate between the others, of which
-one more is made if needed. Without room for that, or with one place only, the update waits until the unit has
-been read. A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its
-own waits. A unit in host memory is updated in its place. Just before, its values are left to where a commit
-has written them, or copied if the host budget has room; else the update waits. With the first copy the
-snapshot takes the memory through which units on NVMe are read: else these could wait for copies, which are
-freed after them.
+[Note: what keeps the values] While one thread writes a portable checkpoint and others train, a
+:class:`Snapshot` keeps the values of its step. A unit on NVMe keeps the place that holds them: its updates
+alternate between the others, of which one more is made if needed. Without room for that, or with one place
+only, the update waits until the unit has been read. A unit that is read where it lies in a checkpoint does
+not change; one that is to get a home of its own waits. A unit in host memory is updated in its place. Just
+before, its values are left to where a commit has written them, or copied if the host budget has room; else
+the update waits. With the first copy the snapshot takes the memory through which units on NVMe are read: else
+these could wait for copies, which are freed after them.
 """
 
 import threading
@@ -177,18 +177,13 @@ class HostHome(Home):
         self.storing: Sequence[Transfer] = ()  # writes of the copy, until the next update of the values here
         self.there: DeviceShard | None = None  # its newest values: see [Note: two places of one shard]
         if self.layout.exact:
-            self._add(self.layout.only(exact=True))
+            self.add(self.layout.only(exact=True))
 
-    def _add(self, fields: StateLayout) -> None:
+    def add(self, fields: StateLayout) -> None:
+        """Take memory for more fields of the state, zeros."""
         numel = self._unit.shard_numel
         self.leases.append(self._pool.lease(fields.state_nbytes(numel), who=self._unit.name))
-        self.state += fields.views(self.leases[-1].tensor, numel)
-
-    def add_moments(self) -> None:
-        """Take memory for moments, and fill it with zeros."""
-        self._add(self.layout.only(moments=True))
-        for moment in self.layout.moments_of(self.state):
-            moment.zero_()
+        self.state += fields.views(self.leases[-1].tensor.zero_(), numel)
 
     @property
     def trains(self) -> bool:
@@ -232,10 +227,7 @@ class HostHome(Home):
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
     ) -> None:
-        """Start to write the values to ``next_place`` of the copy, which becomes the committed one.
-
-        ``updated`` is the update that makes the values; None: they are there.
-        """
+        """Start to write the values, once they are ``updated``, to the next place of the copy."""
         new = self.copy is None
         copy = self.copy = self.copy or DiskHome(store, self._unit)
         if self.trains:
@@ -397,10 +389,7 @@ class Kept:
 
 
 class Snapshot:
-    """Keeps the values of units as they are now; see [Note: what keeps the values].
-
-    One thread reads, others train. ``landing`` has what must end before, by index of the unit.
-    """
+    """Keeps the values of units as they are after ``landing``; see [Note: what keeps the values]."""
 
     def __init__(
         self, storage: Storage, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]
@@ -424,9 +413,8 @@ class Snapshot:
     def read(self, index: int) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         """Yield first element and fields of each chunk of a shard's exact values and moments, fp32.
 
-        They stay until the next ones are asked for. Once for each unit: it may be overwritten afterwards.
-        Raises a DiskError if a read failed, or the update that wrote the values, and a StateError if the
-        model was closed meanwhile.
+        They are valid until the next ones. Once for each unit: it may be overwritten afterwards. Raises a
+        DiskError if a read failed, or the update that wrote the values, and a StateError after a close.
         """
         with self._changed:
             self._check()

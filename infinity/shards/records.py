@@ -167,10 +167,7 @@ class Records:
         return CommitRecord(self.steps, versions, counts, world_size, layout=layout), landing
 
     def _describe(self) -> dict[str, Any]:
-        """Return where the versions of every unit lie, and what lies there.
-
-        A unit whose values are loaded from a checkpoint again has none; the layout has that one's files.
-        """
+        """Return where versions lie; a unit that is loaded from a checkpoint again has none but its files."""
         storage, listed = self.tiers.storage, []
         for unit in self.units:
             versions = None
@@ -247,10 +244,10 @@ class Records:
 
     def land_commit(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for the commit that was handed over last, whether it succeeds or not."""
-        last = None if self.commits is None else self.commits.last
-        deadline = time.monotonic() + timeout_s
-        while last is not None and not last.done() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if self.commits is not None and self.commits.last is not None:
+            ended = threading.Event()
+            self.commits.last.then(ended.set)
+            ended.wait(timeout_s)
 
     def wait_for_commit(self) -> None:
         """Wait for the last record to be on disk, if places that it frees may be written now. Any thread.
@@ -273,10 +270,7 @@ class Records:
             self._kept = self._kept[-1:]
 
     def next_place(self, unit: Unit) -> int:
-        """Return the place that the unit's update or its commit writes; wait until it may be written.
-
-        A place that a save keeps is read first if the file system has no room for another one.
-        """
+        """Return the place that the unit's update or its commit writes; wait until it may be written."""
         disk, snapshot = self.tiers.trained_disk(unit), self.tiers.snapshot
         if self.tiers.storage.memory.versions == 1:
             snapshot.wait_for(unit.index)
@@ -297,7 +291,7 @@ class Records:
             try:
                 disk.add_version()
                 place = len(disk.versions) - 1
-            except DiskError:
+            except DiskError:  # no room for another one: the save reads its own first
                 snapshot.wait_for(unit.index)
                 place = kept
         if place is None:  # the one that was being saved has been read meanwhile
@@ -458,14 +452,11 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Locates elements ``[first, stop)`` of a parameter by their old unit and offset; has its step count.
-
-    ``shape`` is the parameter's without its first dimension, if it has any.
-    """
+    """Locates elements ``[first, stop)`` of a parameter by their old unit and offset; has its step count."""
 
     unit: int
     offset: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the parameter's without its first dimension
     steps: int
     first: int
     stop: int

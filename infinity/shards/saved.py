@@ -17,7 +17,7 @@ from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
-from infinity.optim.rules import ADAMW, RULES, StateLayout
+from infinity.optim.rules import ADAMW, RULES
 from infinity.shards.journal import (
     MALFORMED,
     MOST_PLACES,
@@ -266,6 +266,7 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
     """Return the units, and the space that they take of each drive; raise one of ``MALFORMED``."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
+    exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     [drives] = whole_numbers([layout["drives"]], most=2**12)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
     whole, units = drives > 0 and type(layout.get("base", {})) is dict, list[SavedUnit]()
@@ -278,7 +279,14 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
         whole &= all(type(name) is str and at + math.prod(shape) <= numel for name, at, shape in segments)
         whole &= len(versions) <= MOST_PLACES and (unit["versions"] is None or bool(versions))
         for version in versions:
-            whole &= _has_shard(version, numel // record.world_size, sizes)
+            ends = 0
+            for chunk in version.chunks:
+                whole &= chunk.start == ends and chunk.numel > 0
+                whole &= chunk.weight.nbytes == sizes.weight_nbytes(chunk.numel)
+                whole &= chunk.exact.nbytes in (0, exact.state_nbytes(chunk.numel))
+                whole &= chunk.moments.nbytes in (0, moments.state_nbytes(chunk.numel))
+                ends += chunk.numel
+            whole &= ends == numel // record.world_size
             for piece in version.pieces:
                 whole &= piece.nbytes > 0 and not (piece.offset % BLOCK_NBYTES or piece.nbytes % BLOCK_NBYTES)
                 taken[piece.file].append((piece.offset, piece.nbytes))
@@ -286,18 +294,6 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
     if not whole:
         raise ValueError("numbers that do not fit together")
     return units, [Space.of(ranges) for ranges in taken]
-
-
-def _has_shard(version: Version, shard_numel: int, sizes: StateLayout) -> bool:
-    exact, moments = sizes.only(exact=True), sizes.only(moments=True)
-    at, whole = 0, True
-    for chunk in version.chunks:
-        whole &= chunk.start == at and chunk.numel > 0
-        whole &= chunk.weight.nbytes == sizes.weight_nbytes(chunk.numel)
-        whole &= chunk.exact.nbytes in (0, exact.state_nbytes(chunk.numel))
-        whole &= chunk.moments.nbytes in (0, moments.state_nbytes(chunk.numel))
-        at += chunk.numel
-    return whole and at == shard_numel
 
 
 class RunFiles:

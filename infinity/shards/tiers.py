@@ -6,7 +6,8 @@ live on NVMe. With one rank and no accelerator, the home of a unit in host memor
 [Note: frozen units] While a model is built, nobody knows yet which units will be trained. So a unit first
 gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
 is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
-frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then.
+frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then. All ranks
+must freeze the same units.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -107,10 +108,7 @@ class Tiers:
             )
 
     def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
-        """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units].
-
-        All ranks must freeze the same units.
-        """
+        """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units]."""
         units = list(units)
         if movable:
             for unit in units:
@@ -179,7 +177,7 @@ class Tiers:
                     f"{format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
                     "requires_grad_(True)"
                 )
-            home.add_moments()
+            home.add(self.layout.only(moments=True))
 
     def _on_disk(self, unit: Unit) -> DiskHome:
         """Return a unit's home on NVMe; one that is read where it lies gets extents of this run."""
@@ -271,10 +269,7 @@ class Tiers:
                 moment.copy_(values)
 
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
-        """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype; the moments stay.
-
-        A weight that equals the one ``before`` keeps its exact value.
-        """
+        """Replace weights, ``(shard_numel,)``; those that are as ``before`` keep their exact values."""
         for start, stored, state in self._each_chunk(unit, write=True):
             part = slice(start, start + len(stored))
             exact = master_of(self.layout, before[part], state)

@@ -309,11 +309,6 @@ class Updates:
         if self.records.commits is not None:
             self.records.commits.wait()
 
-    def abandon(self, error: BaseException) -> None:
-        """End every update soon with ``error``; what is committed on NVMe stays."""
-        if self.pipeline is not None:
-            self.pipeline.abandon(error)
-
     @property
     def chosen(self) -> frozenset[int]:
         """Indices of units whose gradients stay on the accelerator, where they are updated."""

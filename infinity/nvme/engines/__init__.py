@@ -82,10 +82,7 @@ class Request:
 
 
 class QueuedEngine:
-    """Queues requests and counts results; an engine adds :meth:`wake`, and the mains of its threads.
-
-    ``request_nbytes`` are those of a request; an eighth more where that saves one.
-    """
+    """Queues requests and counts results; an engine adds :meth:`wake`, and the mains of its threads."""
 
     name: str  # in memory.engine
 
@@ -244,7 +241,7 @@ class QueuedEngine:
         start, size, by_piece = 0, self._request_nbytes, []
         for piece in extent.pieces:
             file, fd = piece.file, self._volume.fd(piece.file)
-            # Of about the same size: a last one of a few blocks would cost as much time as a whole one.
+            # Of about the same size, up to an eighth larger: a last one of a few blocks costs as much time.
             count = max(1, -(-(piece.nbytes - size // 8) // size))
             step = max(BLOCK_NBYTES, aligned(-(-piece.nbytes // count)))
             by_piece.append(

@@ -128,7 +128,6 @@ class _KernelSlots:
         self._blocks = (c.iocb * count)()
         self._common = [block.u.c for block in self._blocks]  # views of the same memory
         self._pointers = [ctypes.pointer(block) for block in self._blocks]
-        self._array = (c.iocb_p * count)()
         self._requests: list[Request | None] = [None] * count
 
     def fill(self, request: Request) -> int:
@@ -151,7 +150,5 @@ class _KernelSlots:
         return request
 
     def pointers(self, slots: list[int]) -> Any:
-        """Return the argument of io_submit; valid until the next call."""
-        for at, slot in enumerate(slots):
-            self._array[at] = self._pointers[slot]
-        return self._array
+        """Return the argument of io_submit."""
+        return (self._c.iocb_p * len(slots))(*(self._pointers[slot] for slot in slots))
