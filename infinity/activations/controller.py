@@ -206,7 +206,6 @@ class PassTimer:
         self._mark = self._figures()
 
     def end(self, *, updates: bool) -> None:
-        """End the pass that runs, if any."""
         if self._mark is not None:
             time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
             self._mark = None

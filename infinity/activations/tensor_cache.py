@@ -246,7 +246,6 @@ class StoreQueue:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that wait or are in flight."""
         return sum(nbytes for _, nbytes in self._left())
 
     def has_ended(self, number: int) -> bool:
@@ -383,7 +382,6 @@ class PassRecord:
         self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def enter(self) -> int:
-        """Begin the next call of a block; return its region."""
         self.region, self._ordinal = self.region + 1 + self.region % 2, 0
         return self.region
 

@@ -23,7 +23,7 @@ from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.gradients import GradientPath, Gradients, HostPools
+from infinity.engine.gradients import GradientPath, Gradients, HostPools, check_placeholder
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import TimedRule, Timeline
@@ -308,7 +308,8 @@ class StepExecutor(ActivationBudget):
         if not self.gradients.completions.synced:
             self._count_step()
             return None
-        self.gradients.check()
+        for segment in self.gradients.received.values():
+            check_placeholder(segment)
         self.gradients.path.read_norms()
         ready = self.updates.ready
         squares = math.fsum(ready[index].sum_of_squares for index in sorted(ready))

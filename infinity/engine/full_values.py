@@ -140,7 +140,6 @@ class FullValues:
         unit.allow_writes()
 
     def check_step_over(self) -> None:
-        """Raise if an update may have started, or will start, from the present state of the optimizer."""
         if self._executor().gradients.received:
             raise StateError(
                 "the model has gradients of a step that is not over: save a checkpoint, or load or make an "

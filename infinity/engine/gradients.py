@@ -369,14 +369,6 @@ class Gradients:
         if complete:
             self._complete(unit)
 
-    def check(self) -> None:
-        """Raise if a received gradient, or the ``data`` of a weight, was dropped or replaced."""
-        for segment in self.received.values():
-            check_placeholder(segment)
-        for unit in self.units:
-            if unit.flat is not None:
-                unit.check_all()
-
     def complete_together(self, units: Iterable[Unit]) -> None:
         """Complete the gradients of these units, even if some parameters have none."""
         for index in self.completions.left(unit.index for unit in units if unit.trainable):

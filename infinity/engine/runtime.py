@@ -308,7 +308,6 @@ class Runtime:
         return saved
 
     def check_resumed(self) -> None:
-        """Raise if the run was interrupted and its states are not restored yet."""
         if self.tiers.pending and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "

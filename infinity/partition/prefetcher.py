@@ -509,7 +509,6 @@ class Prefetcher:
         return tile in self.residents or self.room.items[tile] in self.residents
 
     def _first(self, tile: int) -> tuple[Item, int]:
-        """Return the item that a tile begins with, and its bytes."""
         stored_nbytes, nbytes = self.mover.stored_nbytes(tile), self.nbytes[tile]
         return (self.room.items[tile], stored_nbytes) if 0 < stored_nbytes < nbytes else (tile, nbytes)
 
@@ -572,7 +571,6 @@ class BackwardPins:
         self._read: list[int] = []  # and which ones
 
     def recomputed(self, index: int) -> bool:
-        """Return whether a recomputed forward reads the unit."""
         return self._kept.get(index, self) is None
 
     def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
