@@ -590,6 +590,19 @@ def test_a_finished_model_is_changed_in_a_block_of_its_own(tmp_path, place):
     optimizer.close()
 
 
+@BOTH
+def test_a_backward_of_a_forward_from_before_a_model_was_changed_says_so(tmp_path, place):
+    overrides = training.streaming(tmp_path) if place == "nvme" else ["memory.host=256MiB"]
+    frozen = training.build(lambda: nn.Linear(8, 8).requires_grad_(False), "fp32", overrides)
+    before = frozen(torch.ones(2, 8, requires_grad=True)).sum()
+    with infinity.Init(frozen):
+        frozen.new = nn.Linear(8, 8)
+    with pytest.raises(StateError, match=r"changed inside .* run the forward again"):
+        before.backward()
+    frozen(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    infinity.close(frozen)
+
+
 def _add_to(model):
     torch.manual_seed(7)
     model.lm_head = nn.Linear(32, 97)
