@@ -67,12 +67,14 @@ class Gradient:
     lease: Lease
     dtype: torch.dtype
     used: bytearray  # 1: the segment has a gradient of this step, of a shard on any rank
+    open: Tensor | None = None  # the values of a unit, which parameters' gradients are added to
 
     @classmethod
     def of(cls, unit: Unit, pool: Pool | CountingPool) -> "Gradient":
         """Return an empty one of a whole unit; blocks while updates hold too much memory."""
         lease = pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
-        return cls(lease, unit.dtype, bytearray(len(unit.segments)))
+        used, values = bytearray(len(unit.segments)), lease.tensor.view(unit.dtype)
+        return cls(lease, unit.dtype, used, values)
 
     @property
     def flat(self) -> Tensor:
@@ -84,7 +86,8 @@ class Gradient:
         if grad.is_sparse:
             wanted = "wanted a dense one. Build the embedding with sparse=False"
             raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
-        place = self.flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        assert self.open is not None
+        place = self.open.narrow(0, segment.offset, segment.numel).view(segment.shape)
         if self.used[segment.index]:
             place.add_(grad)
         else:
