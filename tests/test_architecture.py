@@ -282,7 +282,7 @@ ROOM_BUDGETS = {
     "comm": 839,
     "core": 2164,
     "device": 1047,
-    "engine": 2923,
+    "engine": 2926,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
