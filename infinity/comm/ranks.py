@@ -99,8 +99,8 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
         dist.init_process_group(
             backend, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout
         )
-        if chosen.type != "cpu":
-            _check_own_devices(chosen)
+    if chosen.type != "cpu":
+        _check_own_devices(chosen)
     return chosen
 
 
@@ -149,9 +149,9 @@ def backend_of(device: torch.device) -> str:
 
 def _check_own_devices(device: torch.device) -> None:
     """Refuse two ranks with the same device. Every rank must call."""
-    uuid = hardware_id(device)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), uuid))
+    uuid, everyone = hardware_id(device), list[Any]([None] * dist.get_world_size())
+    with peer_errors("comparing the devices of all ranks"):
+        dist.all_gather_object(everyone, (socket.gethostname(), uuid))
     sharing = [rank for rank, each in enumerate(everyone) if uuid and each == everyone[dist.get_rank()]]
     if len(sharing) > 1:
         raise LaunchError(
