@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import comes_true
 from tests.helpers.reference import Rule
 from tests.helpers.training import UNTILED, build, optimizer_for, streaming
 
@@ -53,8 +53,7 @@ class Counted:
 def settled(runtime: Any) -> tuple[int, int]:
     """Bytes read and written when nothing is in flight."""
     runtime.synchronize()
-    while runtime.storage.engine.in_flight_nbytes:
-        time.sleep(0.001)
+    assert comes_true(lambda: not runtime.storage.engine.in_flight_nbytes)
     return runtime.storage.engine.nbytes_read, runtime.storage.engine.nbytes_written
 
 

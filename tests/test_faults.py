@@ -29,7 +29,7 @@ from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.faulty import Fault, FaultyEngine, breakable
 from tests.helpers.launch import mark, run_ranks, start_ranks
-from tests.helpers.limits import HANG_S, file_limit
+from tests.helpers.limits import file_limit, hang
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -390,7 +390,7 @@ def endless(folder: str, how: str) -> None:
     def stop_here(*args: Any) -> None:
         mark("there")
         if rank == world - 1:
-            time.sleep(HANG_S)
+            hang()
 
     def before(step: int, model: Any, optimizer: Any) -> None:
         if how == "stopped" and step == 1:  # the other rank must have come here, too, when this one stops
@@ -432,14 +432,15 @@ def wait_no_longer_than(seconds: float, optimizer: infinity.AdamW) -> None:
     collectives = optimizer.runtime.ranks.collectives
     assert collectives is not None
     collectives.peers.timeout_s = seconds
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), collectives._control)
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def ends_of(folder: Path, how: str, signum: int | None, world: int) -> list[Any]:
     with start_ranks(endless, world, str(folder), how, group=False) as ranks:
         if signum is not None:
-            ranks.reached("there", world - 1)
-            time.sleep(0.3)
+            for rank in range(world):
+                ranks.reached("there", rank)
             ranks.kill(world - 1, signum)
         ends = ranks.wait()
     for end in ends:

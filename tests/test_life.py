@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,12 @@ import infinity
 from infinity import DiskError, StateError
 from infinity.core.process import OwnedStack, close_collected, weakly
 from infinity.device.machine import compiling
-from infinity.engine.runtime import runtime_of
+from infinity.engine.runtime import Runtime, runtime_of
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
-from tests.helpers.limits import HANG_S, collected, comes_true, limit
+from tests.helpers.limits import HANG_S, collected, comes_true, hang, limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -58,15 +57,18 @@ def forked(what: Callable[[], object]) -> int:
     Raises:
         TimeoutError: It did not end.
     """
-    pid, began = os.fork(), time.monotonic()
+    pid, statuses = os.fork(), list[int]()
     if pid == 0:
         what()
         sys.exit(0)
-    while time.monotonic() < began + HANG_S / 2:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
+
+    def ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        statuses.extend([status] if found else [])
+        return bool(found)
+
+    if comes_true(ended, HANG_S / 2):
+        return os.waitstatus_to_exitcode(statuses[0])
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise TimeoutError(f"the child hung: {what}")
@@ -149,7 +151,8 @@ def wait_for_rank_0(folder: str) -> None:
     mark("there")
     with contextlib.closing(optimizer):
         for step in range(2, 1000):
-            time.sleep(HANG_S if os.environ["RANK"] == "0" else 0)
+            if os.environ["RANK"] == "0":
+                hang()
             model(**batch(step)).loss.backward()
             optimizer.step()
 
@@ -219,24 +222,38 @@ def test_a_model_that_is_closed_inside_gathered_stores_nothing(tmp_path):
         optimizer.close()
 
 
+def list_failures(patch: pytest.MonkeyPatch) -> list[BaseException]:
+    """The errors that end a runtime from now on."""
+    fail, failures = Runtime.fail, list[BaseException]()
+
+    def failing(runtime: Runtime, error: BaseException) -> None:
+        failures.append(error)
+        fail(runtime, error)
+
+    patch.setattr(Runtime, "fail", failing)
+    return failures
+
+
 def test_an_unrelated_traceback_does_not_make_close_abandon_updates(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "last_value", KeyError("of an earlier cell"), raising=False)
     model, optimizer, batch = trained(tmp_path)
     ended: list[BaseException | None] = []
+    failures = list_failures(monkeypatch)
     updates = optimizer.runtime.executor().updates
     monkeypatch.setattr(updates, "abandon", ended.append)
     model(**batch(2)).loss.backward()
     optimizer.step()
     optimizer.close()
     assert ended == []
-    assert optimizer.runtime._failure is None
+    assert failures == []
 
 
-def test_close_on_the_way_out_of_an_exception_ends_updates_with_it(tmp_path):
+def test_close_on_the_way_out_of_an_exception_ends_updates_with_it(tmp_path, monkeypatch):
+    failures = list_failures(monkeypatch)
     _, optimizer, _ = trained(tmp_path)
     with pytest.raises(LookupError), contextlib.closing(optimizer):
         fail()
-    assert isinstance(optimizer.runtime._failure, LookupError)
+    assert {type(error) for error in failures} == {LookupError}
 
 
 # --- what is dropped costs nothing ---------------------------------------------------------------

@@ -108,10 +108,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, mutation: Mutation) -> None:
         self._mutation = mutation
-        self._name = "infinity." + mutation.file.removesuffix(".py").replace("/", ".")
+        self.name = "infinity." + mutation.file.removesuffix(".py").replace("/", ".")
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == self._name else None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == self.name else None
         if spec is not None:
             loader = _Loader(fullname, str(spec.origin))
             loader.mutation = self._mutation
@@ -133,6 +133,6 @@ def play_without(mutation: Mutation | None, name: str, folder: str, schedules: S
         return harness.play(ALL[name], folder, schedules)
     finally:
         if mutation is not None:
-            module = sys.modules.get(sys.meta_path[0]._name)
+            module = sys.modules.get(sys.meta_path[0].name)
             if not isinstance(getattr(module, "__loader__", None), _Loader):
                 raise RuntimeError(f"{mutation.file} {UNCHANGED}")

@@ -27,11 +27,12 @@ _flights: dict[int, Flight] = {}  # of moves whose end nobody has seen, by id
 
 def install() -> None:
     """Wrap the product's functions, once in a process."""
-    if hasattr(QueuedEngine._start, "__wrapped__"):
+    if hasattr(QueuedEngine.read, "__wrapped__"):
         return
     for owner, name, around in (
-        (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
-        (Move, "then", _follows), (rules.HostRule, "update", _updates), (Pool, "take_back", _takes_back),
+        (QueuedEngine, "read", _reads), (QueuedEngine, "write", _writes), (Move, "wait", _sees),
+        (Move, "done", _asks), (Move, "then", _follows), (rules.HostRule, "update", _updates),
+        (Pool, "take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
     _wrap(rules, "sum_of_squares", _sums)
@@ -50,16 +51,24 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # --- engines -----------------------------------------------------------------------------------
 
 
-def _starts(start: Any, engine: Any, extent: Any, memory: Any, *, urgent: bool, writes: bool) -> Move:
+def _reads(read: Any, engine: Any, extent: Any, memory: Any, *, urgent: bool = False) -> Move:
+    return _starts(engine, memory, lambda: read(engine, extent, memory, urgent=urgent), writes=False)
+
+
+def _writes(write: Any, engine: Any, extent: Any, memory: Any) -> Move:
+    return _starts(engine, memory, lambda: write(engine, extent, memory), writes=True)
+
+
+def _starts(engine: Any, memory: Any, start: Callable[[], Move], *, writes: bool) -> Move:
     if not isinstance(memory, memoryview):
-        return start(engine, extent, memory, urgent=urgent, writes=writes)
+        return start()
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ranges = [(address, address + memory.nbytes)]
     told = simulator.flight(
         f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges
     )
     try:
-        move = start(engine, extent, memory, urgent=urgent, writes=writes)
+        move = start()
     except BaseException:
         simulator.landed(told)
         raise
@@ -77,8 +86,7 @@ def _sees(wait: Any, move: Move) -> None:
     try:
         wait(move)
     finally:
-        if _ended(move):
-            _seen(move)
+        move.done()  # which sees the end; a wait that Ctrl-C ended has seen none
 
 
 def _asks(done: Any, move: Move) -> bool:
@@ -94,10 +102,6 @@ def _follows(then: Any, move: Move, call: Callable[[], None]) -> None:
         call()
 
     then(move, after)
-
-
-def _ended(move: Move) -> bool:
-    return move._done
 
 
 # --- threads of the host -------------------------------------------------------------------------

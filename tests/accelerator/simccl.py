@@ -54,7 +54,7 @@ class SimWork(dist.Work):
     def is_completed(self) -> bool:
         with simulator.lock:
             if not self._entry.done:
-                simulator._advance(self._entry)
+                simulator.advance(self._entry)
             return self._entry.done
 
     def is_success(self) -> bool:
@@ -109,7 +109,7 @@ class SimGroup(dist.ProcessGroup):
         if not is_sim(output):
             return self._cpu._allgather_base(output, input, *_given(opts))
         out, given = kernel_view(output), kernel_view(input)
-        return self._issue(
+        return self.issue(
             "all-gather", lambda: self._wire._allgather_base(out, given.clone()), [input], [output]
         )
 
@@ -121,7 +121,7 @@ class SimGroup(dist.ProcessGroup):
         if not is_sim(output):
             return self._cpu.alltoall_base(output, input, output_sizes, input_sizes, *_given(opts))
         out, given = kernel_view(output), kernel_view(input)
-        return self._issue(
+        return self.issue(
             "all-to-all",
             lambda: self._wire.alltoall_base(out, given, output_sizes, input_sizes),
             [input], [output],
@@ -134,14 +134,14 @@ class SimGroup(dist.ProcessGroup):
         if not is_sim(tensors[0]):
             return self._cpu.allreduce(tensors, *_given(opts))
         views = [kernel_view(t) for t in tensors]
-        return self._issue("all-reduce", lambda: self._wire.allreduce(views, *_given(opts)), tensors, tensors)
+        return self.issue("all-reduce", lambda: self._wire.allreduce(views, *_given(opts)), tensors, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if not is_sim(tensors[0]):
             return self._cpu.broadcast(tensors, *_given(opts))
         views = [kernel_view(t) for t in tensors]
-        return self._issue("broadcast", lambda: self._wire.broadcast(views, *_given(opts)), tensors, tensors)
+        return self.issue("broadcast", lambda: self._wire.broadcast(views, *_given(opts)), tensors, tensors)
 
     # Those that only the CPU has; see [Note: straight to gloo].
 
@@ -157,7 +157,7 @@ class SimGroup(dist.ProcessGroup):
     def scatter(self, *args: Any, **options: Any) -> Any:
         return self._cpu.scatter(*args, **options)
 
-    def _issue(
+    def issue(
         self, what: str, carry: Callable[[], Any], reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> SimWork:
         """As NCCL: on a stream of the group, after all that the caller's stream was given."""
@@ -207,7 +207,7 @@ class SimGroup(dist.ProcessGroup):
             if number < wanted:
                 with simulator.lock:
                     if not entry.done:
-                        simulator._advance(entry)
+                        simulator.advance(entry)
         return bool(unstarted)
 
     def _end(self, entry: Entry, number: int, error: BaseException | None) -> None:

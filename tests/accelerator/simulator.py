@@ -279,7 +279,7 @@ class Simulator:
             queue.entries.append(entry)
             queue.last = entry
             if self.schedule == "eager":
-                self._advance(entry)
+                self.advance(entry)
             elif self.schedule == "random":
                 self._run_some()
             while len(queue.entries) > self.most:
@@ -291,15 +291,15 @@ class Simulator:
             for _ in range(self.random.choice((0, 0, 0, 1, 3))):
                 entries = self.queues[stream].entries
                 if entries:
-                    self._advance(entries[0])
+                    self.advance(entries[0])
 
-    def _advance(self, entry: Entry) -> None:
+    def advance(self, entry: Entry) -> None:
         """Run until ``entry``, or until a collective that has started and not ended."""
         queue = self.queue(entry.stream)
         while not entry.done:
             first = queue.entries[0]
             if first.after is not None and not first.after.done:
-                self._advance(first.after)
+                self.advance(first.after)
                 if not first.after.done:
                     return
             elif first.external is not None:
@@ -351,7 +351,7 @@ class Simulator:
             self.changed.notify_all()
             for other in list(self.queues.values()) if self.schedule == "eager" else ():
                 if other.last is not None:
-                    self._advance(other.last)
+                    self.advance(other.last)
 
     # --- the host ----------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class Simulator:
             if mark is None:
                 return 1
             if mark.last is not None and not mark.last.done:
-                self._advance(mark.last)
+                self.advance(mark.last)
                 return 0
             _join(self.host, mark.clock)
             return 1

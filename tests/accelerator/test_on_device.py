@@ -20,6 +20,7 @@ from infinity.optim.rules import HostRule, UpdateRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import comes_true
 from tests.helpers.reference import Rule
 from tests.helpers.saves import held
 from tests.helpers.training import optimizer_for
@@ -387,11 +388,13 @@ def take_from_device(executor: Any) -> None:
     executor.mover.staging.uploads.submit(gate.wait)
     prefetcher.begin_inference(visit=True)
     unit = executor.units[0].index
-    prefetcher._start(unit, prefetcher.nbytes[unit])
+    prefetcher.residents.add(unit, prefetcher.nbytes[unit])
+    prefetcher.mover.start(unit)
 
     def left(index: int) -> None:
+        leased_nbytes = on_device.pool.leased_nbytes
         leave(index)
-        on_device._thread.submit(int).result()
+        assert comes_true(lambda: on_device.pool.leased_nbytes < leased_nbytes)
         gate.set()
 
     def forgotten(units: Any = None) -> None:
@@ -438,8 +441,8 @@ def failing(where: str) -> tuple[str, bool]:
         UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
-    executor.tiers.on_device._thread.submit(int).result()  # after those that were asked for
-    ended = all(unit.home.updating is None or unit.home.updating.done() for unit in executor.units)
+    updates = [unit.home.updating for unit in executor.units if unit.home.updating is not None]
+    ended = comes_true(lambda: all(update.done() for update in updates))
     infinity.close(model)
     return str(raised.value), ended
 

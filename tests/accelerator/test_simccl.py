@@ -1,7 +1,6 @@
 """Collectives between simulated devices have NCCL's order: on a stream of their own, and no host waits."""
 
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from tests.accelerator.process import needs_simulator
 from tests.accelerator.simulator import Schedule
 from tests.helpers.launch import run_ranks, start_ranks
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true
 
 SCHEDULES: list[tuple[Schedule, int]] = [("eager", 0), ("lazy", 0), ("random", 1), ("random", 2)]
 
@@ -100,10 +99,7 @@ def lose_the_peer(how: str) -> str:
             work.wait(timedelta(seconds=0.2))
         return how
     work.wait()
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until and not work.is_completed():
-        time.sleep(0.01)
-    assert not work.is_completed()  # it spins for ever, as a kernel of NCCL
+    assert not comes_true(work.is_completed, 0.5)  # it spins for ever, as a kernel of NCCL
     assert not torch.accelerator.current_stream().query()
     group.abort()
     assert work.is_completed()

@@ -51,6 +51,7 @@ class Stage:
         else:
             made = StagedStore(CPU, self.pool)
         self.store = made
+        self.records: list[PassRecord] = []  # of all passes
         self.cache = TensorCache(CPU, {Place.NVME: made, Place.HOST: made}, lambda wait: wait())
 
     @contextmanager
@@ -60,6 +61,7 @@ class Stage:
         if model is not None:
             cache.exempt = storages_of([*model.parameters(), *model.buffers()])
         cache.record = PassRecord(policy)
+        self.records.append(cache.record)
         try:
             with (
                 tracked(recomputable_blocks(model) if model is not None else [], cache),
@@ -81,7 +83,7 @@ class Stage:
         assert self.cache.stats.resident_nbytes == 0
         assert self.volume.allocated_nbytes == 0
         assert self.pool.leased_nbytes == 0
-        assert not len(self.cache._slots)
+        assert not any(len(record.slots) for record in self.records)
 
     def close(self) -> None:
         self.cache.close()

@@ -1,11 +1,13 @@
 """Portable checkpoints beside training: when, how many, and what stays when one fails; ``infinity save``."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinity
-from infinity.api import checkpoints, portable
+from infinity.api import checkpoints
 from infinity.api.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.api.portable import PortableSave
 from infinity.app.loop import Loop
-from infinity.app.train import save_run, train
+from infinity.app.train import built, save_run, train
 from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.writer import Series
+from infinity.checkpoint.writer import RangeWriter, Series
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
@@ -155,17 +157,20 @@ def test_what_is_due_while_another_is_saved_comes_after_it(
     """After step 2 one begins; it ends after step 5, and then the one that was due after step 4 begins."""
     said: list[str] = []
     monkeypatch.setattr(View, "log", lambda self, line: said.append(line))
-    after = Checkpoints.after
+    saves, begin, after = list[PortableSave](), checkpoints.begin_save, Checkpoints.after
     with held(monkeypatch) as opened:
 
+        def beginning(*args: Any, **more: Any) -> PortableSave:
+            saves.append(begin(*args, **more))
+            return saves[-1]
+
         def letting(self: Checkpoints, step: int, step_s: float) -> bool:
-            saving = self._saving
             if step == 5:
                 opened.set()
-                assert saving is not None
-                saving.wait()
+                saves[-1].wait()
             return after(self, step, step_s)
 
+        monkeypatch.setattr(checkpoints, "begin_save", beginning)
         monkeypatch.setattr(Checkpoints, "after", letting)
         more = [] if drives else ["memory.nvme=[]"]
         train(recipe(tmp_path, 'checkpoint.every="2 steps"', "checkpoint.keep=9", *more))
@@ -213,17 +218,17 @@ def test_a_run_that_is_stopped_while_it_saves_leaves_what_was_complete(
 
 def killed_while_it_saves(folder: str) -> None:
     """The process dies when its second checkpoint is being written."""
-    written, write = [], portable._write_unit
+    writers, write = list[RangeWriter](), RangeWriter.write_bytes
 
-    def writing(*args: Any) -> None:
-        write(*args)
-        written.append(args)
-        if len({id(contents) for _, contents, *_ in written}) == 2:
+    def writing(self: RangeWriter, *args: Any) -> None:
+        write(self, *args)
+        writers.extend([self] if self not in writers else [])
+        if len(writers) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
-        patch.setattr(portable, "_write_unit", writing)
+        patch.setattr(RangeWriter, "write_bytes", writing)
         patch.setattr(PortableSave, "done", property(lambda self: self.join() or True))
         train(recipe(Path(folder), 'checkpoint.every="1 steps"'))
 
@@ -238,7 +243,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_and_removes_what_is_left(
     names = sorted(saved(tmp_path))
     assert names[1:] == ["latest", "step-1"]
     assert names[0].startswith(".step-")
-    interrupt(tmp_path, step=STEPS, method="_step")
+    interrupt(tmp_path, step=STEPS, where="step")
     assert saved(tmp_path) == set(names)
     train(recipe(tmp_path, 'checkpoint.every="1000 steps"'))
     assert saved(tmp_path) == {"latest", "step-1", "step-6"}
@@ -268,6 +273,10 @@ class Done:
 
     ended, out, done = True, Path(), True
 
+    def advance(self) -> None: ...
+
+    def wait(self) -> None: ...
+
 
 def test_time_decides_by_a_clock_that_never_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
@@ -280,7 +289,6 @@ def test_time_decides_by_a_clock_that_never_jumps(tmp_path: Path, monkeypatch: p
 
     optimizer = SimpleNamespace(runtime=SimpleNamespace(notes=[], ranks=SimpleNamespace(rank=0)))
     monkeypatch.setattr(checkpoints, "begin_save", begin)
-    monkeypatch.setattr(Checkpoints, "_go_on", lambda self, saving, wait: True)
     config = CheckpointConfig(every="10min", keep=3)
     due = Checkpoints(
         config, torch.nn.Linear(2, 2), optimizer, tmp_path, step=0, steps=100, agree=lambda x: x, say=print
@@ -419,15 +427,24 @@ def test_it_begins_with_exactly_what_the_checkpoint_holds(tmp_path: Path) -> Non
     train(recipe(tmp_path, 'checkpoint.every="6 steps"'))
     source = tmp_path / "runs/one/checkpoints/latest"
     found: list[dict[str, torch.Tensor]] = []
+    made: list[Any] = []
     run = Loop.run
 
+    @contextlib.contextmanager
+    def building(*args: Any, **more: Any) -> Iterator[Any]:
+        with built(*args, **more) as parts:
+            made.extend(parts)
+            yield parts
+
     def saving(self: Loop) -> None:
-        infinity.save_checkpoint(self._model, self._optimizer, tmp_path / "again")
+        model, optimizer = made
+        infinity.save_checkpoint(model, optimizer, tmp_path / "again")
         found.append(states(tmp_path / "again"))
-        assert {group["lr"] for group in self._optimizer.param_groups} == {0.5}
+        assert {group["lr"] for group in optimizer.param_groups} == {0.5}
         run(self)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infinity.app.train.built", building)
         patch.setattr(Loop, "run", saving)
         rates = "optim.lr=0.5", "optim.warmup_steps=0", "optim.schedule=constant"
         train(recipe(tmp_path, "run.name=two", f"checkpoint.load={source}", *rates, "train.steps=1"))

@@ -18,27 +18,26 @@ from infinity.predict import plan_recipe
 from infinity.predict.machines import load_machine
 from infinity.recipes.recipe import Recipe, load_recipe, recipe_table
 from tests.helpers.forks import SEEDS, Fork, Job
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import comes_true, hang
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 
 ROOT = Path(__file__).parents[2]
 
 
-def sleep_instead_of_training(may_close: str) -> int:
-    """What a fork runs: the command line, whose training sleeps, and closes when there is such a file."""
+def hang_instead_of_training(may_close: str) -> int:
+    """What a fork runs: the command line, whose training hangs, and closes when there is such a file."""
 
-    def sleep(recipe: Recipe) -> None:
+    def wait(recipe: Recipe) -> None:
         try:
             print("begun", flush=True)
-            time.sleep(HANG_S)
+            hang()
         finally:
             print("closing", flush=True)
-            while not Path(may_close).exists():
-                time.sleep(0.01)
+            comes_true(Path(may_close).exists)
             print("closed", flush=True)
 
-    train_module.train = sleep
+    train_module.train = wait
     return main(["train", "configs/quickstart.yaml"])
 
 
@@ -204,18 +203,15 @@ def test_a_signal_closes_files_and_is_the_exit_code(
     log.touch()
     process = Fork(
         Job(
-            module=__name__, function="sleep_instead_of_training", argument=str(tmp_path / "may close"),
+            module=__name__, function="hang_instead_of_training", argument=str(tmp_path / "may close"),
             environment=dict(os.environ), path=[str(ROOT), *filter(None, sys.path)], log=str(log),
         ),
         SEEDS[0],
     )  # fmt: skip
 
     def wait_for(line: str) -> None:
-        until = time.monotonic() + HANG_S
-        while line not in log.read_text().splitlines():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.01)
+        comes_true(lambda: line in log.read_text().splitlines() or process.poll() is not None)
+        assert line in log.read_text().splitlines()
 
     wait_for("begun")
     process.send_signal(signals[0])

@@ -20,11 +20,11 @@ from infinity.app.runs import committed_step, list_runs, remove_runs
 from infinity.app.train import publish_run, train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
-from infinity.observe.metrics import Summary
+from infinity.observe.metrics import Summary, View
 from infinity.partition import builder
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true, hang
 
 STEPS = 6
 #: Stands for the end of a run.
@@ -83,43 +83,51 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def after_each(
-    patch: pytest.MonkeyPatch, owner: type[Loop | BatchLoss], method: str, act: Callable[[int], object]
-) -> None:
-    """Call ``act`` with the number of the step at the end of each call of a method."""
-    done, begin, steps = getattr(owner, method), Loop._step, [0]
+#: What a run calls at the end of each forward pass, optimizer step and evaluation.
+ENDS = {
+    "loss": (BatchLoss, "__call__"),
+    "step": (infinity.AdamW, "report"),
+    "evaluation": (View, "evaluated"),
+}
 
-    def acting(self: Any, *args: Any) -> Any:
-        result = done(self, *args)
-        act(self.step if owner is Loop else steps[-1])
+
+def after_each(patch: pytest.MonkeyPatch, where: str, act: Callable[[int], object]) -> None:
+    """Call ``act`` with the number of the step at the end of each forward pass, step or evaluation."""
+    loops, run = list[Loop](), Loop.run
+    owner, method = ENDS[where]
+    done = getattr(owner, method)
+
+    def running(self: Loop) -> None:
+        loops.append(self)
+        run(self)
+
+    def acting(self: Any, *args: Any, **more: Any) -> Any:
+        result = done(self, *args, **more)
+        if loops and (where != "step" or "loss" in more):  # other reports are of no step
+            act(loops[-1].step)
         return result
 
-    def beginning(self: Loop, batches: Any) -> float:
-        steps.append(self.step)
-        return begin(self, batches)
-
-    if owner is BatchLoss:
-        patch.setattr(Loop, "_step", beginning)
+    patch.setattr(Loop, "run", running)
     patch.setattr(owner, method, acting)
 
 
 def stop(patch: pytest.MonkeyPatch, where: str, step: int, error: BaseException) -> None:
-    """Raise at the end of a forward pass ("loss"), or of a method of the loop, in one step."""
+    """Raise at the end of a forward pass ("loss"), of an optimizer step or an evaluation, in one step."""
 
     def act(now: int) -> None:
         if now == step:
             raise error
 
-    after_each(patch, *((BatchLoss, "__call__") if where == "loss" else (Loop, where)), act)
+    after_each(patch, where, act)
 
 
 #: Where it stops, and the step that is kept: a step is committed when the next one has begun.
 STOPS = [
     ("loss", 4, 3),
-    ("_evaluate", 4, 3),
+    ("evaluation", 4, 3),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("loss", 1, 0), ("loss", 2, 1), ("_step", 3, 2), ("_step", STEPS, STEPS - 1))
+        for each in (("loss", 1, 0), ("loss", 2, 1), ("step", 3, 2), ("step", STEPS, STEPS - 1))
     ),
 ]
 
@@ -129,7 +137,7 @@ def test_the_same_recipe_goes_on_bitwise(
     tmp_path: Path, whole: Path, where: str, step: int, kept: int
 ) -> None:
     # Only a signal waits for the record that is being written.
-    error = InfinityError("x") if where == "_evaluate" else KeyboardInterrupt()
+    error = InfinityError("x") if where == "evaluation" else KeyboardInterrupt()
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, where, step, error)
         with pytest.raises(type(error)):
@@ -155,10 +163,10 @@ def test_the_same_recipe_goes_on_bitwise(
         train(recipe(tmp_path))
 
 
-def interrupt(folder: Path, *overrides: str, step: int = 4, method: str = "loss") -> None:
-    """Train until the first forward pass of ``step`` has begun."""
+def interrupt(folder: Path, *overrides: str, step: int = 4, where: str = "loss") -> None:
+    """Train until the first forward pass of ``step`` has begun, or to another place in it."""
     with pytest.MonkeyPatch.context() as patch:
-        stop(patch, method, step, KeyboardInterrupt())
+        stop(patch, where, step, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             train(recipe(folder, *overrides))
 
@@ -361,7 +369,7 @@ def command(folder: str, slow_step: int) -> int:
     def hold(step: int) -> None:
         if is_last and step == slow_step and torch.is_grad_enabled():
             mark("there")
-            time.sleep(HANG_S)
+            hang()
 
     def die(self: Summary, path: Path) -> None:
         time.sleep(3)  # the other rank has come to its end
@@ -369,7 +377,7 @@ def command(folder: str, slow_step: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
-        after_each(patch, BatchLoss, "__call__", hold)
+        after_each(patch, "loss", hold)
         if slow_step == SUMMARY_STEP:
             patch.setattr(Summary, "write", die)
         given = words(Path(folder), "partition.timeout_s=200", "observe.progress=true")
@@ -389,10 +397,7 @@ def run(
     with start_ranks(command, world_size, str(folder), slow_step, group=False) as ranks:
         if slow_step <= STEPS:
             ranks.reached("there", world_size - 1)
-            until = time.monotonic() + HANG_S
-            while committed_step(recipe(folder), "one") != slow_step - 1:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            assert comes_true(lambda: committed_step(recipe(folder), "one") == slow_step - 1)
             kill(ranks)
         return ranks.wait()
 
@@ -478,16 +483,17 @@ from infinity import cli
 from infinity.app.loop import BatchLoss, Loop
 from infinity.partition import builder
 builder.TARGET_SHARD_NBYTES = 8000
-done, begin, steps = BatchLoss.__call__, Loop._step, []
+done, run, loops = BatchLoss.__call__, Loop.run, []
 def loss(self, batch):
     result = done(self, batch)
-    if steps[-1:] == [4] and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == "1" and loops and loops[0].step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
-def beginning(self, batches):
-    steps.append(self.step)
-    return begin(self, batches)
-BatchLoss.__call__, Loop._step = loss, beginning
+def running(self):
+    loops.append(self)
+    run(self)
+BatchLoss.__call__, Loop.run = loss, running
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,8 @@ from torch import nn
 
 import infinity
 from infinity.app import train as train_module
-from infinity.app.loop import Loop, RankMean, lr_factor
-from infinity.app.train import _short, notes_on_commits, process_group, set_threads, train
+from infinity.app.loop import BatchLoss, RankMean, lr_factor
+from infinity.app.train import notes_on_commits, process_group, set_threads, train
 from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.metrics import StepReport
@@ -25,6 +24,7 @@ from infinity.observe.timeline import MessageBuffer, Timeline
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.limits import comes_true
 from tests.helpers.timeline import read_trace
 
 #: All activations are kept.
@@ -268,13 +268,13 @@ def test_a_failed_run_closes_its_files_and_keeps_its_figures(
 def test_a_folder_that_is_removed_during_the_run_is_an_error_that_names_the_file(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Loop._step
+    step = plain.adamw.step
 
-    def remove(self: Any, batches: Any) -> float:
+    def remove(self: Any) -> None:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-        return step(self, batches)
+        step(self)
 
-    monkeypatch.setattr(Loop, "_step", remove)
+    monkeypatch.setattr(plain.adamw, "step", remove)
     with pytest.raises(infinity.InfinityError, match=r"summary\.json.*No such file.*must stay where it is"):
         train(recipe(tmp_path))
 
@@ -326,8 +326,14 @@ def two_ranks_train(folder: str) -> tuple[float, bool, list[float], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         api.install(patch)
         seen: list[float] = []
-        loss = Loop._step
-        patch.setattr(Loop, "_step", lambda *args: seen.append(loss(*args)) or seen[-1])
+        value = BatchLoss.value
+
+        def valued(self: BatchLoss, loss: torch.Tensor) -> float:
+            found = value(self, loss)
+            seen.extend([found] if torch.is_grad_enabled() else [])  # else it is an evaluation's
+            return found
+
+        patch.setattr(BatchLoss, "value", valued)
         summary = train(recipe(Path(folder)))
     mean = RankMean(None, 60.0)(float(torch.distributed.get_rank()))
     return mean, summary is None, seen, api.optimizer.reports
@@ -359,11 +365,22 @@ def test_the_number_of_steps_per_epoch_is_shown_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(24370.4, "24,370"), (37.25, "37.2"), (1.0, "1"), (0.0825, "0.0825"), (1e-5, "less than 0.01")],
+    ("length", "accumulate", "text"),
+    [
+        (132 * 16, 1, "one epoch is 26 steps; train.steps=5 are 0.192 epochs"),
+        (132 * 16, 16, "one epoch is 1.62 steps; train.steps=5 are 3.08 epochs"),
+        (21 * 16, 1, "one epoch is 4 steps; train.steps=5 are 1.25 epochs"),
+        (80_002 * 16, 1, "one epoch is 16,000 steps; train.steps=5 are less than 0.01 epochs"),
+    ],
 )
-def test_numbers_of_steps_and_epochs_are_short(value: float, text: str) -> None:
-    assert _short(value) == text
+def test_numbers_of_steps_and_epochs_are_short(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, accumulate: int, text: str
+) -> None:
+    plain.fail_at = (1, InfinityError("enough"))
+    (tmp_path / "text.txt").write_text("x" * (length - 1))
+    with pytest.raises(InfinityError, match="enough"):
+        train(recipe(tmp_path, "observe.progress=true", f"train.accumulate={accumulate}"))
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143), InfinityError("disk")], ids=repr)
@@ -398,11 +415,12 @@ def test_rank_0_leaves_last_for_it_may_keep_the_store(tmp_path: Path) -> None:
 
 def leave_late(folder: str) -> bool:
     """Whether rank 1 had come to its end when this rank left."""
-    ended = Path(folder, "ended")
+    leaves, ended = Path(folder, "leaves"), Path(folder, "ended")
     with process_group(load_recipe()):
         if rank() == 1:
-            time.sleep(0.3)
+            assert comes_true(leaves.exists)
             ended.touch()
+        leaves.touch()
     return ended.exists()
 
 

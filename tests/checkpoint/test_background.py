@@ -32,7 +32,7 @@ from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
 from tests.helpers.launch import run_ranks
-from tests.helpers.limits import collected
+from tests.helpers.limits import HANG_S, collected, comes_true
 from tests.helpers.saves import go_on_when_closed, held
 
 HOST = ["memory.host=64MiB"]
@@ -153,7 +153,12 @@ def test_with_one_version_an_update_waits_until_its_unit_is_read(tmp_path: Path)
 def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Snapshot, "_copy", lambda *args: False)
+    lease = HostPool.try_lease
+
+    def refusing(pool: HostPool, nbytes: int, *, who: str) -> Lease | None:
+        return None if who == "a checkpoint" else lease(pool, nbytes, who=who)
+
+    monkeypatch.setattr(HostPool, "try_lease", refusing)
     compare(tmp_path, HOST, "bf16", waits=True)
 
 
@@ -185,8 +190,15 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
     storage: Any = SimpleNamespace(layout=layout, host_pool=pool, store=SimpleNamespace(reading=reading))
     units: Any = [SimpleNamespace(index=i, home=home) for i, home in enumerate((InMemory(), OnDisk()))]
     snapshot = Snapshot(storage, units, {0: (), 1: ()})
-    assert snapshot._copy(snapshot.kept[0], values) is copied
-    assert pool.leased_nbytes == (5 if copied else 1) * 4096
+    writer = threading.Thread(target=snapshot.preserve, args=(0,))
+    writer.start()
+    assert comes_true(lambda: pool.leased_nbytes == (5 if copied else 1) * 4096)
+    if copied:
+        writer.join(HANG_S)
+    assert writer.is_alive() is not copied  # without a copy it waits until its unit is read
+    assert len(list(snapshot.read(0))) == 1
+    writer.join(HANG_S)
+    assert not writer.is_alive()
     assert len(list(snapshot.read(1))) == 1
     assert rooms[0] is not None
     snapshot.close()
@@ -306,7 +318,7 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     assert left_in(tmp_path) == set()
     assert not [t for t in set(threading.enumerate()) - before if t.name == "infinity-save"]
     with pytest.raises(StateError, match="the model was closed"):
-        save._running.wait()
+        save.advance()
 
 
 def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
+from infinity.checkpoint import distcp
+from infinity.checkpoint.directory import ReadableFile
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.core.errors import CheckpointError
 from infinity.core.nbytes import Box
@@ -138,13 +140,14 @@ def test_any_range_is_read_whatever_the_parts_are(
         assert torch.equal(wide, tensor.reshape(-1)[start:stop].double())
 
 
-def test_only_the_bytes_of_a_range_are_read(tmp_path: Path) -> None:
+def test_only_the_bytes_of_a_range_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ReadableFile] = []
+    monkeypatch.setattr(distcp, "ReadableFile", lambda path: opened.append(ReadableFile(path)) or opened[-1])
     tensor = torch.randn(1000, 100)
     path = write(tmp_path / "out", {"t": (tensor, [Box((0, 0), (1000, 100))])})
     with DistributedCheckpoint(path) as checkpoint:
         read(checkpoint, "t", 50_000, 50_100)
-        [file] = checkpoint._files.values()
-        assert file.nbytes_read == 400
+        assert [file.nbytes_read for file in opened] == [400]
 
 
 # --- hostile and damaged ones --------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Loading needs memory for a chunk, however large the model: measured on a process of its own."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from infinity.device.machine import compiling
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import comes_true
 from tests.helpers.training import recipe
 
 MIB = 2**20
@@ -45,8 +45,7 @@ def load(directory, nvme):
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     prepare(ADAMW, torch.bfloat16, torch.float32)  # numba and the code that it makes are no part of a load
-    while compiling():
-        time.sleep(0.01)
+    assert comes_true(lambda: not compiling())
     overrides = [f"memory.nvme=[{nvme}]", f"memory.host={HOST}", "memory.resident=false"]
     before = resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew

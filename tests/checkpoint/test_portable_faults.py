@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.api import portable
+from infinity.checkpoint.writer import RangeWriter
 from infinity.core.errors import CheckpointError, DiskError, PeerError, StateError
 from infinity.engine.runtime import runtime_of
 from tests.checkpoint.test_export import fail_writes, left_in
@@ -57,7 +58,7 @@ def test_a_disk_without_room_is_an_error_before_the_first_value(
     model, optimizer = sharded("bf16", "memory", tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    monkeypatch.setattr(portable, "_write_unit", lambda *args: pytest.fail("a value was written"))
+    monkeypatch.setattr(RangeWriter, "write_bytes", lambda *args: pytest.fail("a value was written"))
     with pytest.raises(DiskError, match="making room") as raised:
         infinity.save_checkpoint(model, optimizer, tmp_path / "out")
     assert (raised.value.errno, raised.value.nbytes > 50_000) == (errno.ENOSPC, True)

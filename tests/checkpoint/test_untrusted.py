@@ -12,7 +12,6 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 import infinity
-from infinity.checkpoint import model as untrusted
 from infinity.checkpoint.model import check_counts, offline, read_config, restrict
 from infinity.core.errors import CheckpointError
 from tests.helpers import zoo
@@ -188,19 +187,17 @@ def test_a_count_that_no_model_has_is_refused_before_a_config_is_made(llama, key
     assert f"{key} is 1000000000" in refused(llama, {"text_config": {"model_type": "llama", key: 10**9}})
 
 
-def test_a_model_with_far_more_layers_than_its_weights_is_refused_while_it_is_built(llama, monkeypatch):
-    monkeypatch.setattr(untrusted, "_MOST_BESIDE", 100)
+def test_a_model_with_far_more_layers_than_its_weights_is_refused_while_it_is_built(llama):
     message = refused(llama, {"num_hidden_layers": 90_000})
-    assert "config.json describes a model of more than 340 parameters" in message
+    assert "config.json describes a model of more than 2240 parameters" in message
     assert "30 tensors" in message
 
 
-def test_a_model_of_ours_with_far_more_layers_than_its_weights_is_refused_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(untrusted, "_MOST_BESIDE", 100)
+def test_a_model_of_ours_with_far_more_layers_than_its_weights_is_refused_too(tmp_path):
     sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 10**6, "seq_len": 16}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT"], **sizes}))
     save_file({"embedding.weight": torch.ones(256, 16)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="more than 108 parameters"):
+    with pytest.raises(CheckpointError, match="more than 2008 parameters"):
         infinity.from_pretrained(tmp_path, recipe("fp32", ["memory.host=1MiB"]))
 
 

@@ -112,10 +112,9 @@ def test_any_names_types_and_shapes_come_back_from_safetensors(
 def test_runs_of_many_blocks_at_odd_places_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    monkeypatch.setattr("infinity.checkpoint.writer._WRITE_NBYTES", 3 * 4096)
     if not direct:
         refuse_direct(monkeypatch)
-    sizes = [1, 4095, 4096, 4097, 12288, 50_001, 8192]
+    sizes = [1, 4095, 4096, 4097, 12288, 17 * 2**20 + 4099, 8192]  # a write has up to 4 MiB
     specs = [TensorSpec(f"t{i}", torch.uint8, (n,)) for i, n in enumerate(sizes)]
     values = filled(specs)
     halves = [
@@ -179,7 +178,6 @@ def test_what_the_format_cannot_hold_is_an_error_of_the_plan(specs: list[TensorS
 def test_a_write_that_fails_surfaces_at_check_and_flush_with_place_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.checkpoint.writer._WRITE_NBYTES", 4096)
     plan = plan_file("f.safetensors", [TensorSpec("t", torch.uint8, (40_000,))])
     create_files(tmp_path, [plan])
     file = OutputFile(tmp_path / plan.name)

@@ -1,19 +1,19 @@
 """A peer that dies inside an accelerator's collective, which would wait for ever, ends in a PeerError."""
 
+import json
 import os
 import signal
+import subprocess
 import threading
-import time
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from infinity.comm import collectives
 from infinity.comm.ranks import open_ranks
-from tests.helpers.launch import start_ranks
+from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.limits import HANG_S
 
 CPU = torch.device("cpu")
@@ -22,13 +22,21 @@ CPU = torch.device("cpu")
 class Group:
     """What a group of accelerators is to the host: its collectives are kernels, which here do not end."""
 
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
+    def __init__(self, dies: bool) -> None:
+        self.aborted, self.watched, self._dies = threading.Event(), threading.Event(), dies
+
+    def all_gather_single(self, *_: Any) -> "Group":
+        if self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+    _allgather_base = all_gather_single  # in older releases of torch
 
     def _get_backend(self, device: torch.device) -> "Group":
         return self
 
     def is_completed(self) -> bool:
+        self.watched.set()
         return self.aborted.is_set()
 
     def wait(self) -> None:
@@ -52,23 +60,19 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
         errors.append(error)
         failed.set()
 
+    stuck = Group(dies and dist.get_rank() == 1)
+
+    class DataGroup(collectives.DataGroup):
+        def __init__(self, group: Any, device: torch.device, peers: Any) -> None:
+            super().__init__(stuck, device, peers)
+
+    collectives.DataGroup = DataGroup  # type: ignore[misc]
     ranks = open_ranks(CPU, HANG_S, on_failure)
     assert ranks.collectives is not None
     ranks.collectives.peers.timeout_s = timeout_s
-    stuck, gloo = Group(), collectives._all_gather
-
-    def issue(full: torch.Tensor, shard: torch.Tensor, *, group: Any, async_op: bool) -> Any:
-        if group is not stuck:
-            return gloo(full, shard, group=group, async_op=async_op)
-        if dies and ranks.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stuck
-
-    collectives._all_gather, ranks.collectives._data.group = issue, stuck
     ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
     if closes:
-        while not ranks.collectives._data._issued:
-            time.sleep(0.01)
+        assert stuck.watched.wait(HANG_S)
         ranks.collectives.peers.tell(ValueError("no disk"))
         ranks.collectives.close()
     failed.wait(HANG_S / 2)
@@ -106,21 +110,42 @@ def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accele
             assert ended.result[1]
 
 
-def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatch):
-    monkeypatch.setattr(collectives, "_process_state", lambda pid: "X")
-    looked: list[Iterable[int] | None] = []
-    mine = collectives.Entry(rank=0, pid=0, host="a", machine="a")
-    died = replace(mine, rank=3)
-    entries = [replace(mine, rank=1, end="closed its model"), replace(mine, rank=2, machine="b"), died]
+class Store(PrefixStore):
+    """Where ranks leave their entries; knows those that were asked for."""
 
-    def others(ranks: Iterable[int] | None) -> list[collectives.Entry]:
-        looked.append(ranks)
-        return entries
+    def __init__(self, prefix: str, store: dist.Store) -> None:
+        super().__init__(prefix, store)
+        self.asked: list[str] = []
+        stores.append(self)
 
-    here = object.__new__(collectives.Peers)
-    here._me, here._here, here._thread = mine, None, threading.Thread()  # has not begun
-    monkeypatch.setattr(here, "_others", others)
-    assert here.dead().startswith("rank 3 (process 0 on a) was killed")
-    entries.remove(died)
-    assert here.dead() == ""
-    assert looked == [None, [1, 3]]  # those of other machines are asked once
+    def get(self, key: str) -> bytes:
+        self.asked.append(key)
+        return super().get(key)
+
+
+stores: list[Store] = []
+
+
+def look_for_the_dead(no_process: int) -> list[tuple[str, list[str]]]:
+    """On rank 0 of four: who is dead, and whose entries were asked for, before and after one is alive."""
+    collectives.PrefixStore = Store
+    here = collectives.Peers(0, 4, HANG_S, lambda error: None)
+    [store], found = stores, []
+    mine = json.loads(store.get("0"))
+    gone = {**mine, "pid": no_process, "host": "a"}
+    for rank, more in (1, {"end": "closed its model"}), (2, {"machine": "another"}), (3, {}):
+        store.set(f"{rank}", json.dumps({**gone, "rank": rank, **more}))
+    for _ in range(2):
+        store.asked.clear()
+        found.append((here.dead(), [*store.asked]))
+        store.set("3", json.dumps({**mine, "rank": 3}))
+    here.close()
+    return found
+
+
+def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    [((told, first), (then, later))] = run_ranks(look_for_the_dead, 1, ended.pid)
+    assert told.startswith(f"rank 3 (process {ended.pid} on a) was killed")
+    assert (then, first, later) == ("", ["1", "2", "3"], ["1", "3"])  # other machines' are asked for once

@@ -1,41 +1,44 @@
 """Ranks that torchrun starts again meet each other, not those of the start before."""
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+import os
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
-from infinity.comm.ranks import _store_of_this_start
+from infinity.comm.ranks import join_ranks
+from infinity.core.errors import InfinityError
+from tests.helpers.launch import run_ranks
 from tests.helpers.limits import HANG_S
-
-TIMEOUT = timedelta(seconds=HANG_S)
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+def launcher() -> TCPStore:
     """The store of a launcher, which outlives the ranks."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    return store
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def start(world_size: int) -> list[PrefixStore]:
-    with ThreadPoolExecutor(world_size) as ranks:
-        joined = [ranks.submit(_store_of_this_start, rank, world_size, TIMEOUT) for rank in range(world_size)]
-        return [each.result() for each in joined]
+def meet(port: int, word: str) -> list[str]:
+    """On each rank, as torchrun starts it: the words of all ranks."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    join_ranks(HANG_S)
+    words = [""] * dist.get_world_size()
+    dist.all_gather_object(words, word)
+    dist.destroy_process_group()
+    return words
 
 
 def test_each_start_has_keys_of_its_own(launcher: TCPStore) -> None:
-    for number in ("first", "second"):
-        stores = start(3)
-        assert not any(store.check(["address"]) for store in stores)
-        stores[0].set("address", number)
-        assert [store.get("address") for store in stores] == [number.encode()] * 3
+    for word in ("first", "second"):
+        assert run_ranks(meet, 3, launcher.port, word, group=False) == [[word] * 3] * 3
 
 
-def test_a_rank_that_does_not_come_is_named(launcher: TCPStore) -> None:
-    start(2)  # what rank 1 of the start before asked is still there
-    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come"):
-        _store_of_this_start(0, 3, timedelta(seconds=1))
+def test_a_rank_that_does_not_come_is_named(launcher: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(meet, 2, launcher.port, "first", group=False)  # what rank 1 of it asked is still there
+    names = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": launcher.port}
+    for name, number in names.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(InfinityError, match=r"ranks \[1, 2\] did not come"):
+        join_ranks(1.0)

@@ -83,7 +83,7 @@ def test_on_two_ranks_too(tmp_path):
 
 
 def test_a_derived_budget_grows_with_the_first_no_sync_where_little_memory_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "_ceiling_nbytes", lambda ranks: 1)
+    monkeypatch.setattr(executor, "free_host_nbytes", lambda: 2)
     factory, batches = models.build("llama", seed=3)
     model = training.build(factory, "bf16", streaming(tmp_path))
     optimizer = infinity.AdamW(model)

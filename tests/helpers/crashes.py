@@ -28,7 +28,7 @@ from infinity.comm import collectives
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import free_port
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true, hang
 from tests.helpers.training import build
 
 STEPS = 6
@@ -284,7 +284,7 @@ def arm(kill: Kill) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(HANG_S)
+    hang()
 
 
 def live(folder: Path, trial: Trial, kill: Kill | None, rank: int, world: int, port: int) -> None:
@@ -329,14 +329,16 @@ def run_life(folder: Path, trial: Trial, kill: Kill | None, *, limit_s: float = 
             live(folder, trial, kill, rank, world, port)
         pids.append(pid)
     codes: dict[int, int] = {}
-    until = time.monotonic() + limit_s
-    while len(codes) < world and time.monotonic() < until:
+
+    def ended() -> bool:
         for pid in pids:
             if pid not in codes:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
+        return len(codes) == world
+
+    comes_true(ended, limit_s)
     for pid in pids:
         if pid not in codes:
             os.kill(pid, signal.SIGKILL)

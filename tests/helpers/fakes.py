@@ -21,7 +21,6 @@ class FakeEngine:
 
     Args:
         threads: Requests in flight at one time.
-        seconds: What each request takes.
         fail_write: The number of the write that fails, from 1; 0: none. Later writes end after it, so that
             no order of threads lets them be done first.
         fail_read: The same for reads.
@@ -34,7 +33,6 @@ class FakeEngine:
         self,
         *,
         threads: int = 8,
-        seconds: float = 0.0,
         fail_write: int = 0,
         fail_read: int = 0,
         errno: int = 5,
@@ -43,7 +41,7 @@ class FakeEngine:
         self.log: list[tuple[str, int, int]] = []  # what was asked, in order: action, file, offset
         self.nbytes_read = self.nbytes_written = 0
         self.in_flight = self.peak_in_flight = 0
-        self._seconds, self._errno = seconds, errno
+        self._errno = errno
         self._fail = {"read": fail_read, "write": fail_write}
         self._failed: set[str] = set()  # actions of which one has failed, and told those who wait for it
         self.counts = {"read": 0, "write": 0}  # of requests that were submitted
@@ -62,6 +60,11 @@ class FakeEngine:
 
     def let_go(self) -> None:
         self.hold(lambda action, number: True)
+
+    @property
+    def ended(self) -> int:
+        """Requests that have ended."""
+        return sum(self.counts.values()) - self.in_flight
 
     def wait_for(self, in_flight: int) -> None:
         """Return when so many requests are in flight."""
@@ -112,7 +115,6 @@ class FakeEngine:
                 self._changed.notify_all()
 
     def _move(self, action: str, count: int, extent: Extent, memory: memoryview) -> None:
-        time.sleep(self._seconds)
         later = 0 < self._fail[action] < count
         with self._changed:
             ends = self._changed.wait_for(

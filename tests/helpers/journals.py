@@ -2,8 +2,12 @@
 
 import contextlib
 import sqlite3
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from infinity.shards.journal import CommitRecord, read_journal
 
@@ -27,6 +31,22 @@ def run_sql(path: Path, sql: str, *values: Any) -> list[Any]:
     """Change or ask a journal by hand."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
         return db.execute(sql, values).fetchall()
+
+
+@contextlib.contextmanager
+def ended_in_the_transaction(error: BaseException) -> Iterator[None]:
+    """Each journal that is opened in this context raises ``error`` where it deletes old commits."""
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql.startswith("DELETE"):
+                raise error
+            return super().execute(sql, *values)
+
+    connect = sqlite3.connect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", partial(connect, factory=Connection))
+        yield
 
 
 def without_commits(path: Path) -> None:

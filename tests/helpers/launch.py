@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import faulthandler
 import itertools
+import math
 import os
 import pickle
 import re
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true
 
 __all__ = [
     "ROOT", "Ended", "Ranks", "RanksError", "free_port", "holding", "mark", "run_ranks", "several",
@@ -208,11 +209,10 @@ class Ranks:
 
     def reached(self, name: str, rank: int) -> None:
         """Return when ``rank`` has called ``mark(name)``; fail when it ends or takes too long."""
-        path, until = self.folder / f"{name}.{rank}", time.monotonic() + HANG_S
-        while not path.exists():
-            if self.processes[rank].poll() is not None or time.monotonic() > until:
-                raise RanksError(f"rank {rank} never reached {name!r}\n{self._log(rank)}")
-            time.sleep(0.01)
+        path, process = self.folder / f"{name}.{rank}", self.processes[rank]
+        comes_true(lambda: path.exists() or process.poll() is not None)
+        if not path.exists():
+            raise RanksError(f"rank {rank} never reached {name!r}\n{self._log(rank)}")
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
         """Send ``signum`` to ``rank``; from now on ``ended_s`` counts."""
@@ -227,14 +227,18 @@ class Ranks:
             stop_on_failure: Once a rank failed, give the others ``GRACE_S`` only.
         """
         ended_s: dict[int, float] = {}
-        until = time.monotonic() + timeout_s
-        while len(ended_s) < len(self.processes) and time.monotonic() < until:
+        until = math.inf
+
+        def ended() -> bool:
+            nonlocal until
             for rank, process in enumerate(self.processes):
                 if rank not in ended_s and process.poll() is not None:
                     ended_s[rank] = time.monotonic() - self._since
                     if stop_on_failure and process.returncode != 0:
                         until = min(until, time.monotonic() + GRACE_S)
-            time.sleep(0.01)
+            return len(ended_s) == len(self.processes) or time.monotonic() >= until
+
+        comes_true(ended, timeout_s)
         hung = {rank for rank in range(len(self.processes)) if rank not in ended_s}
         self._show_threads(hung)
         left = {rank: self._leftovers(rank) for rank in ended_s}
@@ -258,9 +262,8 @@ class Ranks:
         before = {rank: len(self._text(rank)) for rank in hung}
         for rank in hung:
             self.processes[rank].send_signal(signal.SIGUSR1)
-        until = time.monotonic() + 10  # one that is stopped shows nothing
-        while time.monotonic() < until and not all("in run_job" in self._text(r)[before[r] :] for r in hung):
-            time.sleep(0.01)
+        # one that is stopped shows nothing
+        comes_true(lambda: all("in run_job" in self._text(rank)[before[rank] :] for rank in hung), 10)
 
     def _leftovers(self, rank: int) -> int:
         try:

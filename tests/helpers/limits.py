@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,12 +15,18 @@ from typing import Any
 HANG_S = 300.0
 
 
-def comes_true(what: Callable[[], bool]) -> bool:
-    """Whether ``what`` becomes true, however busy the machine: what another thread has still to do."""
-    end = time.monotonic() + HANG_S
+def comes_true(what: Callable[[], bool], patience_s: float = HANG_S) -> bool:
+    """Whether ``what`` becomes true, however busy the machine: what others have still to do."""
+    end, pause_s = time.monotonic() + patience_s, 0.001
     while not (true := what()) and time.monotonic() < end:
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(0.01, 1.2 * pause_s)
     return true
+
+
+def hang() -> None:
+    """Do nothing until the process is killed, or a signal raises."""
+    threading.Event().wait(HANG_S)
 
 
 def collected(*dropped: "weakref.ref[Any]", patience_s: float = HANG_S / 10) -> bool:

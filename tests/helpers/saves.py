@@ -14,14 +14,14 @@ from tests.helpers.limits import HANG_S
 
 @contextlib.contextmanager
 def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checkpoint is written before the event is set."""
-    opened, write = threading.Event(), portable._write_unit
+    """No value of a checkpoint is read or written before the event is set."""
+    opened, reserve = threading.Event(), portable.reserve
 
-    def writing(*args: Any) -> None:
+    def reserving(*args: Any) -> None:
         assert opened.wait(HANG_S)
-        write(*args)
+        reserve(*args)
 
-    patch.setattr(portable, "_write_unit", writing)
+    patch.setattr(portable, "reserve", reserving)
     yield opened
 
 

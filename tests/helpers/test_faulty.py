@@ -13,6 +13,7 @@ from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import Fault, FaultyEngine
+from tests.helpers.limits import comes_true
 
 NBYTES = 64 * 1024
 
@@ -66,7 +67,5 @@ def test_a_slow_disk_ends_late_and_well(disk: tuple[Volume, Extent, memoryview],
     move.wait()
     assert held or time.monotonic() - began >= 0.05
     move.then(lambda: called.append(True))
-    while len(called) < 2:
-        time.sleep(0.001)
-    assert called == [True, True]
+    assert comes_true(lambda: called == [True, True])
     engine.close()

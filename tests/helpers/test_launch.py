@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.launch import RanksError, mark, run_ranks, several, start_ranks
+from tests.helpers.limits import hang
 
 
 def total(value: int) -> float:
@@ -23,9 +23,9 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
-def sleep_marked(seconds: float) -> None:
-    mark("sleeping")
-    time.sleep(seconds)
+def hang_marked() -> None:
+    mark("hanging")
+    hang()
 
 
 def leave_a_child() -> None:
@@ -42,9 +42,9 @@ def test_a_failing_rank_is_reported_with_its_traceback() -> None:
 
 
 def test_killed_hung_and_ended_ranks_are_told_apart() -> None:
-    with start_ranks(sleep_marked, 3, 3600, group=False) as ranks:
+    with start_ranks(hang_marked, 3, group=False) as ranks:
         for rank in range(3):
-            ranks.reached("sleeping", rank)
+            ranks.reached("hanging", rank)
         ranks.kill(0)
         ranks.kill(2, signum=2)
         for rank in (0, 2):
@@ -52,7 +52,7 @@ def test_killed_hung_and_ended_ranks_are_told_apart() -> None:
         ended = ranks.wait(timeout_s=0.2)
     assert ended[0].exit_code == -9
     assert ended[1].hung
-    assert "sleep_marked" in ended[1].traceback
+    assert "hang_marked" in ended[1].traceback
     assert ended[2].error_type == "KeyboardInterrupt"
     assert not ended[2].hung
     assert all(not _alive(process.pid) for process in ranks.processes)

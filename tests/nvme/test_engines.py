@@ -6,9 +6,9 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,16 +145,17 @@ def test_a_call_that_raises_does_not_end_the_engine(
     shown: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
     extent, out = volume.allocate(4096, what="unit"), lease(4096)
-    done = threading.Event()
-    move = engine.write(extent, out.memory)
+    done, told, take = threading.Event(), threading.Event(), engine.take
     # Held back until the call is registered, or it would run, and raise, right here.
-    with move._lock:
-        ended = move.done()
-        if not ended:
-            move._calls += [lambda: 1 // 0, done.set]
-    if not ended:
-        assert done.wait(HANG_S)
-        assert isinstance(shown[0], ZeroDivisionError)
+    engine.take = lambda: take() if told.is_set() else None  # type: ignore[method-assign]
+    move = engine.write(extent, out.memory)
+    move.then(lambda: 1 // 0)
+    move.then(done.set)
+    told.set()
+    with engine.lock:
+        engine.wake()
+    assert done.wait(HANG_S)
+    assert isinstance(shown[0], ZeroDivisionError)
     engine.read(extent, out.memory).wait()
 
 
@@ -244,16 +245,14 @@ def test_a_file_that_ends_too_early_is_an_error_not_a_short_read(
     assert engine.nbytes_read == 0
 
 
-def test_a_closed_file_is_a_disk_error(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+def test_a_closed_file_is_a_disk_error(
+    engine: QueuedEngine, volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fd = os.open("/dev/null", os.O_RDONLY)
     os.close(fd)
-    volume._files[0].fd, kept = fd, volume.fd(0)
-    try:
-        extent = Extent((Piece(0, 0, 4096),))
-        with pytest.raises(DiskError, match="EBADF"):
-            engine.write(extent, lease(4096).memory).wait()
-    finally:
-        volume._files[0].fd = kept
+    monkeypatch.setattr(volume, "fd", lambda file: fd)
+    with pytest.raises(DiskError, match="EBADF"):
+        engine.write(Extent((Piece(0, 0, 4096),)), lease(4096).memory).wait()
 
 
 def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
@@ -305,14 +304,18 @@ def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume,
     assert engine.nbytes_read == engine.nbytes_written == 5 * 8 * 5 * MIB
 
 
+@pytest.mark.parametrize("name", ["libaio", "threads", pytest.param("gds", marks=pytest.mark.gpu)])
 def test_close_waits_for_what_is_in_flight_and_gives_threads_back(
-    engine: QueuedEngine, volume: Volume, lease: Hold
+    name: str, volume: Volume, lease: Hold
 ) -> None:
-    out = lease(64 * MIB)
+    before = set(threading.enumerate())
+    engine: Any = make_engine(name, volume)
+    threads, out = set(threading.enumerate()) - before, lease(64 * MIB)
+    assert threads
     moves = [engine.write(volume.allocate(64 * MIB, what="unit"), out.memory) for _ in range(2)]
     engine.close()
     assert all(move.done() for move in moves)
-    assert not any(thread.is_alive() for thread in engine._threads)
+    assert not any(thread.is_alive() for thread in threads)
     engine.close()
     with pytest.raises(StateError, match="closed"):
         engine.read(Extent((Piece(0, 0, 4096),)), lease(4096).memory)
@@ -385,7 +388,6 @@ def wait_until_interrupted(name: str, path: str) -> str:
 def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Path) -> None:
     with start_ranks(wait_until_interrupted, 1, name, str(tmp_path / "c.bin"), group=False) as ranks:
         ranks.reached("waiting", 0)
-        time.sleep(0.2)
         ranks.kill(0, signal.SIGINT)
         [ended] = ranks.wait()
     assert (ended.result, ended.exit_code) == ("closed", 0), ended
@@ -405,13 +407,13 @@ def test_memory_may_have_any_shape_and_must_be_writable(
 def test_what_a_library_says_beyond_an_errno_reaches_who_waits(
     volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: ThreadsEngine, request: Request) -> int:
+    def broken(*_: object) -> int:
         raise RuntimeError("cuFile: the driver went away")
 
-    monkeypatch.setattr(ThreadsEngine, "_move", broken)
-    engine = ThreadsEngine(volume)
+    engine, extent = ThreadsEngine(volume), volume.allocate(4096, what="unit")
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(DiskError, match="EIO") as error:
-        engine.read(volume.allocate(4096, what="unit"), lease(4096).memory).wait()
+        engine.read(extent, lease(4096).memory).wait()
     assert error.value.__notes__ == ["RuntimeError: cuFile: the driver went away"]
     engine.close()
 

@@ -2,7 +2,10 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,11 +38,20 @@ def test_the_name_of_its_file_cannot_be_foreseen(tmp_path: Path, monkeypatch: py
     assert len({name.removeprefix(".probe-") for name in names if len(name) >= 16}) == 2
 
 
+@contextmanager
+def on_drives(devices: dict[Path, int]) -> Iterator[None]:
+    """Directories on drives with these device numbers, which no drive has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "stat", lambda path: SimpleNamespace(st_dev=devices[path]))
+        yield
+
+
 def test_shares_follow_the_speed_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     speeds = {fast: Speed(3e9, 3e9), slow: Speed(1e9, 1e9)}
-    monkeypatch.setattr(probe, "_speed", speeds.__getitem__)
-    assert stripe_weights([fast, slow]) == pytest.approx([0.75, 0.25])
+    monkeypatch.setattr(probe, "measure", speeds.__getitem__)
+    with on_drives({fast: -1, slow: -2}):
+        assert stripe_weights([fast, slow]) == pytest.approx([0.75, 0.25])
 
 
 def test_one_directory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,11 +61,9 @@ def test_one_directory_is_not_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_directories_of_one_drive_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Path] = []
-    monkeypatch.setattr(probe, "_measured", {})
     monkeypatch.setattr(probe, "measure", lambda path: (measured.append(path), Speed(2e9, 1e9))[1])
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    assert stripe_weights([tmp_path / "a", tmp_path / "b"]) == [0.5, 0.5]
+    with on_drives({tmp_path / "a": -3, tmp_path / "b": -3}):
+        assert stripe_weights([tmp_path / "a", tmp_path / "b"]) == [0.5, 0.5]
     assert len(measured) == 1
 
 

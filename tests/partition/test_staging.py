@@ -96,10 +96,12 @@ def test_a_read_that_fails_surfaces_and_leaves_no_buffer_behind(number):
 
 
 def test_a_failed_upload_waits_for_the_read_beside_it():
-    engine, pool = FakeEngine(seconds=0.05), FakePool(4 * B)
+    engine, pool = FakeEngine(), FakePool(4 * B)
     shard = Shard(engine, 6)
+    engine.hold(lambda action, number: number == 1)
 
     def upload(piece, start):
+        threading.Timer(0.05, engine.let_go).start()
         raise RuntimeError("the accelerator is gone")
 
     with pytest.raises(RuntimeError, match="the accelerator is gone"):

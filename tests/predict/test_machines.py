@@ -9,7 +9,7 @@ import torch
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.predict import machines
-from infinity.predict.machines import _flops_per_s, load_machine, machine_names, probe, rank_rates
+from infinity.predict.machines import load_machine, machine_names, probe, rank_rates
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,10 +66,7 @@ def test_errors_name_the_key_and_what_is_valid(name: str, overrides: list[str], 
         load_machine(name, overrides)
 
 
-def test_probe_writes_a_file_that_is_read_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infinity.predict.machines._SIZES", (128,))
+def test_probe_writes_a_file_that_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.yaml"
     assert main(["probe", str(tmp_path), "--output", str(file)]) == 0
     assert "this machine: " in capsys.readouterr().out
@@ -92,7 +89,9 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(
         return 8e-3 + 2 * size**3 / rate
 
     monkeypatch.setattr("infinity.predict.machines.multiply_s", multiply_s)
-    found = _flops_per_s(torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr("infinity.predict.machines.usable_cores", lambda: 1)
+    found = probe([]).devices.bf16_flops_per_s
+    assert found is not None
     assert 0.7 * rate < found <= rate
     assert max(sizes) == most
 

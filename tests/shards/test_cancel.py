@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -34,16 +33,19 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
 ):
     """Also with a gradient that was wrong; bytes are those of both jobs less what the first did not move."""
     draw = random.Random(seed)
-    engine = FakeEngine(threads=3, seconds=0.0005)
+    engine = FakeEngine(threads=3)
     shards = shards_of(engine, 4, at_hand=at_hand, grad_at_hand=grad_at_hand)
     with playing(engine, LAYOUT, depth=depth + ahead) as (pipeline, pool):
         pipeline.expect([expected(shard) for shard in shards[:ahead]])
         wrong = [replace(s.job, grad=s.job.grad + 1) if grad_at_hand else s.job for s in shards]
+        most = draw.randrange(40)  # of what is read and written ends before they are cancelled
+        engine.hold(lambda *_: engine.ended < most)
         for job in wrong:
             pipeline.submit(job)
-        time.sleep(draw.choice([0, 0.001, 0.003]))
+        assert comes_true(lambda: engine.ended >= most or done(*shards))
         for job in wrong:
             pipeline.cancel(job)
+        engine.let_go()
         assert comes_true(lambda: done(*shards))
         second = [again(shard) for shard in shards]
         for job, _ in draw.sample(second, len(second)):
@@ -98,12 +100,14 @@ def test_a_job_that_is_done_may_be_cancelled_in_vain():
 
 
 def test_a_write_that_fails_after_the_job_was_cancelled_is_an_error_all_the_same():
-    engine = FakeEngine(seconds=0.03, fail_write=1)
+    engine = FakeEngine(fail_write=1)
     [shard] = shards_of(engine, 1)
+    engine.hold(lambda action, number: action == "read")
     with playing(engine, LAYOUT, depth=1) as (pipeline, _):
         pipeline.submit(shard.job)
-        assert comes_true(lambda: shard.job.computed > 0)
+        assert comes_true(lambda: engine.counts["write"] > 0)
         pipeline.cancel(shard.job)
+        engine.let_go()
         with pytest.raises(DiskError):
             pipeline.drain()
         assert [type(error) for error in shard.ends.done] == [DiskError]

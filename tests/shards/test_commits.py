@@ -19,7 +19,7 @@ from infinity.shards.journal import (
     read_journal,
 )
 from tests.helpers import models
-from tests.helpers.journals import newest, records, run_sql
+from tests.helpers.journals import ended_in_the_transaction, newest, records, run_sql
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -123,18 +123,17 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
     assert Journal(tmp_path, RankFiles(0, run=7)).numbers
 
 
-def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path, monkeypatch) -> None:
+def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path) -> None:
     journal = Journal(tmp_path, RankFiles(0))
     journal.append(CommitRecord(1, (0, 1), layout={}))
-
-    def crash(self, number):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "_keep_from", crash)
+    journal.close()
+    with ended_in_the_transaction(KeyboardInterrupt()):
+        journal = Journal(tmp_path, RankFiles(0))
         with pytest.raises(KeyboardInterrupt):
             journal.append(CommitRecord(2, (1, 1)))
-    assert [record.step for record in records(tmp_path)] == [1]
+        assert [record.step for record in records(tmp_path)] == [1]
+        journal.close()
+    journal = Journal(tmp_path, RankFiles(0))
     journal.append(CommitRecord(3, (1, 0)))
     assert [record.step for record in records(tmp_path)] == [1, 3]
 

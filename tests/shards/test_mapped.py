@@ -302,7 +302,7 @@ def test_a_step_reads_the_bytes_of_the_stored_form_as_planned(tmp_path, form, mo
         for step in range(6):
             model(**batch(step)).loss.backward()
             optimizer.step()
-            base._threads.submit(lambda: None).result()  # its only thread has done what came before
+            base.start(units[0], lambda: None).wait()  # its only thread has done what came before
             read.append(settled(runtime)[0])
             planned.append(runtime.executor().figures.planned)
         fetches = runtime.executor().prefetcher.training.plan.fetched()

@@ -265,7 +265,7 @@ def test_a_job_without_chunks_is_done_at_once():
 
 @pytest.mark.parametrize("fault", [{"fail_write": 1}, {"fail_write": 7}, {"fail_read": 1}, {"fail_read": 5}])
 def test_a_disk_error_fails_its_job_and_all_later_ones_and_gives_back_every_buffer(fault):
-    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine(seconds=0.002, **fault)
+    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine(**fault)
     shards = [make_shard(engine, layout, [1, 1, 1], [(0, 5000)], priority=i) for i in range(3)]
     with playing(engine, layout) as (pipeline, pool):
         for shard in shards:
@@ -349,10 +349,12 @@ def test_it_waits_for_buffers_that_others_hold():
 
 
 def test_a_closed_pipeline_takes_no_jobs_and_has_finished_those_it_took():
-    layout, engine = ADAMW.layout(torch.float32), FakeEngine(seconds=0.005)
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     shard = make_shard(engine, layout, [1, 1], [(0, 4096)])
     with playing(engine, layout) as (pipeline, _):
+        engine.hold()
         pipeline.submit(shard.job)
+        threading.Timer(0.05, engine.let_go).start()
         pipeline.close()
         assert shard.ends.done == [None]
         with pytest.raises(StateError, match="closed"):

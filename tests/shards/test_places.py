@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 
 import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
+from infinity.engine.runtime import Runtime
 from infinity.nvme.run_directory import RunDirectory
 from infinity.shards.journal import Journal
-from infinity.shards.pipeline import UpdatePipeline
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Net, go_on
+from tests.helpers.journals import ended_in_the_transaction
 from tests.helpers.launch import holding
-from tests.helpers.limits import bound_by_modes, file_limit
+from tests.helpers.limits import HANG_S, bound_by_modes, file_limit
 from tests.helpers.training import build
 
 
@@ -147,10 +149,10 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, whole):
 
 
 @pytest.mark.parametrize("place", few(("nvme", "both"), PLACES))
-def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, whole, place, monkeypatch):
+def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, whole, place):
     """However much is written before the disk is full: while building, resuming, training, recording."""
-    monkeypatch.setattr("infinity.nvme.volume._GROWTH_NBYTES", 2**12)
-    go_on([tmp_path], 2, place=place)
+    with file_limit(2**26 - 1):  # files grow by what they need, where they cannot by 64 MiB
+        go_on([tmp_path], 2, place=place)
     kept = sum(path.stat().st_size for path in (tmp_path / "mine").glob("*.bin"))
     failed = 0
     for most in (100, 3000, 2**14, kept // 4, kept // 2, kept - 4096):
@@ -167,20 +169,21 @@ def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, who
 
 
 def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, monkeypatch):
-    write = UpdatePipeline._write
+    closing, close = threading.Event(), Runtime.close
 
-    def late(pipeline, slot):
-        time.sleep(0.05)
-        write(pipeline, slot)
+    def close_at_last(runtime, *args, **more):
+        closing.set()
+        close(runtime, *args, **more)
 
     go_on([tmp_path], 2, place="host")
-    monkeypatch.setattr(UpdatePipeline, "_write", late)
 
     def full(journal, *commit):
+        assert closing.wait(HANG_S)
         raise DiskError(28, "writing the journal of commits", tmp_path, offset=0, nbytes=0)
 
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "append", full)
+        patched.setattr(Runtime, "close", close_at_last)
         with pytest.raises(DiskError, match="No space left") as raised:
             go_on([tmp_path], 3)
     assert "goes on from the commit before" in raised.value.__notes__[-1]
@@ -188,17 +191,14 @@ def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, m
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path, whole, steps, monkeypatch):
+def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path, whole, steps):
     if steps:
         go_on([tmp_path], steps)
-
-    def full(journal, number):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "_keep_from", full)  # in the transaction
-        with pytest.raises(DiskError, match=r"writing the journal of commits.*No space left"):
-            go_on([tmp_path], 4)
+    with (
+        ended_in_the_transaction(sqlite3.OperationalError("database or disk is full")),
+        pytest.raises(DiskError, match=r"writing the journal of commits.*No space left"),
+    ):
+        go_on([tmp_path], 4)
     assert go_on([tmp_path], 4) == whole[steps:]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.comm.collectives import Collectives
+from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import HostRule
@@ -250,7 +250,7 @@ def jitter(seed: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "make_engine", lambda *args: JitteryEngine(make(*args)))
         patch.setattr(HostRule, "update", late(HostRule.update))
-        patch.setattr(Collectives, "_attempt", late(Collectives._attempt))
+        patch.setattr(Pending, "finish", late(Pending.finish))
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.activations import store, tensor_cache
+from infinity.activations import tensor_cache
 from infinity.cli import main
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import DamagedDataError, StateError
@@ -315,22 +315,16 @@ def test_training_ends_at_the_first_read_of_a_flipped_byte(tmp_path, part):
 
 def test_stored_activations_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
-    load = store._Direct.load
-
-    def load_damaged(stored):
-        for piece in stored._extent.pieces:
-            [path] = tmp_path.rglob("rank0*.bin")
-            flip(path, piece.offset)
-        return load(stored)
-
     given = [f"memory.nvme=[{tmp_path}]", *PLACES["host"], "memory.activations=offload", VERIFY]
     model = build(Mlp, "bf16", given)
     optimizer = infinity.AdamW(model, lr=0.01)
     model(TOKENS).backward()
     optimizer.step()
-    monkeypatch.setattr(store._Direct, "load", load_damaged)
     loss = model(TOKENS)
     runtime_of(model).activations.cache.queue.wait_below(0)  # what is still in memory is not read
+    [path] = tmp_path.rglob("rank0*.bin")
+    for block in range(0, runtime_of(model).storage.volume.peak_nbytes, BLOCK_NBYTES):
+        flip(path, block)
     with pytest.raises(DamagedDataError):
         loss.backward()
     infinity.close(model)

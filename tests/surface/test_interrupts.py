@@ -22,7 +22,7 @@ from infinity.core import process as interrupts
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import HostRule
-from infinity.shards.updates import Updates
+from infinity.shards.records import Records
 from tests.helpers import lockstep, training
 
 PACKAGE = str(Path(infinity.__file__).parent) + os.sep
@@ -223,7 +223,7 @@ def test_a_second_ctrl_c_ends_a_commit_and_names_the_step_that_a_new_model_goes_
     loop = Loop(SCENARIOS["nvme"], tmp_path)
     found = [loop.iteration(number) for number in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_close_step", lambda *_: [signal.raise_signal(signal.SIGINT) for _ in "12"])
+        patch.setattr(Records, "end_step", lambda *_: [signal.raise_signal(signal.SIGINT) for _ in "12"])
         with pytest.raises(KeyboardInterrupt):
             loop.iteration(2)
     message = r"second Ctrl-C .* infinity.close\(model, keep=True\); infinity.resume .* after .* step \(2\)"

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import threading
-import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from infinity.recipes.data import tokens as tokens_module
 from infinity.recipes.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
 from infinity.recipes.data.tokens import Tokens, open_tokens
 from tests.helpers.cases import examples
+from tests.helpers.limits import comes_true
 from tests.helpers.tokenizers import write_tokenizer
 
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -298,20 +298,23 @@ def test_the_cache_is_written_once_also_by_many_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    written = []
-    write = tokens_module._write
-    begin = threading.Barrier(8)
+    asked, written = list[int](), list[int]()
+    lock, encode = tokens_module.lock_file, tokens_module.encode_documents
 
-    def write_slowly(*args: Any) -> None:
+    def locking(*args: Any, **more: Any) -> int:
+        asked.append(1)
+        return lock(*args, **more)
+
+    def encode_when_all_wait(*args: Any) -> Any:
         written.append(1)
-        time.sleep(0.2)
-        write(*args)
+        assert comes_true(lambda: len(asked) == 8)
+        return encode(*args)
 
-    monkeypatch.setattr(tokens_module, "_write", write_slowly)
+    monkeypatch.setattr(tokens_module, "lock_file", locking)
+    monkeypatch.setattr(tokens_module, "encode_documents", encode_when_all_wait)
     found: list[bytes] = []
 
     def open_it() -> None:
-        begin.wait()
         found.append(bytes(open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache").values))
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
