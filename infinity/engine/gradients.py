@@ -137,7 +137,7 @@ class ReleasedGradient(torch.Tensor):
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
             "infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read "
-            "optimizer.grad_norm after step(), and scale the loss (in the Trainer or Lightning as in examples/)"
+            "optimizer.grad_norm after step(), and scale the loss (Trainer and Lightning: as in examples/)"
         )
 
     @staticmethod
