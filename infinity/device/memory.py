@@ -85,8 +85,7 @@ class HostBuffer:
 
     def lock(self) -> None:
         address = self.tensor.data_ptr()
-        code = page_lock(address, self.nbytes, self.device)
-        if code != 0:
+        if (code := page_lock(address, self.nbytes, self.device)) != 0:
             raise BudgetError(
                 f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
                 f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)"

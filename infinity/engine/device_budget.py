@@ -60,15 +60,10 @@ class _Given:
 class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
-    Args:
-        leaves: Units that are gathered as one, by module.
-        models: Modules that are not inside others.
-        ceiling_nbytes: The most that a derived ``memory.device`` may be.
-        policy: Of activations: with ``plan`` these take a part of ``memory.device``.
-        clips: Gradients are clipped, so no update inside backward is done with them.
-        updates_nbytes: Memory of an accelerator that updates take beside pools.
-
-    A BudgetError says what ``memory.device`` or ``memory.host`` would have to be.
+    ``leaves`` are units that are gathered as one, by module, ``models`` modules that are not inside others. A
+    derived ``memory.device`` is at most ``ceiling_nbytes``; activations with the ``policy`` plan take a part
+    of it. If gradients are clipped (``clips``), no update inside backward is done with them.
+    ``updates_nbytes`` of an accelerator's memory are for updates, beside pools.
     """
 
     division: budget.DeviceBudget

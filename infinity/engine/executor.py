@@ -45,28 +45,18 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Holds the settings of one ``Init``.
-
-    Attributes:
-        dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
-        device: This rank's, such as ``cuda:1``; None: the accelerator with its number on the machine, if any.
-        loss_scale: First loss scale of fp16 training.
-        run_name: Names the run's directories on NVMe; None: a new id.
-        resume: Whether an interrupted run of that name goes on; must: it is an error if there is none.
-        timeline: Record when everything moves and computes.
-        layer_schedule: All micro-batches go through a block before the next, which recomputes blocks.
-    """
+    """Holds the settings of one ``Init``."""
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     durability: DurabilityConfig = field(default_factory=DurabilityConfig)
-    dtype: Dtype = "auto"
-    device: str | None = None
-    loss_scale: float = 2.0**16
-    run_name: str | None = None
-    resume: Resume = "auto"
-    timeline: bool = False
-    layer_schedule: bool = False
+    dtype: Dtype = "auto"  # of compute; auto: bf16 where every rank multiplies it fast, else fp32
+    device: str | None = None  # such as ``cuda:1``; None: the accelerator with the rank's number, if any
+    loss_scale: float = 2.0**16  # the first one of fp16 training
+    run_name: str | None = None  # names the run's directories on NVMe; None: a new id
+    resume: Resume = "auto"  # whether an interrupted run of that name goes on; must: there has to be one
+    timeline: bool = False  # records when everything moves and computes
+    layer_schedule: bool = False  # all micro-batches go through a block before the next
 
 
 class HasEngineConfig(Protocol):
@@ -191,7 +181,7 @@ class StepExecutor(ActivationBudget):
             self._begin_forward,
         )  # fmt: skip
         for unit in set(self.units).difference(streaming):  # its parameters view its shard, which is whole
-            if not unit.gathered:
+            if unit.state is not UnitState.GATHERED:
                 unit.lifecycle.move(UnitState.GATHERED)
                 assert isinstance(unit.home, HostHome)
                 unit.attach(unit.home.weight)
@@ -263,9 +253,10 @@ class StepExecutor(ActivationBudget):
         division, storage = self.budget.host, self.tiers.storage
         if division is None or self.host is None:
             return
-        rest = storage.host_nbytes - division.gradients - division.weights - division.staging
-        storage.host_pool.resize(rest)
-        self.host.resize(division)
+        parts = division.gradients, division.weights, division.staging
+        storage.host_pool.resize(storage.host_nbytes - sum(parts))
+        for pool, nbytes in zip(self.host, parts, strict=True):
+            pool.resize(nbytes)
 
     def _can_stay(self) -> set[int]:
         """Return units that may be updated in place; with an accelerator they have a copy in host memory."""
@@ -452,10 +443,8 @@ def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
 def is_faster(cpu: float, device: float, drive: float = math.inf) -> bool:
     """Return whether a unit's update is faster on the accelerator, if it does not wait for the drive.
 
-    Args:
-        cpu: Elements of a shard in a second, in one pass over host memory on the CPU.
-        device: The same, with the way of weights, gradients and states to the accelerator and back.
-        drive: The same, reading and writing the state on NVMe.
+    The arguments are elements of a shard in a second: in one pass over host memory on the CPU, on the
+    ``device`` with the way there and back, and read from the ``drive`` and written.
 
     Source: SuperOffload (arXiv:2509.21271), placement by the rates of the link and of the CPU.
     """

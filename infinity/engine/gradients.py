@@ -46,7 +46,6 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
-from infinity.core.budget import HostBudget
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, rounded
@@ -172,10 +171,6 @@ class HostPools(NamedTuple):
     gradients: HostPool
     weights: HostPool
     staging: HostPool
-
-    def resize(self, division: HostBudget) -> None:
-        for pool, nbytes in zip(self, (division.gradients, division.weights, division.staging), strict=True):
-            pool.resize(nbytes)
 
 
 class GradientPath:

@@ -230,7 +230,7 @@ class Runtime:
             )
         self._executor.retire()
         for unit in self.units:
-            if unit.gathered:  # in host memory, its parameters views of its shard
+            if unit.state is UnitState.GATHERED:  # in host memory, its parameters views of its shard
                 unit.detach()
                 unit.lifecycle.move(UnitState.ON_HOST)
         self._executor = None
@@ -461,11 +461,7 @@ def runtimes() -> set[Runtime]:
 
 
 def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
-    """Return the runtime that serves ``model``, or a model that it wraps; ``ended``: also one that has ended.
-
-    Raises:
-        StateError: It was not built under ``infinity.Init``, or was closed.
-    """
+    """Return the runtime that serves ``model``, or one that it wraps; ``ended``: also if that has ended."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"wanted the model, an nn.Module; got {type(model).__name__}: write infinity.AdamW(model, "

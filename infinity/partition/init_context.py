@@ -51,24 +51,15 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholde
 OPEN_UNITS = 4
 
 
-class Server(Protocol):
-    """Serves parameters: the block in which a model is built, and later its runtime."""
-
-    def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None], /) -> None:
-        """Make the values readable that are asked for by key in ``siblings``, a module's parameters."""
-
-    def deep_copy(self, param: nn.Parameter, /) -> nn.Parameter:
-        """Return the plain copy of a parameter for ``copy.deepcopy``, or raise."""
-        ...
-
-    def check(self, param: nn.Parameter, /) -> None:
-        """Raise if the data of a parameter was replaced."""
-
-
 class ServedParameters(dict[str, nn.Parameter | None]):
-    """``module._parameters`` that serves parameters when they are touched by key."""
+    """``module._parameters`` that serves parameters when they are touched by key.
 
-    def __init__(self, values: dict[str, Any], server: Server) -> None:
+    The server, a model's runtime, makes one readable that is asked for (``touch``, with this dictionary),
+    makes its plain copy for ``copy.deepcopy`` or raises (``deep_copy``), and raises if its data was replaced
+    (``check``).
+    """
+
+    def __init__(self, values: dict[str, Any], server: Any) -> None:
         super().__init__(values)
         self.server = server
 
@@ -102,7 +93,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         )
 
 
-def install_parameter_dict(module: nn.Module, server: Server) -> None:
+def install_parameter_dict(module: nn.Module, server: Any) -> None:
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, server)
 
@@ -135,11 +126,10 @@ class LateValues(Protocol):
 class Construction:
     """Builds models inside one ``with`` block.
 
-    Args:
-        make_builder: Makes the builder that cuts units, given what to call with a closed one.
-        serve: Puts :class:`ServedParameters` and hooks in a finished module; returns what takes them out.
-        device: The device of the finished model; its buffers go there whole.
-        tile: Called at the end of the block with each parameter in tiles: lets operators on it read them.
+    ``make_builder`` makes what cuts units, given what to call with a closed one. ``serve`` puts
+    :class:`ServedParameters` and hooks in a finished module, and returns what takes them out. ``tile`` lets
+    operators on a parameter in tiles read them, at the end of the block. The finished model, whose buffers
+    are whole, is on ``device``.
     """
 
     _open: ClassVar["Construction | None"] = None  # the one block of this process that is not over

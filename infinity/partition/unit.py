@@ -22,6 +22,7 @@ parameter for each tile, alone in its unit. The model's own parameter is always 
 import ctypes
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,10 +229,6 @@ class Unit:
         return self.lifecycle.state
 
     @property
-    def gathered(self) -> bool:
-        return self.lifecycle.state is UnitState.GATHERED
-
-    @property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
 
@@ -263,13 +260,15 @@ class Unit:
         return flat.narrow(0, self.shard_start, self.shard_numel)
 
     def rename(self, names: dict[int, str]) -> None:
-        """Name the segments after the model's own names, by parameter identity."""
+        """Name the segments after the model's own names, by parameter identity, and the unit after them."""
         for segment in self.segments:
             segment.name = names.get(id(segment.whole), segment.whole_name)
             if segment.is_tile:
                 segment.name += f"[{segment.rows.start}:{segment.rows.stop}]"
         if self.segments:
-            self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
+            own = [segment.name for segment in self.segments]
+            module = os.path.commonpath([name.replace(".", "/") for name in own]).replace("/", ".")
+            self.lifecycle.name = f"unit {self.index} ({module or f'{own[0]} .. {own[-1]}'})"
 
     def move_to(self, home: Home) -> None:
         """Let ``home`` be where the shard lives; a unit that is nowhere else is there now."""
@@ -448,16 +447,6 @@ class UnitIndex(list[Unit]):
 
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
         return ((unit, segment) for unit in self for segment in unit.segments)
-
-
-def span(names: Sequence[str]) -> str:
-    """Return a short name for several parameters: their common module, or first and last."""
-    common: list[str] = []
-    for pieces in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(pieces)) > 1:
-            break
-        common.append(pieces[0])
-    return ".".join(common) if common else f"{names[0]} .. {names[-1]}"
 
 
 def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Segment]:

@@ -89,7 +89,7 @@ def test_starting_waits_for_nothing_and_finishing_for_the_fetch(parts):
     assert all(is_placeholder(s.param.data) for s in units[0].segments)
     shards.arrive(3.0)
     mover.finish(0)
-    assert units[0].gathered
+    assert units[0].state is UnitState.GATHERED
     assert all((s.param == 3).all() for s in units[0].segments)
     assert mover.attached == {units[0].flat.untyped_storage().data_ptr(): units[0]}
     assert causes == ["read"]
@@ -166,7 +166,7 @@ def test_an_error_of_the_disk_surfaces_at_finish(parts):
     shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
     with pytest.raises(DiskError):
         mover.finish(0)
-    assert not units[0].gathered
+    assert units[0].state is not UnitState.GATHERED
 
 
 def test_a_unit_that_could_not_be_read_says_so_until_it_is_read_again(parts):
@@ -181,7 +181,7 @@ def test_a_unit_that_could_not_be_read_says_so_until_it_is_read_again(parts):
     mover.start(0)
     shards.arrive()
     mover.finish(0)
-    assert units[0].gathered
+    assert units[0].state is UnitState.GATHERED
 
 
 @pytest.mark.parametrize("begin", ["start", "decode", "start_stored"])
@@ -220,7 +220,7 @@ def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, b
         mover.start(0)
         begin = "decode"
     mover.finish(0)
-    assert units[0].gathered
+    assert units[0].state is UnitState.GATHERED
     release()
     assert not errors
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
