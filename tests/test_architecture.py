@@ -275,14 +275,14 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 464,
-    "activations": 2123,
+    "activations": 2124,
     "api": 2406,
     "app": 1143,
     "checkpoint": 3001,
     "comm": 839,
     "core": 2164,
     "device": 1046,
-    "engine": 2901,
+    "engine": 2890,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,

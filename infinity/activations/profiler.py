@@ -43,7 +43,7 @@ from infinity.core.plan import (
 )
 from infinity.device.accelerator import synchronize, timed_event
 
-#: The number of the autograd node outside backward.
+#: The number of the autograd node outside backward; others are numbered from 0.
 NO_NODE = -1
 
 
@@ -377,6 +377,7 @@ def nodes_made() -> int:
 
 
 def running_node() -> int:
+    """Return the number of the autograd node that runs, since the node itself would keep its graph alive."""
     node = torch._C._current_autograd_node()
     return NO_NODE if node is None else int(node._sequence_nr())
 

@@ -59,6 +59,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
+from infinity.activations.profiler import NO_NODE, running_node
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
@@ -66,8 +67,8 @@ from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeho
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
-#: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.
-_SLICES = -1
+#: Stands for the autograd node that reads a frozen head, for all slices.
+_SLICES = NO_NODE - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,7 @@ class Hooks:
             with uninterrupted:
                 recomputed = _in_backward()
                 if recomputed:  # beside what backward keeps
-                    self.pins.make_room(unit.index, _reading_node())
+                    self.pins.make_room(unit.index, running_node())
                 elif not self.stack:
                     self._begin_visit()  # which the next pass ends, if none does before
                 coming = [each.index for each in following if self.prefetcher.streams(each.index)]
@@ -447,11 +448,11 @@ class Hooks:
         if leaf or recomputing:
             for each in leaf or (unit,):
                 if self.prefetcher.streams(each.index):
-                    self.pins.keep(each.index, _reading_node(), to_the_end=True)
+                    self.pins.keep(each.index, running_node(), to_the_end=True)
         elif unit.trainable:
-            self.pins.keep(unit.index, _reading_node())
+            self.pins.keep(unit.index, running_node())
         else:
-            node = _SLICES if self.logits.computing else _reading_node()
+            node = _SLICES if self.logits.computing else running_node()
             self.pins.keep_for(unit.index, node)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
@@ -545,12 +546,6 @@ def _running_call() -> FrameType | None:
     return frame
 
 
-def _reading_node() -> int | None:
-    """Return the number of the running autograd node, since the node itself would keep its graph alive."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
-
-
 def register_forward_hooks(
     module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]
 ) -> list[RemovableHandle]:
@@ -559,14 +554,8 @@ def register_forward_hooks(
     They are plain functions, which ``copy.deepcopy`` of a module shares; with a bound method it would clone
     the whole runtime.
     """
-
-    def before(module: nn.Module, args: Any) -> None:
-        enter(module, args)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        leave(module, output)
-
+    before, after = untraced(lambda *call: enter(*call)), untraced(lambda module, _, out: leave(module, out))
     return [
-        module.register_forward_pre_hook(untraced(before), prepend=True),
-        module.register_forward_hook(untraced(after), always_call=True),
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.core.errors import StateError
-from infinity.partition.unit import SHARD_QUANTUM, Unit, is_placeholder, layout, placeholder, span
+from infinity.partition.unit import SHARD_QUANTUM, Unit, is_placeholder, layout, placeholder
 from tests.helpers.cases import examples
 
 fast = examples(60)
@@ -154,5 +154,8 @@ def test_names_follow_the_model():
     ("names", "short"),
     [(["a.b.c", "a.b.d"], "a.b"), (["a.b"], "a.b"), (["wte", "wpe"], "wte .. wpe"), (["a.b", "a.bc"], "a")],
 )
-def test_several_names_in_short(names, short):
-    assert span(names) == short
+def test_a_unit_is_named_after_its_parameters_in_short(names, short):
+    params = [(name, nn.Parameter(torch.zeros(2))) for name in names]
+    unit = Unit(3, layout(params, 4), torch.float32, 0, 1)
+    unit.rename({})
+    assert unit.name == f"unit 3 ({short})"
