@@ -8,11 +8,10 @@ Kernels and copies go to the calling thread's current stream, and wait for nothi
 that moves bytes has a stream of its own; what one thread makes for another travels with an event.
 
 [Note: remainders]
-torch wants every block at a multiple of 64 bytes, so glibc takes a larger one and cuts off what lies before
-and after it. Before version 2.39 these remainders go to a cache of small chunks (``tcache``) and are not
-merged: a freed block leaves a hole too small for the next block of its size, and the heap grows
-(https://sourceware.org/bugzilla/show_bug.cgi?id=30723). The cache can be turned off only before a process
-starts.
+torch wants blocks at multiples of 64 bytes, so glibc cuts off what lies around them. Before version 2.39
+these remainders go to a cache of small chunks (``tcache``): a freed block leaves a hole too small for the
+next of its size, and the heap grows (https://sourceware.org/bugzilla/show_bug.cgi?id=30723). The cache can be
+turned off only before a process starts.
 """
 
 import os

@@ -73,9 +73,8 @@ class UnitBudget:
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
         ranks: Ranks, tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
     ) -> None:  # fmt: skip
-        memory = tiers.storage.memory
+        memory, self._updates_nbytes = tiers.storage.memory, updates_nbytes
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._updates_nbytes = updates_nbytes
         self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
         self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         for model in models:
@@ -245,8 +244,8 @@ class UnitBudget:
                 bare = tiers.resident_nbytes_of(unit, moments=False)
                 moments = unit.index in given.trained or tiers.taken.get(unit.index, 0) > bare  # set aside
                 residents += tiers.resident_nbytes_of(unit, moments=moments)
-        chunks, resident = budget.STAGED_CHUNKS * storage.chunk_nbytes, storage.memory.resident
-        chunks *= bool(storage.memory.nvme)
+        chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
+        resident = storage.memory.resident
         return budget.divide_host(storage.host_nbytes, residents, chunks, sizes, resident=resident)
 
     def _sizes(self, unit: Unit, given: _Given) -> budget.UnitSizes:

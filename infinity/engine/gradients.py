@@ -54,6 +54,7 @@ from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.tiles import METADATA
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
@@ -105,19 +106,6 @@ class Gradient:
             flat[position:].zero_()
 
 
-#: What may be asked of a released gradient: nothing that depends on its values.
-_SHAPES = frozenset(
-    [
-        "shape", "size", "dim", "ndim", "numel", "nelement", "stride", "dtype", "device", "layout",
-        "element_size", "itemsize", "is_floating_point", "is_complex", "is_sparse", "is_sparse_csr",
-        "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mkldnn", "is_mps", "is_xla",
-        "is_leaf", "is_contiguous", "_has_compatible_shallow_copy_type", "is_inference", "is_conj",
-        "is_neg", "requires_grad", "grad_fn", "get_device", "storage_offset", "names", "has_names",
-        "_is_view", "__repr__", "__hash__", "__len__",
-    ]
-)  # fmt: skip
-
-
 class ReleasedGradient(torch.Tensor):
     """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
 
@@ -127,7 +115,7 @@ class ReleasedGradient(torch.Tensor):
         if name == "__get__":  # of a property, which func is bound to
             name = func.__self__.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
+            if name in METADATA or TracingContext.try_get() is not None:  # torch.compile looks at shapes
                 return func(*args, **(kwargs or {}))
             if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
                 return args[0]  # model.to(...): the weight itself is moved or refuses the cast

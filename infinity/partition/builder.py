@@ -19,8 +19,7 @@ first is built; that a module really keeps experts in a list is seen when it is 
 
 [Note: what is tiled]
 Packed experts (``[experts, out, in]``), linear layers and embeddings, if larger than :class:`CutSizes`
-allows. On one rank without an accelerator, where a tile costs the host less time than reading it, a tile of
-experts is one expert, or as many as a drive reads at its speed.
+allows. Without an accelerator and other ranks, a tile of experts is as few as a drive reads at its speed.
 """
 
 import difflib

@@ -13,9 +13,9 @@ A unit in a stored form is brought in that form into memory beside its full buff
 the device, on a stream of its own. The stored bytes of a tile of experts may be an item of their own, which
 comes far ahead and stays: a few full buffers take turns, and a tile can be decoded again.
 
-[Note: a unit that stays] A unit that the next pass begins with keeps its full buffer during its update, which
-writes this rank's new weights into their slice (on an accelerator: into a copy of it in pinned host memory).
-``start`` goes on there.
+[Note: a unit that stays]
+A unit that the next pass begins with keeps its full buffer during its update, which writes this rank's new
+weights into their slice (on an accelerator: into a copy of it in pinned host memory).
 
 [Note: staging]
 A shard larger than a piece of staging is read in pieces: while one is uploaded, the next is read into a

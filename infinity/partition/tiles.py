@@ -43,19 +43,23 @@ Using = Callable[[Unit, Sequence[Unit]], AbstractContextManager[None]]
 #: Experts that some rank's batch is routed to, of those that this rank's is; every rank must call.
 Unite = Callable[[Sequence[bool]], Sequence[bool]]
 
-#: What may be asked of a tiled parameter: nothing that reads its values, but of its placeholder.
-_PLAIN = frozenset(
+#: What a tensor tells without its values.
+METADATA = frozenset(
     [
-        "__get__", "__set__", "__len__", "__hash__", "__repr__", "__format__", "size", "dim",
-        "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
-        "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex",
-        "is_contiguous", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg",
-        "requires_grad_", "detach", "detach_", "type", "has_names", "_is_view",
-        "_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "empty_like",
-        "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
-        "new_tensor", "is_tensor",
+        "shape", "size", "dim", "ndim", "numel", "nelement", "stride", "dtype", "device", "layout",
+        "element_size", "itemsize", "is_floating_point", "is_complex", "is_sparse", "is_sparse_csr",
+        "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mkldnn", "is_mps", "is_xla",
+        "is_leaf", "is_contiguous", "_has_compatible_shallow_copy_type", "is_inference", "is_conj",
+        "is_neg", "requires_grad", "grad_fn", "get_device", "storage_offset", "names", "has_names",
+        "_is_view", "__repr__", "__hash__", "__len__",
     ]
 )  # fmt: skip
+#: What may be asked of a tiled parameter: nothing that reads its values, but of its placeholder.
+_PLAIN = METADATA.union([
+    "__get__", "__set__", "__format__", "ndimension", "untyped_storage", "data_ptr", "is_pinned", "is_shared",
+    "requires_grad_", "detach", "detach_", "type", "_has_symbolic_sizes_strides", "empty_like", "zeros_like",
+    "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "is_tensor",
+])  # fmt: skip
 #: What moves a parameter, or casts it.
 _MOVES = frozenset(["to", "cpu", "cuda", "type", "type_as", "half", "bfloat16", "float", "double"])
 _TRANSPOSED = ("T", "mT", "H", "mH")
