@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2567,
     "planner": 2201,
-    "predict": 3257,
+    "predict": 3251,
     "recipes": 1977,
     "shards": 3886,
 }

@@ -53,8 +53,7 @@ class DevicesConfig(Config):
     name: str = setting("cores", "what computes")
     memory: int | None = setting(None, "memory of each; null: host memory", Valid(1, 2**60), nbytes=True)
     memory_bytes_per_s: float | None = setting(None, "bandwidth of that; null: that of host memory", _RATE)
-    #: Of each device, or of all cores.
-    bf16_flops_per_s: float | None = setting(None, "of dense matrix products; null: emulated", _RATE)
+    bf16_flops_per_s: float | None = setting(None, "of dense products; null: emulated", _RATE)
     fp16_flops_per_s: float | None = setting(None, "likewise of fp16", _RATE)
     fp32_flops_per_s: float = setting(1e11, "likewise of fp32", _RATE)
     efficiency: float = setting(0.6, "share of those that large products reach", Valid(above=0, most=1))
@@ -76,13 +75,11 @@ class DevicesConfig(Config):
 class LinksConfig(Config):
     """Describes links; rates are one-way."""
 
-    #: Between each device, or all devices of a node, and host memory.
-    host_bytes_per_s: float | None = setting(None, "of each device; null: no accelerator", _RATE)
-    node_host_bytes_per_s: float | None = setting(None, "of all devices; null: no further limit", _RATE)
+    host_bytes_per_s: float | None = setting(None, "a device to host memory; null: no accelerator", _RATE)
+    node_host_bytes_per_s: float | None = setting(None, "all devices of a node to it; null: any", _RATE)
     #: From each device, or rank on the cores, to the others of its node.
-    device_bytes_per_s: float | None = setting(None, "to other devices; null: through host memory", _RATE)
-    #: Time of cores that each byte costs which a rank on the cores sends (s).
-    core_s_per_byte: float | None = setting(None, "of cores; null: of one, all the time", Valid(0, 1))
+    device_bytes_per_s: float | None = setting(None, "to others of its node; null: by host memory", _RATE)
+    core_s_per_byte: float | None = setting(None, "time of cores per byte sent; null: one's", Valid(0, 1))
     network_bytes_per_s: float | None = setting(None, "between a node and the others; null: one node", _RATE)
 
 
@@ -109,8 +106,7 @@ class DrivesConfig(Config):
     mixed_bytes_per_s: float | None = setting(None, "both together; null: the mean of both", _RATE)
     written_bytes: float | None = setting(None, "endurance (TBW x 1e12); null: not known", _RATE)
     price: float | None = setting(None, "price", _PRICE)
-    #: Time of a core that each byte costs (s); counts where the cores compute.
-    core_s_per_byte: float = setting(0.0, "of a core", Valid(0, 1))
+    core_s_per_byte: float = setting(0.0, "time of a core per byte, if cores compute (s)", Valid(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +230,6 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
         threads=0.0 if machine.on_accelerator else used,
     )
 
-
-# --- hardware files and this machine -----------------------------------------------------------------
 
 SHIPPED = Path(__file__).parent / "hardware"
 #: Rows and columns of the matrices, and bytes of the copies, that :func:`probe` times.
