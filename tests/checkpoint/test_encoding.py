@@ -81,12 +81,19 @@ def mxfp4(experts: int, rows: int, groups: int) -> Matrix:
     )  # fmt: skip
 
 
+def words_of(numbers: Tensor, bits: int) -> Tensor:
+    """``(rows, n)`` in words of 32 bits, the first number of a word in its lowest bits."""
+    several = 32 // bits
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % several))
+    shifted = numbers.view(len(numbers), -1, several) << bits * torch.arange(several)
+    return shifted.sum(-1).to(torch.int32)  # the upper half wraps around
+
+
 def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zeros: bool) -> Matrix:
     most, columns = 1 << bits, groups * size
-    codes = torch.randint(-most // 2, most // 2, (columns, rows), dtype=torch.int16)
-    whole = codecs.pack_zeros(codes, bits).T
+    whole = words_of(torch.randint(0, most, (rows, columns)), bits)
     scales = (torch.rand(rows, groups) * 0.1 + 1e-3).to(dtype)
-    points = codecs._pack(torch.randint(0, most, (groups, rows)).to(torch.uint8), bits).T
+    points = words_of(torch.randint(0, most, (groups, rows)), bits).T
     of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, size).flatten(1)
     parts = [whole, scales, points] if zeros else [whole, scales]
     how = {"bits": bits, "columns": columns}
@@ -177,7 +184,7 @@ def test_e4m3_and_e2m1_are_rounded_as_torch_and_the_standard_round():
     values = torch.cat([values, values.nextafter(values + 1), torch.tensor([-0.0])]).clamp(-448, 448)
     beside = torch.stack([values, torch.full_like(values, 448.0)], dim=1)  # so that each scale is 1
     no = torch.full(beside.shape, torch.nan).to(torch.float8_e4m3fn)
-    found, scales = codecs.encode_fp8(beside, no, torch.ones(len(values), 1), (1, 2))
+    found, scales = codecs.encode_fp8(beside, no, torch.ones(len(values), 1), block=(1, 2))
     assert scales.eq(1).all()
     assert same(found[:, 0], values.to(torch.float8_e4m3fn))
     sizes = torch.tensor([0, 0.25, 0.26, 0.5, 0.75, 1, 1.25, 1.26, 1.75, 2, 2.5, 2.6, 3.5, 4, 5, 5.1, 6])
