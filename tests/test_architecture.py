@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
-    "partition": 2567,
+    "partition": 2568,
     "planner": 2201,
     "predict": 3251,
     "recipes": 1977,

@@ -201,7 +201,7 @@ class Runtime:
         return self._executor is not None
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
-        """Return the executor, made if there is none; ``clips``: whether gradients do (None: no change)."""
+        """Return the executor, made if there is none; ``clips``: whether gradients are clipped, if told."""
         self.check_open()
         if clips is None:
             self.check_resumed()

@@ -22,10 +22,10 @@ parameter for each tile, alone in its unit. The model's own parameter is always 
 import ctypes
 import functools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NoReturn
 
 import torch
@@ -267,7 +267,8 @@ class Unit:
                 segment.name += f"[{segment.rows.start}:{segment.rows.stop}]"
         if self.segments:
             own = [segment.name for segment in self.segments]
-            module = os.path.commonpath([name.replace(".", "/") for name in own]).replace("/", ".")
+            pieces = zip(*(name.split(".") for name in own), strict=False)
+            module = ".".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, pieces))
             self.lifecycle.name = f"unit {self.index} ({module or f'{own[0]} .. {own[-1]}'})"
 
     def move_to(self, home: Home) -> None:
