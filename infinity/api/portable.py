@@ -194,8 +194,13 @@ class Contents:
         for count, paths in steps.items():
             step = torch.tensor(float(count), device="cpu")
             self.rest.append((step, self._enter(paths, step.dtype)))
-        for index, group in enumerate(groups):
-            self._enter_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
+        usual, place = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0], "param_groups"
+        for index, group in enumerate(groups):  # in both forms of [Note: names]
+            names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
+            for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
+                value = value.item() if isinstance(value, Tensor) else value
+                flat = ((OPTIMIZER, f"{place}.{each}.{name}") for each in names if name != "params")
+                self.rest.append((value, self._enter([(OPTIMIZER, place, index, name), *flat])))
         if optimizer is not None and optimizer.scaler is not None:
             for name, value in optimizer.scaler.state_dict().items():
                 self.rest.append((value, self._enter([(OPTIMIZER, "loss_scaler", name)])))
@@ -207,14 +212,6 @@ class Contents:
     def keys(self, segment: Segment) -> list[Keys]:
         """Return the keys of a parameter's weight and moments; empty if it is not the saved model's."""
         return self._fields.get(id(segment.whole), [])
-
-    def _enter_group(self, index: int, group: dict[str, Any], names: list[str]) -> None:
-        """Add the numbers of a parameter group, in both forms of [Note: names]."""
-        usual, place = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0], "param_groups"
-        for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
-            value = value.item() if isinstance(value, Tensor) else value
-            flat = ((OPTIMIZER, f"{place}.{each}.{name}") for each in names if name != "params")
-            self.rest.append((value, self._enter([(OPTIMIZER, place, index, name), *flat])))
 
     def _enter(
         self, paths: Sequence[Place], dtype: torch.dtype | None = None, shape: Sequence[int] = ()
@@ -480,7 +477,17 @@ class PortableValues:
                     f"{unit.name} has parameters of this model and others: give load_checkpoint the whole "
                     "model that was built under infinity.Init"
                 )
-        self._find_weights()
+        every = [name for _, names in self._named for name in names]
+        prefix = _prefix(every, checkpoint)
+        for tensor, names in self._named:
+            found = [name for name in names if prefix + name in checkpoint]
+            if found:
+                self._take(tensor, prefix + found[0])
+            else:
+                self._complaints.append(f"missing: {prefix}{names[0]}")
+        parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
+        others = sorted(checkpoint.keys() - {prefix + name for name in every})
+        self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
         self._find_state(groups)
         if self._complaints:
             lines = "\n  ".join(self._complaints)
@@ -488,19 +495,6 @@ class PortableValues:
                 f"{checkpoint.path} does not fit {type(model).__name__}:\n  {lines}\n"
                 "Build the model that was saved; keys are its parameters' names, with or without a prefix"
             )
-
-    def _find_weights(self) -> None:
-        every = [name for _, names in self._named for name in names]
-        prefix = _prefix(every, self._checkpoint)
-        for tensor, names in self._named:
-            found = [name for name in names if prefix + name in self._checkpoint]
-            if found:
-                self._take(tensor, prefix + found[0])
-            else:
-                self._complaints.append(f"missing: {prefix}{names[0]}")
-        parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
-        others = sorted(self._checkpoint.keys() - {prefix + name for name in every})
-        self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
 
     def _take(self, tensor: Tensor, key: str) -> None:
         """Append an entry to the fields of ``tensor``: its values first, then its moments."""

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short  # also of what holds itself a million times
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -57,7 +57,10 @@ class DistributedCheckpoint(StoredTensors):
         record = self.objects[key]
         if record.nbytes > _MOST_OBJECT_NBYTES:
             raise CheckpointError(f"{self.path}: {key} has {record.nbytes} bytes; wanted a number or a text")
-        with library_errors(CheckpointError, f"{self.path}: {key} is no plain value"), record.open() as file:
+        with (
+            library_errors(CheckpointError, f"{self.path}: {key} is no plain value"),
+            io.BufferedReader(_Window(record)) as file,
+        ):
             _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
             return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -172,9 +175,6 @@ class _Record:
     offset: int
     nbytes: int
 
-    def open(self) -> io.BufferedReader:
-        return io.BufferedReader(_Window(self))
-
 
 class _Window(io.RawIOBase):
     """Presents a range of a file as a file of its own."""
@@ -207,7 +207,7 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
     """Return the tensor of a record, or raise a CheckpointError if its type or shape is another."""
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
-        with record.open() as opened:
+        with io.BufferedReader(_Window(record)) as opened:
             described, members = _members(opened, _MOST_PICKLE_NBYTES)
             for opcode, name, _ in pickletools.genops(described):
                 known = opcode.name != "GLOBAL" or _ALLOWED.fullmatch(str(name))
@@ -236,7 +236,7 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
         return MemoryTensor(flat.as_strided(found.shape, found.stride(), found.storage_offset()))
 
 
-def _members(opened: io.BufferedReader, most: int) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+def _members(opened: BinaryIO, most: int) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
     """Return an archive's description, and its members by name without the folder; none is compressed."""
     members, read = {}, dict[str, bytes]()
     with zipfile.ZipFile(opened) as archive:

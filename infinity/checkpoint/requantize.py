@@ -69,8 +69,7 @@ class QuantizedLayout(Checkpoint):
         super()._open()
         if self.pickled:
             raise CheckpointError(
-                f"{self.path} holds pickled weights; a stored form is taken from safetensors files: export "
-                "without it"
+                f"{self.path} holds pickled weights, not safetensors in a stored form: export without it"
             )
         stored = list(self.values())
         decode_checkpoint(self, quantization)
@@ -109,10 +108,6 @@ class QuantizedLayout(Checkpoint):
 
         return {key: key if key in shapes else twin(tensor) for key, tensor in self.items()}
 
-    def sample(self) -> list[tuple[str, str, str]]:
-        """Return each file's name, and digests of its header and of a sample of its bytes."""
-        return [(f.path.name, hashlib.blake2b(f.header).hexdigest(), f.sample()) for f in self.files]
-
 
 def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
@@ -140,7 +135,8 @@ def export_stored(
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
             form = stack.enter_context(QuantizedLayout(like))
-            sources, seen = form.match(shapes()), form.sample()
+            sources = form.match(shapes())
+            seen = [(f.path.name, hashlib.blake2b(f.header).hexdigest(), f.sample()) for f in form.files]
         on_first = agree(seen, ranks.world_size, f"comparing the files of {like}")
         with all_ranks_or_raise(ranks, f"planning {out}"):
             if seen != on_first:
