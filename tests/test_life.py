@@ -23,6 +23,7 @@ from infinity import DiskError, StateError
 from infinity.core.process import OwnedStack, close_collected, weakly
 from infinity.device.machine import compiling
 from infinity.engine.runtime import Runtime, runtime_of
+from infinity.shards.pipeline import UpdatePipeline
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
@@ -239,8 +240,7 @@ def test_an_unrelated_traceback_does_not_make_close_abandon_updates(tmp_path, mo
     model, optimizer, batch = trained(tmp_path)
     ended: list[BaseException | None] = []
     failures = list_failures(monkeypatch)
-    updates = optimizer.runtime.executor().updates
-    monkeypatch.setattr(updates, "abandon", ended.append)
+    monkeypatch.setattr(UpdatePipeline, "abandon", lambda self, error: ended.append(error))
     model(**batch(2)).loss.backward()
     optimizer.step()
     optimizer.close()
