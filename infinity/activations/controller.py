@@ -212,7 +212,7 @@ class PassTimer:
             self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
-        """Return passes from number ``first`` on that ended with their step (``updates``), or without it."""
+        """Return passes from number ``first`` on, either those with the step's updates or those without."""
         return [each for each in self.ended if each.number >= first and each.updates is updates]
 
     def _figures(self) -> tuple[float, int, int, float]:

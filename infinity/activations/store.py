@@ -50,7 +50,7 @@ Storage = torch.UntypedStorage
 
 
 class Loading(NamedTuple):
-    """Names a storage that holds the bytes, from ``offset_nbytes`` on, once ``transfer`` has ended."""
+    """A load: when ``transfer`` has ended, the bytes are in ``storage`` from ``offset_nbytes`` on."""
 
     storage: Storage
     offset_nbytes: int

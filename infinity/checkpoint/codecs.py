@@ -104,7 +104,7 @@ def encode_fp8(
 
 
 def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """Round fp32 values to codes (uint8) of a float of these bits, ties to even; none may be beyond it."""
+    """Round fp32 values to codes (uint8) of a float with these bits, ties to even; all are in its range."""
     # Integer arithmetic takes a quarter of the time of torch's conversion.
     bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
     bits = values.abs().view(torch.int32)

@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
         self._made[storage._cdata] = _Made(storage, tensor.dtype, sources, parts)
 
     def _copied(self, copies: Iterable[tuple[Tensor, Tensor]]) -> list[Part[Any]] | None:
-        """Return the parts of a storage into whose views (second) tensors (first) are copied."""
+        """Return the parts of a storage that copies filled, each from a tensor to a view of the storage."""
         ranges: list[tuple[int, list[Part[Any]], int, int]] = []
         for tensor, target in copies:
             made, runs = self._made.get(tensor.untyped_storage()._cdata), _runs(tensor, target)

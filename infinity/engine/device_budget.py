@@ -168,7 +168,7 @@ class UnitBudget:
         self._divide(replace(self._given, most=most))
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
-        """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
+        """Return the bytes of a window that holds any of ``blocks`` while all micro-batches go through it.
 
         Early updates lag less where that takes it, and more gradients wait on NVMe: ``division`` may change.
         """

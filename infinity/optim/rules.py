@@ -241,7 +241,7 @@ class UpdateRule(ABC):
     def update_by_kernel(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
     ) -> bool:
-        """Start the same in place on an accelerator by one kernel; False: there is none."""
+        """Start an update in place by one kernel of the accelerator; return False if there is none."""
         return False
 
     def layout(self, dtype: torch.dtype) -> StateLayout:

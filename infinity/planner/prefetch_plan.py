@@ -182,12 +182,12 @@ class Memory:
                 self.drop(unit)
 
     def mark(self, seen: int) -> None:
-        """Mark the beginning of a repeat; the runs before ``seen`` have been looked at."""
+        """Note what memory holds where a repeat begins; the search has seen the runs before ``seen``."""
         state = {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
         self.marks.append((self.index, seen, state))
 
     def steady(self, fetched: set[int], period: int) -> set[int]:
-        """Return the repeats, of ``period`` events, of which any number more would be walked alike."""
+        """Return repeats of ``period`` events in a steady state: further ones would fetch the same."""
         runs, found = self.runs, set()
         for at, ((begin, seen, before), (end, seen_next, after)) in enumerate(pairwise(self.marks)):
             count = end - begin

@@ -229,7 +229,7 @@ def within(
     lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
     limit_s: float = float("inf"),
 ) -> Candidate | None:  # fmt: skip
-    """Bound the backlog if the capacity needs it ([Note: backlog]); None: it fails or takes ``limit_s``."""
+    """Return ``plan`` with a backlog that fits ([Note: backlog]); None: none does within ``limit_s``."""
     simulator = Simulator(lifetimes, plan, hardware)
     outcome = simulator.run()
     if outcome.step_s >= limit_s:

@@ -183,7 +183,7 @@ _times_on = functools.cache(OperatorTimes)
 
 
 def _age(made: Sequence[tuple[int, Tensor]], others: Tensor) -> None:
-    """Touch tensors, the oldest first, and other memory after each, so that all reach their ages."""
+    """Bring each tensor to its age (bytes touched since its last use) by touching ``others``."""
     ages = sorted(made, key=lambda each: -each[0])
     for (age, tensor), (following, _) in pairwise([*ages, (0, others)]):
         if age < COLD:

@@ -231,7 +231,7 @@ class _Player:
             upload()
 
     def _over_link(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
-        """Move bytes between an accelerator and host memory; without one they are there."""
+        """Call ``then`` when bytes have moved between host and accelerator; at once without one."""
         if self.setup.on_accelerator:
             self._clock.move(channel, nbytes, then)
         else:
@@ -392,7 +392,7 @@ class _PlayedUpdates:
         self._proceed(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
-        """Add a unit's gradient with ``nbytes`` of device memory, which was complete in ``turn``."""
+        """Add a unit's complete gradient, which has ``nbytes`` of device memory since ``turn``."""
         setup = self._setup
         update = ShardUpdate(
             str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,

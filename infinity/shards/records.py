@@ -200,7 +200,7 @@ class Records:
         self._small.taken, self._small.late = {**state, "predictor": self._speculation.counter}, late
 
     def end_commit(self) -> None:
-        """Hand over the last commit to be written; without one, that of a step written over in place.
+        """Let the last commit be written; a step that wrote over states in place makes one of its own.
 
         Raises a StateError if its small state is missing or cannot be kept: no later step can be recorded.
         """

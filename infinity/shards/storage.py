@@ -63,7 +63,7 @@ class ShardStore:
         )
 
     def with_state(self, chunk: ChunkExtents, name: str, *, moments: bool) -> ChunkExtents:
-        """Make room, zeros, for a chunk's exact part, unless it has it, and for ``moments``."""
+        """Return ``chunk`` with extents of zeros for its exact part, if it has none, and for ``moments``."""
         room = partial(self.volume.allocate, what=name, zeroed=True)
         if self._exact.fields and not chunk.exact.pieces:
             chunk = replace(chunk, exact=room(self._exact.state_nbytes(chunk.numel)))

@@ -290,7 +290,7 @@ class Updates:
         self._expecting = False
 
     def wait_until_unused(self, unit: Unit) -> None:
-        """Block until no update reads or writes the weights that ``unit`` stayed with."""
+        """Block until no update reads or writes the full weights that ``unit`` still has in memory."""
         self.wait_for_gradients()  # its own may still be on the way to the update
         pending, future = self.ready.get(unit.index), unit.home.updating
         if future is not None:
