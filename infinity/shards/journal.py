@@ -478,11 +478,10 @@ def read_journal(path: Path) -> Contents:
                 if (zlib.crc32(state, zlib.crc32(body)), zlib.crc32(layout)) != (crc, of_layout):
                     raise ValueError("checksum")
                 record = _record_of(number, body, state, layout)
+                if number >= head.oldest:
+                    commits[record.step] = record
             except MALFORMED as error:
                 problems.append(f"{path}: commit {number} is not what was written ({first_line(error)})")
-                continue
-            if number >= head.oldest:
-                commits[record.step] = record
     if head.oldest and not head.in_place and not commits and not problems:
         problems.append(f"{path}: commit {head.oldest} is missing; the drive, or a copy, has lost it")
     return Contents(path, head, commits, problems)
