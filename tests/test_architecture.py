@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "planner": 2201,
     "predict": 3251,
     "recipes": 1977,
-    "shards": 3886,
+    "shards": 3885,
 }
 
 

@@ -11,14 +11,14 @@ from tests.helpers.limits import HANG_S
 
 #: The most files that each journey may enter. A number here only falls, or its commit says what is worth it.
 MOST_FILES = {
-    "life": 59,
-    "read": 27,
-    "gradient": 32,
-    "commit": 37,
-    "resume": 17,
-    "activation": 33,
-    "plan": 50,
-    "train": 73,
+    "life": 47,
+    "read": 19,
+    "gradient": 24,
+    "commit": 31,
+    "resume": 15,
+    "activation": 26,
+    "plan": 45,
+    "train": 56,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.

@@ -71,7 +71,7 @@ def _in_package(frame: FrameType) -> bool:
 def _is_called_from_outside(frame: FrameType) -> bool:
     """Return whether no function of the package is on the stack above ``frame``."""
     above = frame.f_back
-    while above is not None and not _in_package(above):
+    while above is not None and (not _in_package(above) or above.f_code.co_name.startswith("<")):
         above = above.f_back
     return above is None
 
