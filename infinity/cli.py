@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from infinity import __version__
-from infinity.core.errors import InfinityError, RecipeError
+from infinity.core.errors import InfinityError, RecipeError, library_errors
 
 #: Exit codes of the signals that stop a command: as a shell reports them, and "try again later" for SIGUSR1,
 #: which schedulers send before the time is up (SLURM: --signal=USR1@60).
@@ -353,10 +353,14 @@ def _probe(args: argparse.Namespace) -> None:
     from infinity.core.files import user_path
     from infinity.predict.machines import describe_machine, probe, write_machine
 
+    output = None if args.output is None else user_path(args.output, "--output")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise RecipeError(f"--output {args.output}: wanted a file's path, in a folder that exists")
     machine = probe(args.dir)
     print(describe_machine(machine))
-    if args.output is not None:
-        write_machine(machine, user_path(args.output, "--output"))
+    if output is not None:
+        with library_errors(RecipeError, f"--output {args.output}"):
+            write_machine(machine, output)
         print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
 
 

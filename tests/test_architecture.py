@@ -274,9 +274,9 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 464,
+    "": 468,
     "activations": 2124,
-    "api": 2400,
+    "api": 2403,
     "app": 1143,
     "checkpoint": 2997,
     "comm": 839,

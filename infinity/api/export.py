@@ -97,9 +97,11 @@ def export(
         saved = saved_tensors(model, dict(named_targets(model)))
         return {item.spec.key: item.spec.shape for item in saved}
 
+    out = user_path(out, "out")
     if stored_as is not None:
-        return export_stored(Path(stored_as), Path(out), shapes=shapes, export=write, ranks=runtime.ranks)
-    write(Path(out))
+        like = user_path(stored_as, "stored_as")
+        return export_stored(like, out, shapes=shapes, export=write, ranks=runtime.ranks)
+    write(out)
     return None
 
 

@@ -20,6 +20,7 @@ from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, StateError
+from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import EngineConfig, HasEngineConfig, engine_config
@@ -204,7 +205,7 @@ def from_pretrained(
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
     values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
-    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen).eval()
+    return _load(user_path(path, "path"), recipe, auto_class, config_overrides, values, frozen).eval()
 
 
 def _load(

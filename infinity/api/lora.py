@@ -20,7 +20,7 @@ from infinity.activations.tensor_cache import patched
 from infinity.api.init import gathered
 from infinity.checkpoint.writer import Publication
 from infinity.core.errors import RecipeError, StateError
-from infinity.core.files import open_regular
+from infinity.core.files import open_regular, user_path
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
@@ -162,7 +162,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     if runtime.ranks.rank:
         return
-    with Publication(Path(directory)) as publication:
+    with Publication(user_path(directory, "directory")) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
         card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
         base = model.peft_config["default"].base_model_name_or_path

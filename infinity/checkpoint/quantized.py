@@ -209,14 +209,14 @@ class Decoded(Stored):
             held = values.read(first * size, len(decoded))
             same, wanted = unchanged(decoded, held), decoded
             if not same.all():
+                wanted = torch.where(same, decoded, held.float())
+                if not wanted.isfinite().all():
+                    raise ValueError("a value is NaN or infinite, and has no number in this form")
                 if self.encode_slabs is None:
                     raise ValueError(
                         "it was trained, and GPTQ chooses numbers with data for calibration: export without "
                         "--stored (stored_as), and quantize that with a library that has such data"
                     )
-                wanted = torch.where(same, decoded, held.float())
-                if not wanted.isfinite().all():
-                    raise ValueError("a value is NaN or infinite, and has no number in this form")
                 encoded = zip(self.encode_slabs(wanted, *parts), parts, strict=True)
                 parts = [new.reshape(old.shape) for new, old in encoded]
                 decoded = self._decode(first, parts).float()

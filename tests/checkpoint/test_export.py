@@ -46,6 +46,13 @@ def test_nothing_but_the_directory_stays_and_its_parents_are_made(model: nn.Modu
     assert left_in(tmp_path / "a/b/out") == names
 
 
+def test_a_tilde_is_the_home(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    infinity.export(model, "~/out")
+    assert left_in(tmp_path) == {"out"}
+
+
 def test_a_place_that_is_taken_is_refused_before_any_work(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,17 @@ def test_probe_writes_a_file_that_is_read_back(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
 
 
+@pytest.mark.parametrize("output", ["", "missing/here.yaml"])
+def test_probe_names_a_path_that_cannot_be_a_file_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    assert main(["probe", str(tmp_path), "--output", str(tmp_path / output)]) != 0
+    found = capsys.readouterr()
+    assert "wanted a file's path, in a folder that exists" in found.err
+    assert "this machine: " not in found.out
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(("rate", "most"), [(1e11, 1024), (1e9, 256)])
 def test_a_busy_machine_is_not_taken_for_a_slow_one(
     monkeypatch: pytest.MonkeyPatch, rate: float, most: int
