@@ -145,7 +145,7 @@ class Speculation:
     @property
     def early(self) -> bool:
         """Return whether updates of this step start inside backward, if there is an optimizer."""
-        return self.two_versions and self.counter >= 2
+        return self.two_versions and (self.counter >= 2 or not self.clips)
 
     def learn(self, started: int, *, right: bool) -> None:
         """Count a step whose updates had, or would have had, the right numbers, or not."""

@@ -454,6 +454,21 @@ def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_fo
     infinity.close(model)
 
 
+def test_steps_without_clipping_update_inside_backward_whatever_was_clipped_before(tmp_path, monkeypatch):
+    impatient(monkeypatch)
+    where = streaming(tmp_path, "memory.device=4200KiB", "memory.activations=keep")
+    with infinity.Init(training.recipe("fp32", where)):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    for most in (1e-3, None):
+        optimizer = infinity.AdamW(model, max_grad_norm=most)
+        for _ in range(3):  # each step with a limit is clipped: the next waits for its norm
+            model(torch.ones(4, 512)).pow(2).sum().backward()
+            optimizer.step()
+        speculated = optimizer.report().speculated
+        assert bool(speculated) is (most is None)
+    infinity.close(model)
+
+
 @pytest.mark.parametrize(
     ("resident", "adapters"),
     few((("true", False), ("false", True)), itertools.product(("true", "false"), (False, True))),
