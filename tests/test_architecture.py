@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 468,
     "activations": 2124,
     "api": 2403,
-    "app": 1143,
+    "app": 1147,
     "checkpoint": 2997,
     "comm": 839,
     "core": 2164,

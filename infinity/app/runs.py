@@ -24,10 +24,12 @@ from infinity.api.checkpoints import CHECKPOINTS_FOLDER
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,
+    ChangedFileError,
     CheckpointError,
     InfinityError,
     LockedError,
     RecipeError,
+    StateError,
 )
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
@@ -293,8 +295,10 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
             return ""
         why = _why_none(recipe) or "no step was committed yet"
         return f"{why}; to remove the run: {removal_of(run.folder)}"
+    if ChangedFileError.advice in str(error):  # what it kept is lost
+        return f"to remove the run: {removal_of(run.folder)}"
     directories = drive_directories(recipe, name)
-    refused = isinstance(error, (RecipeError, BudgetError))  # so it would be again
+    refused = isinstance(error, (RecipeError, BudgetError, StateError))  # so it would be again
     again = "run the same command again, or " if recipe.run.name and not refused else ""
     return (
         f"step {step} of {recipe.train.steps} is kept ({size_of(directories)} in {_listed(directories)}). "

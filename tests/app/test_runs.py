@@ -23,7 +23,7 @@ from infinity.app.runs import (
     remove_runs,
 )
 from infinity.cli import main
-from infinity.core.errors import InfinityError, LockedError, RecipeError
+from infinity.core.errors import ChangedFileError, InfinityError, LockedError, RecipeError, StateError
 from infinity.core.files import lock_file
 from infinity.observe.metrics import MetricsFile, StepReport
 from infinity.recipes.data.tokens import find_files
@@ -118,6 +118,9 @@ def test_a_recipe_with_which_a_run_has_not_gone_on_yet_is_not_kept_nor_tried_aga
         assert load_recipe(folder / RECIPE) == recipe().with_absolute_paths()
     assert "To go on: infinity resume runs/mine;" in how_to_go_on(run, RecipeError("other sequences"))
     assert "run the same command again" in how_to_go_on(run, KeyboardInterrupt())
+    assert "run the same command again" not in how_to_go_on(run, StateError("a data file is missing"))
+    lost = how_to_go_on(run, ChangedFileError("nvme/mine/rank0-1-0.bin", "was removed"))
+    assert lost == "to remove the run: infinity runs --remove mine"
 
 
 def test_the_drives_of_a_run_are_found_from_any_directory(monkeypatch: pytest.MonkeyPatch) -> None:
