@@ -482,7 +482,10 @@ class PortableValues:
         for tensor, names in self._named:
             found = [name for name in names if prefix + name in checkpoint]
             if found:
-                self._take(tensor, prefix + found[0])
+                first, *others = (prefix + name for name in found)
+                self._take(tensor, first)
+                differing = [other for other in others if not self._are_equal(first, other)]
+                self._complaints += [f"{first} and {other} differ: one tensor here" for other in differing]
             else:
                 self._complaints.append(f"missing: {prefix}{names[0]}")
         parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
@@ -502,6 +505,17 @@ class PortableValues:
         if shape != tuple(tensor.shape):
             self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
         self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
+
+    def _are_equal(self, key: str, other: str) -> bool:
+        """Return whether two tensors have the same bits in fp32."""
+        both = self._checkpoint[key], self._checkpoint[other]
+        numel = both[0].shape.numel()
+        return both[0].shape == both[1].shape and all(
+            torch.equal(*(
+                each.read(at, min(BOX_NUMEL, numel - at), torch.float32).view(torch.int32) for each in both
+            ))
+            for at in range(0, numel, BOX_NUMEL)
+        )  # fmt: skip
 
     def _find_state(self, groups: Sequence[dict[str, Any]]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}

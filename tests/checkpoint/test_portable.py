@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import infinity
 from infinity.api import portable
+from infinity.core.errors import CheckpointError
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several
@@ -235,6 +236,23 @@ def test_what_is_saved_is_what_is_loaded_in_other_places_and_dtypes(tmp_path: Pa
         assert infinity.load_checkpoint(other, its_optimizer, tmp_path / "out") == 2
         assert_same(state_of(other, its_optimizer), wanted)
         infinity.close(other)
+
+
+@pytest.mark.parametrize("head", ["other", "shorter"])
+def test_two_weights_are_no_tied_one(tmp_path: Path, head: str) -> None:
+    theirs = Small()
+    weight = theirs.embedding.weight.detach().clone()
+    weight[49, 16] = torch.nextafter(weight[49, 16], torch.tensor(9.0))
+    theirs.head.weight = nn.Parameter(weight if head == "other" else weight[:40])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(theirs.state_dict(), checkpoint_id=tmp_path / "out")
+    model, optimizer = sharded("fp32", "memory", tmp_path)
+    before = weights_of(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"embedding\.weight and head\.weight differ: one tensor here"):
+        infinity.load_checkpoint(model, optimizer, tmp_path / "out")
+    assert_same(weights_of(model, optimizer), before)
+    infinity.close(model)
 
 
 def test_a_run_that_is_loaded_goes_on_bitwise(tmp_path: Path) -> None:
