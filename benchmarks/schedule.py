@@ -85,7 +85,7 @@ class Bench:
     def overrides(self) -> list[str]:
         """Gradients wait for their norm; beside them there is room for four of the largest units."""
         largest = max(self.shape.vocabulary * self.shape.hidden, self.shape.block_numel)
-        rounding = 2 * MIB * (2 * self.shape.layers + 8)
+        rounding = 2 * MIB * (2 * self.shape.layers + 16)
         itemsize = DTYPES[self.options.dtype].itemsize
         return [
             "memory.activations=keep",  # the budget is of units alone
