@@ -131,7 +131,7 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
         alone = Ranks(0, 1, torch.device("cpu"))
         return export_stored(
-            Path(stored_as), out, shapes=lambda: shapes, export=lambda _: source, ranks=alone
+            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source, ranks=alone
         )
     adapter = (source / "adapter_config.json").is_file()
     needed = "adapter_model.safetensors" if adapter else "config.json"

@@ -171,7 +171,8 @@ class Contents:
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
         self.rest: list[tuple[Any, Keys]] = []  # what rank 0 writes: first tensors
-        self.units, groups = runtime.units, () if optimizer is None else optimizer.param_groups
+        self.units = runtime.units
+        groups = () if optimizer is None else optimizer.param_groups
         self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
         sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
         name_of: dict[int, str] = {}
@@ -194,13 +195,13 @@ class Contents:
         for count, paths in steps.items():
             step = torch.tensor(float(count), device="cpu")
             self.rest.append((step, self._enter(paths, step.dtype)))
-        usual, place = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0], "param_groups"
+        usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]  # torch's own defaults
         for index, group in enumerate(groups):  # in both forms of [Note: names]
             names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
             for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
                 value = value.item() if isinstance(value, Tensor) else value
-                flat = ((OPTIMIZER, f"{place}.{each}.{name}") for each in names if name != "params")
-                self.rest.append((value, self._enter([(OPTIMIZER, place, index, name), *flat])))
+                flat = ((OPTIMIZER, f"param_groups.{each}.{name}") for each in names if name != "params")
+                self.rest.append((value, self._enter([(OPTIMIZER, "param_groups", index, name), *flat])))
         if optimizer is not None and optimizer.scaler is not None:
             for name, value in optimizer.scaler.state_dict().items():
                 self.rest.append((value, self._enter([(OPTIMIZER, "loss_scaler", name)])))
@@ -284,18 +285,18 @@ class PortableSave:
         self._then, tiers, rest = then, runtime.tiers, self._contents.rest
         work = partial(self._write, tiers.chunk_fields, lambda: None)
         if beside:  # all is as it is now, whatever training writes
+            self._stack.callback(tiers.unpin)  # may be called twice
             try:
                 with all_ranks_or_raise(self._ranks, f"keeping the states for {self.out}"):
                     snapshot = runtime.records.snapshot()
+                    self._contents.rest = [
+                        (value.detach().clone() if isinstance(value, Tensor) else value, keys)
+                        for value, keys in rest
+                    ]
             except BaseException:
-                tiers.unpin()
                 self.close()
                 raise
-            self._stack.callback(tiers.unpin)
             work = partial(self._write, lambda unit: snapshot.read(unit.index), tiers.unpin)
-            self._contents.rest = [
-                (value.detach().clone() if isinstance(value, Tensor) else value, keys) for value, keys in rest
-            ]
         self._run(work, beside)
 
     def _run(self, work: Callable[[], None], beside: bool) -> None:
@@ -453,7 +454,8 @@ class PortableValues:
     stays open while values are read.
 
     Raises:
-        CheckpointError: Weights are missing, left over or of another shape; lists all of them.
+        CheckpointError: Weights are missing, left over, of another shape, or differ though the model ties
+            them; lists all of them.
         StateError: The model is only a part of the one that was built.
     """
 
@@ -484,8 +486,12 @@ class PortableValues:
             if found:
                 first, *others = (prefix + name for name in found)
                 self._take(tensor, first)
-                differing = [other for other in others if not self._are_equal(first, other)]
-                self._complaints += [f"{first} and {other} differ: one tensor here" for other in differing]
+                # Only if it fits: what a damaged file says of sizes is not read.
+                fits = checkpoint[first].shape == tensor.shape
+                self._complaints += [
+                    f"{first} and {other} differ, and are one (tied) tensor of the model"
+                    for other in others if fits and not checkpoint[first].equals(checkpoint[other])
+                ]  # fmt: skip
             else:
                 self._complaints.append(f"missing: {prefix}{names[0]}")
         parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
@@ -505,17 +511,6 @@ class PortableValues:
         if shape != tuple(tensor.shape):
             self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
         self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
-
-    def _are_equal(self, key: str, other: str) -> bool:
-        """Return whether two tensors have the same bits in fp32."""
-        both = self._checkpoint[key], self._checkpoint[other]
-        numel = both[0].shape.numel()
-        return both[0].shape == both[1].shape and all(
-            torch.equal(*(
-                each.read(at, min(BOX_NUMEL, numel - at), torch.float32).view(torch.int32) for each in both
-            ))
-            for at in range(0, numel, BOX_NUMEL)
-        )  # fmt: skip
 
     def _find_state(self, groups: Sequence[dict[str, Any]]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}

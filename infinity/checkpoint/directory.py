@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
 _MOST_JSON_NBYTES = 100_000_000
 #: How far the kernel is asked to read ahead (bytes).
 _AHEAD_NBYTES = 16 * 2**20
-#: Elements that are converted at a time.
+#: Elements that are converted or compared at a time.
 _PIECE_NUMEL = 2**18
 #: Blocks of a file that :meth:`ReadableFile.sample` reads, and their size (bytes).
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
@@ -82,6 +82,18 @@ class Stored:
         out = torch.empty(count, dtype=dtype or self.dtype, device="cpu")
         self.fill(start, out)
         return out
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tensor piece by piece, in its dtype: the first element, and the values."""
+        for start in range(0, self.shape.numel(), _PIECE_NUMEL):
+            yield start, self.read(start, min(_PIECE_NUMEL, self.shape.numel() - start))
+
+    def equals(self, other: "Stored") -> bool:
+        """Return whether ``other`` has the same shape, dtype and bits; reads both."""
+        return (self.shape, self.dtype) == (other.shape, other.dtype) and all(
+            torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            for (_, mine), (_, theirs) in zip(self.pieces(), other.pieces(), strict=True)
+        )
 
     def ranges(self, start: int, numel: int) -> Iterable[Piece]:
         """Return the bytes that :meth:`fill` reads, where they lie in safetensors files."""

@@ -529,8 +529,8 @@ class CheckpointValues:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:
                 [(_, values)] = self._values[id(s.whole)]
-                parts = [Part(0, values, 0, values.shape.numel())]
-                parts = values.parts if isinstance(values, Traced) else parts
+                whole = [Part(0, values, 0, values.shape.numel())]
+                parts = values.parts if isinstance(values, Traced) else whole
                 for part in cut(parts, s.first + low - s.offset, high - low):
                     yield low + part.start, part
 

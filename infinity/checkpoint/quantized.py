@@ -336,8 +336,8 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
     elif blocks.numel() and not (rows % blocks[0] or columns % blocks[1]):  # the file's own
         block = rows // blocks[0], columns // blocks[1]
     else:
-        shapes = (rows, columns), tuple(blocks), given
-        raise ValueError("its shape is {}, that of its scales {}, that of a block {}".format(*shapes))
+        found = f"{(rows, columns)}, that of its scales {tuple(blocks)}, that of a block {given}"
+        raise ValueError(f"its shape is {found}")
 
     decode = partial(codecs.decode_fp8, block=block)
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,6 @@ from infinity.checkpoint.writer import FilePlan, Publication, RangeWriter, creat
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors
 
-#: Elements that are compared, rounded or copied at a time.
-_PIECE_NUMEL = 2**18
 #: The folder of the export in the compute dtype.
 _PLAIN = "plain"
 #: The most misfitting tensors that an error names.
@@ -98,25 +96,15 @@ class QuantizedLayout(Checkpoint):
             )
 
         def twin(mine: Stored) -> str | None:
-            for key in shapes if len(mine.shape) >= 2 and isinstance(mine, FileTensor) else ():
-                other = self[key]
-                if isinstance(other, FileTensor) and (mine.shape, mine.dtype) == (other.shape, other.dtype):
-                    both = zip(_pieces(mine), _pieces(other), strict=True)
-                    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in both):
-                        return key
-            return None
+            if len(mine.shape) < 2 or not isinstance(mine, FileTensor):
+                return None
+            return next((k for k in shapes if isinstance(self[k], FileTensor) and mine.equals(self[k])), None)
 
         return {key: key if key in shapes else twin(tensor) for key, tensor in self.items()}
 
 
 def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
-
-
-def _pieces(tensor: Stored) -> Iterator[tuple[int, Tensor]]:
-    """Yield a tensor piece by piece, in its dtype: the first element, and the values."""
-    for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
-        yield start, tensor.read(start, min(_PIECE_NUMEL, tensor.shape.numel() - start))
 
 
 def export_stored(
@@ -129,8 +117,8 @@ def export_stored(
 ) -> Requantized:
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
-    ``shapes`` returns the shapes of what ``export`` writes, by key; that returns the directory of a plain
-    export, made at the given path or elsewhere, and is called on every rank.
+    ``export`` returns the directory of a plain export, made at the given path or elsewhere, and is called on
+    every rank; ``shapes`` returns the shapes of what it writes, by key.
     """
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -190,11 +178,11 @@ def _write_tensors(
                     lost, total = tensor.encode(values[source], put)
                 errors[key] = math.sqrt(lost / total) if lost else 0.0
             else:
-                for start, held in _pieces(values[source]):
+                for start, held in values[source].pieces():
                     put(tensor, start, _rounded(form, key, start, held))
             writer.check()
         for tensor in copied:
-            for start, held in _pieces(tensor):
+            for start, held in tensor.pieces():
                 put(tensor, start, held)
         writer.finish()
     return errors

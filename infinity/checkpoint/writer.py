@@ -109,7 +109,7 @@ class Publication(AbstractContextManager["Publication"]):
                         self._lock = open_locked(self.path, _DIRECTORY)
                     with writing(f"looking for what a killed export left beside {self.out}", self.path):
                         _remove_leftovers(self.out.parent, glob.escape(self.out.name))
-            with all_ranks_or_raise(ranks, f"looking for {self.out}"):
+            with all_ranks_or_raise(ranks, f"looking for {self.path}"):
                 if not self.path.is_dir():
                     raise CheckpointError(
                         f"rank {ranks.rank} does not see {self.path}, which rank 0 has just made; {verb} to "
@@ -120,7 +120,7 @@ class Publication(AbstractContextManager["Publication"]):
             raise
 
     def publish(self) -> None:
-        """Sync all to the drive and let ``out`` appear, unless something took its name; only on rank 0."""
+        """Sync all to the drive and let ``out`` appear, unless its name is taken; ranks but 0 do nothing."""
         if not self._leads:
             return
         with writing(f"publishing {self.out}", self.path):

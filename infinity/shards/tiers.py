@@ -3,7 +3,7 @@
 A unit that fits the host budget stays there, a quantized one of a frozen base in its stored form; the others
 live on NVMe. With one rank and no accelerator, the home of a unit in host memory *is* its flat buffer.
 
-[Note: frozen units] While a model is built, nobody knows yet which units will be trained. So a unit first
+[Note: frozen units] While a model is built, it is not known which units will be trained. So a unit first
 gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
 is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
 frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then. All ranks

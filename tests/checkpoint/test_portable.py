@@ -238,19 +238,24 @@ def test_what_is_saved_is_what_is_loaded_in_other_places_and_dtypes(tmp_path: Pa
         infinity.close(other)
 
 
-@pytest.mark.parametrize("head", ["other", "shorter"])
+@pytest.mark.parametrize("head", ["other", "shorter", "neither"])
 def test_two_weights_are_no_tied_one(tmp_path: Path, head: str) -> None:
-    theirs = Small()
-    weight = theirs.embedding.weight.detach().clone()
+    state = Small().state_dict()
+    weight = state["embedding.weight"].clone()
     weight[49, 16] = torch.nextafter(weight[49, 16], torch.tensor(9.0))
-    theirs.head.weight = nn.Parameter(weight if head == "other" else weight[:40])
+    state["head.weight"] = {"other": weight, "shorter": weight[:40], "neither": torch.ones(3)}[head]
+    if head == "neither":
+        state["embedding.weight"] = torch.zeros(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(theirs.state_dict(), checkpoint_id=tmp_path / "out")
+        dcp.save(state, checkpoint_id=tmp_path / "out")
     model, optimizer = sharded("fp32", "memory", tmp_path)
     before = weights_of(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"embedding\.weight and head\.weight differ: one tensor here"):
+    with pytest.raises(CheckpointError) as raised:
         infinity.load_checkpoint(model, optimizer, tmp_path / "out")
+    differ = "embedding.weight and head.weight differ, and are one (tied) tensor of the model"
+    assert (differ in str(raised.value)) is (head != "neither")  # a size that does not fit is not read
+    assert ("embedding.weight has shape (3,), the model (50, 17)" in str(raised.value)) is (head == "neither")
     assert_same(weights_of(model, optimizer), before)
     infinity.close(model)
 
