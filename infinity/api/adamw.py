@@ -348,15 +348,15 @@ class AdamW(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _check_parameters(self) -> None:
-        """Raise if a trainable parameter is in no unit, or in none of the default groups."""
+        """Raise if weights were replaced, or a trainable parameter is in no unit or no default group."""
+        for unit, segment in self.runtime.units.segments():  # of all models of the Init: the step is theirs
+            unit.check_data(segment)
         grouped = {id(param) for param in self._params()} if self._made_groups else set()
         # model.parameters() would look at each parameter, and at all of them by name
         for param in (each for m in self.model.modules() for each in dict.values(m._parameters)):
             if param is None:
                 continue
             places = self.runtime.units.places(param)
-            for unit, segment in places:
-                unit.check_data(segment)
             if param.requires_grad and not places:
                 named = {id(each): name for name, each in self.model.named_parameters()}
                 name = named.get(id(param), f"a parameter of shape {tuple(param.shape)}")

@@ -1,4 +1,4 @@
-"""All-gather of weights, all-to-all of gradients, and a check that every rank does the same.
+"""Collectives of weights and gradients, a check that every rank does the same, and a watch for lost ranks.
 
 [Note: one thread, one order] Every rank must issue its collectives in the same order. The training thread
 queues them in the order of the trace; one thread takes each, waits for what it needs (its shard's fetch), and

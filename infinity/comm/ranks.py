@@ -33,7 +33,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    collectives: Collectives | None = None  # None: there is one process
+    collectives: Collectives | None = None  # None: one process, or the ranks have not met
 
     @property
     def on_accelerator(self) -> bool:
@@ -257,7 +257,7 @@ def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]
     """
     store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 
-    def rank(number: int) -> list[tuple[float, float]]:
+    def exchange(number: int) -> list[tuple[float, float]]:
         group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
         full, other = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         taken_s = []
@@ -269,6 +269,6 @@ def measure_exchange(nbytes: int = 2**24, tries: int = 8) -> tuple[float, float]
         return taken_s[1:]  # the first makes pages ready
 
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(rank, range(2))
+        first, second = threads.map(exchange, range(2))
     wall_s, core_s = (statistics.median(map(max, a, b)) for a, b in zip(zip(*first), zip(*second)))
     return 2 * half / wall_s, core_s / 2 / (2 * half)

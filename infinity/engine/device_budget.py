@@ -9,8 +9,8 @@ weights, divide again, or raise with what is required.
 [Note: units in use at one time]
 A module's units are in use while the modules inside it run. A block that is recomputed in backward uses its
 units until their gradients are complete or backward has passed them; one that is frozen in part has its
-weights and its gradient until backward ends. So the window holds at least the units of a module and those
-that it contains, and, where blocks are recomputed, the largest block. Recomputation is known beforehand for
+weights and its gradient until backward ends. So the window holds at least a module's own units with those of
+the modules around it, and, where blocks are recomputed, the largest block. What is recomputed is known for
 ``memory.activations`` (a plan may recompute any block) and for transformers' ``gradient_checkpointing``,
 which the next forward sees; what other code recomputes is not counted.
 
@@ -52,7 +52,7 @@ class _Given:
     states: bool  # may be in an accelerator's memory
     trained: frozenset[int]  # units that get a gradient
     recomputes: bool  # blocks are recomputed in backward
-    early: bool  # an update inside backward is done with its gradient
+    early: bool  # updates inside backward free their gradients
     accumulates: bool = False  # gradients wait for later micro-batches
     block: int = 0  # the least window, for a layer schedule
 
@@ -62,7 +62,7 @@ class UnitBudget:
 
     ``leaves`` are units that are gathered as one, by module, ``models`` modules that are not inside others. A
     derived ``memory.device`` is at most ``ceiling_nbytes``; activations with the ``policy`` plan take a part
-    of it. If gradients are clipped (``clips``), no update inside backward is done with them.
+    of it. If they are clipped (``clips``), gradients are kept until the step.
     ``updates_nbytes`` of an accelerator's memory are for updates, beside pools.
     """
 
@@ -89,7 +89,7 @@ class UnitBudget:
             ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
             trained=self._trained_now(),
             recomputes=policy in ("recompute", "plan") or self._recomputes_now(),
-            early=not clips and memory.versions == 2,
+            early=self._early(clips),
         )  # fmt: skip
         self._divide(given)
 
@@ -147,9 +147,11 @@ class UnitBudget:
             self._divide(now)
         return now != before
 
+    def _early(self, clips: bool) -> bool:
+        return not clips and self._tiers.storage.memory.versions == 2
+
     def clip(self, clips: bool) -> None:
-        early = not clips and self._tiers.storage.memory.versions == 2
-        self._divide(replace(self._given, early=early))
+        self._divide(replace(self._given, early=self._early(clips)))
 
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""

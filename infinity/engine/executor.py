@@ -1,4 +1,7 @@
-"""Runs the training steps of one model: builds the parts that serve its units, and drives a step."""
+"""Runs the training steps of one model: builds the parts that serve its units, and drives a step.
+
+Also the settings of one ``Init``, and the choice of where updates run.
+"""
 
 import contextlib
 import math
@@ -11,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from infinity.activations.controller import ActivationBudget, Activations
+from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
@@ -87,8 +90,8 @@ class PassFigures:
     moved: tuple[int, int] = (0, 0)  # bytes that updates and records were to move since the beginning
 
 
-class StepExecutor(ActivationBudget):
-    """Runs the training steps of one model, under one division of its device budget.
+class StepExecutor:
+    """Runs the training steps of one model, and divides its budgets again when more is known.
 
     ``leaves`` are units that are gathered as one, by module. Gradients that are clipped (``clips``) are kept
     until ``step()``; a model that runs before it has an optimizer is divided for as if they were.
@@ -103,7 +106,7 @@ class StepExecutor(ActivationBudget):
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.timeline = timeline
         self.figures = PassFigures()  # of the last step
-        self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
+        self.blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
         storage, device = tiers.storage, ranks.device
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
@@ -189,7 +192,7 @@ class StepExecutor(ActivationBudget):
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
     def clip(self, clips: bool) -> None:
-        """Divide the budgets for gradients that are clipped, or not; those of a step change nothing."""
+        """Divide the budgets again if clipping changed; while a step has gradients, do nothing."""
         if clips != self.updates.speculation.clips and not self.gradients.received:
             self.hooks.release_unscoped_units()
             self.budget.clip(clips)
@@ -220,7 +223,7 @@ class StepExecutor(ActivationBudget):
         """Keep any one of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
         before = self.budget.division
         window_nbytes = self.budget.window_for(blocks, described)
-        self._blocks = blocks, tiles, described
+        self.blocks = blocks, tiles, described
         if self.budget.division is not before:
             self._apply_division()
         self.prefetcher.hold_blocks(window_nbytes, tiles)
@@ -240,8 +243,8 @@ class StepExecutor(ActivationBudget):
         self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
         self.updates.stored_gradients.place(self.budget.spilled, self.updates.ready)
-        if self._blocks is not None:
-            self.hold_blocks(*self._blocks)
+        if self.blocks is not None:
+            self.hold_blocks(*self.blocks)
 
     @property
     def device_pools(self) -> list[Pool]:

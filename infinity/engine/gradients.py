@@ -20,12 +20,13 @@ memory is lent again as soon as they are issued.
 
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
-that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, since the
-bus is what is short, and hands it over. The lease carries the order from stream to stream.
+that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, so that the
+copy need not wait for it (the bus is the bottleneck), and hands it over. The lease carries the order from
+stream to stream.
 
 The gradient of a unit that is updated on the accelerator stays there, and nothing waits until ``step()``: the
 hook, or the thread of collectives, gives the norm's stream its work, too, and ``step()`` reads all norms at
-once. Another thread would get the interpreter's lock from the one that computes every 5 ms only.
+once. Another thread would wait up to 5 ms each time for the interpreter's lock.
 
 [Note: gradients borrow from the window]
 Budgets have room for one gradient that is open and one on its way to its update. Where units have parameters
@@ -67,7 +68,7 @@ class Gradient:
     lease: Lease
     dtype: torch.dtype
     used: bytearray  # 1: the segment has a gradient of this step, of a shard on any rank
-    open: Tensor | None = None  # the values of a unit, which parameters' gradients are added to
+    open: Tensor | None = None  # of a unit: ``flat``, made once for all its parameters
 
     @classmethod
     def of(cls, unit: Unit, pool: Pool | CountingPool) -> "Gradient":

@@ -182,7 +182,8 @@ class Hooks:
                 each.pending = True
             return
         if (leaf := self._leaves.of_module.get(module)) is not None:
-            self._leaves.calls[leaf] += torch.is_grad_enabled() and not in_backward
+            if torch.is_grad_enabled() and not in_backward:
+                self._leaves.calls[leaf] += 1
             for unit in leaf:
                 self._use(unit, frame)
             frame.leaf = True

@@ -223,10 +223,11 @@ class Runtime:
         """Prepare for another ``Init`` block, in which the model is changed."""
         if self._executor is None:
             return
-        if self._executor.updates.hypers.groups or self._executor.hooks.hooked:
+        executor = self._executor
+        if executor.updates.hypers.groups or executor.hooks.hooked or executor.blocks is not None:
             raise StateError(
-                "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and "
-                "resize embeddings before that"
+                "infinity.Init of a model that has its optimizer or a layer schedule, or ran with gradients: "
+                "add modules and resize embeddings before that"
             )
         self._executor.retire()
         for unit in self.units:

@@ -1,1 +1,1 @@
-"""The update: rules, the chunk pipeline that plays them beside training, gradient norm, loss scale."""
+"""Update rules and their CPU loops, gradient norm, loss scale."""

@@ -1,4 +1,4 @@
-"""Update rules: the state that an optimizer keeps, its arithmetic, and what runs it on each device.
+"""Update rules: an optimizer's state and arithmetic, what runs it on each device; gradient norm, loss scale.
 
 Only an :class:`UpdateRule` knows the number, dtypes and names of its moments. A second optimizer is a
 subclass and a row in :data:`RULES`. A state is what makes the weight exact, which depends on the compute

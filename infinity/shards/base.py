@@ -55,7 +55,7 @@ ViewRead = Callable[[int, int, int], Tensor]
 
 
 class BaseValues(Protocol):
-    """As :class:`infinity.checkpoint.load.CheckpointValues`, which makes values of stored bytes."""
+    """Makes values of stored bytes; :class:`infinity.checkpoint.load.CheckpointValues` does."""
 
     def why_not_mapped(self, unit: Unit) -> str: ...
 

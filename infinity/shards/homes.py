@@ -291,9 +291,8 @@ class DeviceShards:
                     if new and after is not None:
                         after.wait()
                     grad = gradient()
-                    weight: Tensor = shard.weight.tensor.view(
-                        layout.dtype
-                    )  # after the copies of other streams
+                    # After the copies of other streams.
+                    weight: Tensor = shard.weight.tensor.view(layout.dtype)
                     if new:
                         shard.fields = weight, *layout.views(shard.state.tensor, weight.numel())
                         for target, source in zip(shard.fields, host.values(), strict=True):
@@ -310,21 +309,26 @@ class DeviceShards:
                 return None
 
             if new or self._queued:
-                self._queue(lambda: ended(play()))
+                self._queue(lambda: ended(play()), ended)
                 return
             with on_stream(self._stream):
                 error = play()
         with on_stream(self._stream):
             ended(error)
 
-    def _queue(self, call: Callable[[], object]) -> None:
-        """Let the thread make ``call``, which gives the stream work. The caller holds the lock."""
+    def _queue(self, call: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
+        """Let the thread make ``call``, which gives the stream work, or ``failed`` if there is no stream.
+
+        The caller holds the lock.
+        """
         self._queued += 1
 
         def play() -> None:
             try:
                 with on_stream(self._stream):
                     call()
+            except BaseException as error:  # of a device that does nothing any more
+                failed(error.with_traceback(None))
             finally:
                 with self._lock:
                     self._queued -= 1
@@ -349,7 +353,7 @@ class DeviceShards:
                     target.copy_(source, non_blocking=True)
                 wait_on_host(record(self._device))
 
-            self._queue(lambda: home.run(copy))
+            self._queue(lambda: home.run(copy), home.finish)
             return home
 
     def leave(self, index: int) -> None:
@@ -357,7 +361,7 @@ class DeviceShards:
         with self._lock:
             host = self._homes.pop(index, None)
             if host is not None and host.there is not None:
-                self._queue(host.there.release)  # in the order of its stream
+                self._queue(host.there.release, lambda error: None)  # in the order of its stream
                 host.there = None
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:

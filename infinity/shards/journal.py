@@ -291,7 +291,7 @@ class Journal:
             blocks of each data file, which are kept with the commit.
         obsolete: Called once with the first commit behind all ranks: what an earlier generation had may go.
         last: This process's last commit, which may still be being written; None: there is none.
-        stands: There is a commit of this process, written or being written, that is valid.
+        stands: There is a valid commit, written or being written.
     """
 
     def __init__(self, folder: Path, owner: RankFiles, *, synced: bool = False) -> None:
@@ -322,7 +322,10 @@ class Journal:
         """Write ``record`` when every update has landed; never if one fails. Raises as :meth:`wait`."""
         self.wait()
         self.last, self.stands = Transfer(), True
-        self._thread.submit(self.last.run, partial(self._write, record, updates))
+        try:
+            self._thread.submit(self.last.run, partial(self._write, record, updates))
+        except RuntimeError as error:  # it was closed meanwhile, or no thread can be started
+            self.last.finish(error)
 
     def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         for update in updates:
@@ -335,7 +338,8 @@ class Journal:
     def wait(self) -> None:
         """Block until the last commit is in the journal.
 
-        Raises an error of an update of that step, or a StateError if its small state could not be read back.
+        Raises an error of an update of that step, a DiskError of the journal, or a StateError if the step's
+        small state could not be read back.
         """
         if self.last is not None:
             self.last.wait()
@@ -491,7 +495,7 @@ def read_sums(path: Path, record: CommitRecord) -> list[bytes]:
     """Return the sums of blocks that were kept with a commit, by data file; empty: there are none."""
     with _reading(path) as run:
         rows = run("SELECT body, crc FROM sums WHERE number = ? ORDER BY drive", record.number)
-    if any(zlib.crc32(body) != crc or len(body) % 4 for body, crc in rows):
+    if any(type(body) is not bytes or zlib.crc32(body) != crc or len(body) % 4 for body, crc in rows):
         raise CorruptJournalError(f"{path}: the sums of step {record.step} are not what was written")
     return [body for body, _ in rows]
 

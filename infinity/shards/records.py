@@ -216,11 +216,11 @@ class Records:
         if again and self._small.taken is not None:
             self._small.complete(self.steps)
         self._small.taken = None  # it belongs to no step that is recorded
-        record, landing = (None, None) if commit is None else commit
-        if again if record is None else landing is None:
+        if again if commit is None else commit[1] is None:  # its states were written over in place
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written
-            record, landing = self._make_commit()
+            commit = self._make_commit()
+        record, landing = (None, None) if commit is None else commit
         if record is not None and landing is not None:
             self._kept.append(replace(record, layout=None))  # which may be large
             self.commits.add(replace(record, state=self._small.packed), landing)

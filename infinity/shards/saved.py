@@ -269,9 +269,11 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
     exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     [drives] = whole_numbers([layout["drives"]], most=2**12)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
-    whole, units = drives > 0 and type(layout.get("base", {})) is dict, list[SavedUnit]()
+    whole = drives > 0 and type(layout.get("base", {})) is dict
+    units: list[SavedUnit] = []
     for unit, counts, which in zip(layout["units"], record.counts, record.versions, strict=True):
-        [numel], versions = whole_numbers([unit["numel"]]), [*map(Version.of_plain, unit["versions"] or ())]
+        [numel] = whole_numbers([unit["numel"]])
+        versions = [*map(Version.of_plain, unit["versions"] or ())]
         segments = [
             (name, *whole_numbers([at]), whole_numbers(shape)) for name, at, shape in unit["segments"]
         ]

@@ -317,12 +317,12 @@ class Updates:
     def _start(self, pending: PendingUpdate) -> None:
         unit = pending.unit
         pending.future = future = UpdateFuture(pending.update)
-        if unit.home.tier is Tier.NVME:
-            start = self._in_pipeline(pending)
-        else:
-            start = (self._on_device if unit.index in self.chosen else self._in_place)(pending)
-        unit.home.updating = future  # from here on fetches wait for it
         try:
+            if unit.home.tier is Tier.NVME:
+                start = self._in_pipeline(pending)
+            else:
+                start = (self._on_device if unit.index in self.chosen else self._in_place)(pending)
+            unit.home.updating = future  # from here on fetches wait for it
             start()
         except BaseException as error:
             future.finish(error)  # it may be waited for
@@ -400,9 +400,11 @@ class Updates:
             self._on(pending, pending.update.landed)
         except BaseException as raised:  # of a device that does nothing any more
             error = error or raised.with_traceback(None)
-        if error is not None:
-            self.on_failure(error)
-        pending.future.finish(error)
+        try:
+            if error is not None:
+                self.on_failure(error)
+        finally:
+            pending.future.finish(error)  # the thread that writes commits waits for it
 
 
 _CHANGED = (

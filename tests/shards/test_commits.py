@@ -97,6 +97,14 @@ def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
     commits.close()
 
 
+def test_a_commit_that_no_thread_can_write_any_more_ends_with_the_error(tmp_path):
+    commits = Journal(tmp_path, RankFiles(0))
+    commits.close()
+    commits.add(CommitRecord(1, (0,), layout={}), [])
+    with pytest.raises(RuntimeError, match="shutdown"):
+        commits.wait()
+
+
 # --- the journal --------------------------------------------------------------------------------
 
 

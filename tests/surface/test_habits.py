@@ -590,6 +590,27 @@ def test_a_finished_model_is_changed_in_a_block_of_its_own(tmp_path, place):
     optimizer.close()
 
 
+def test_a_model_with_a_layer_schedule_is_not_changed_any_more(tmp_path):
+    factory, _ = models.build("llama", seed=1)
+    model = training.build(factory, "fp32", training.streaming(tmp_path))
+    infinity.layer_schedule(model, 2)
+    with pytest.raises(StateError, match="has its optimizer or a layer schedule"):
+        infinity.Init(model).__enter__()
+    infinity.close(model)
+
+
+def test_a_weight_of_another_model_that_was_written_outside_ends_the_step_before_it_commits(tmp_path):
+    with infinity.Init(training.recipe("fp32", training.streaming(tmp_path))):
+        one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = infinity.AdamW(one, params=[*one.parameters(), *other.parameters()])
+    (one(torch.ones(2, 8)) + other(torch.ones(2, 8))).sum().backward()
+    other.weight.data = torch.zeros(8, 8)
+    with pytest.raises(StateError, match="weight"):
+        optimizer.step()
+    assert optimizer.steps == 0
+    infinity.close(one)
+
+
 @BOTH
 def test_a_backward_of_a_forward_from_before_a_model_was_changed_says_so(tmp_path, place):
     overrides = training.streaming(tmp_path) if place == "nvme" else ["memory.host=256MiB"]
