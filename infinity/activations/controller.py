@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -153,21 +153,32 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
             among[name] = buffer
 
 
-@dataclass(eq=False)
-class ActivationBudget:
-    """Tells how much device memory a step itself may allocate: a fixed capacity that nothing else shares."""
-
-    capacity_nbytes: int | None = None
+class ActivationBudget(Protocol):
+    """Tells how much device memory a step itself may allocate."""
 
     def capacities(self) -> Sequence[int | None]:
         """Return the bytes that activations may have, the best division of memory first; None: no bound."""
-        return [self.capacity_nbytes]
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Take note that the plan was made for one of the capacities, and takes at most ``kept_nbytes``."""
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         """Return the error to raise when no plan for a profile fits any capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCapacity:
+    """An :class:`ActivationBudget` of a capacity that nothing else shares."""
+
+    capacity_nbytes: int | None = None
+
+    def capacities(self) -> Sequence[int | None]:
+        return [self.capacity_nbytes]
+
+    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
+        pass
+
+    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         return budget_error(profile, hardware, self.capacity_nbytes or 0)
 
 
@@ -236,7 +247,7 @@ class Activations:
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
-        self.budget = budget or ActivationBudget()
+        self.budget = budget or FixedCapacity()
         self.meters = policy == "plan"  # one pass, which is slower
         self.metered_nbytes: int | None = None  # the peak of that pass
         self._hardware, self._decide, self._units = hardware, decide, units

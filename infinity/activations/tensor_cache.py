@@ -44,6 +44,9 @@ LEAST_NBYTES = 256 * 2**10
 #: A tensor that is a smaller part of its storage than one in so many is a row of the user's data.
 _LEAST_PART = 64
 
+#: Stands for an attribute that an object does not have.
+_ABSENT = object()
+
 S = SlotState
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,12 +58,12 @@ def untraced(function: F) -> F:
 @contextmanager
 def patched(target: Any, name: str, value: object) -> Iterator[None]:
     """Set the attribute ``name`` of ``target`` to ``value``, hiding its class's, until the context ends."""
-    before = target.__dict__.get(name)
+    before = target.__dict__.get(name, _ABSENT)
     target.__dict__[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if before is _ABSENT:
             del target.__dict__[name]
         else:
             target.__dict__[name] = before
@@ -433,7 +436,8 @@ class KeptTensor:
             raise RuntimeError(
                 "a tensor that the backward pass needs was modified by an inplace operation after it was "
                 f"saved: {str(counter.dtype).removeprefix('torch.')}{self._shape()} is at version "
-                f"{counter._version}; wanted version {wanted} (by whom: torch.autograd.set_detect_anomaly)"
+                f"{counter._version}; wanted version {wanted}. torch.autograd.set_detect_anomaly(True) shows "
+                "the operator that saved it"
             )
         return counter
 

@@ -19,7 +19,7 @@ first is built; that a module really keeps experts in a list is seen when it is 
 
 [Note: what is tiled]
 Packed experts (``[experts, out, in]``), linear layers and embeddings, if larger than :class:`CutSizes`
-allows. Without an accelerator and other ranks, a tile of experts is as few as a drive reads at its speed.
+allows. On one rank without an accelerator, a tile has as few experts as a drive still reads at full speed.
 """
 
 import difflib
@@ -71,8 +71,8 @@ class PartitionConfig(Config):
 
 #: Bytes of a rank's shard of a full unit: several requests of the size at which drives reach full speed.
 TARGET_SHARD_NBYTES = 16 * 2**20
-#: The least, where memory has no room for that: two of half the size are read more slowly (0.90), and volumes
-#: divide no smaller ones among drives.
+#: The least, where memory has no room for that: two of half the size at one time are read more slowly (0.90),
+#: and volumes divide no smaller ones among drives.
 LEAST_SHARD_NBYTES = 2 * 2**20
 #: Beside an accelerator, the least of a full unit on all ranks: each unit costs the host about a millisecond,
 #: in which a fast link moves as many bytes.
@@ -103,7 +103,9 @@ class CutSizes:
         A linear layer, whose input gradient is rounded otherwise in tiles, is tiled only if it could not be
         gathered at all. Experts in tiles give the same bits. What a full unit would hold is not tiled.
         """
-        full = max(TARGET_SHARD_NBYTES * world_size, TARGET_ACCELERATOR_NBYTES * on_accelerator)
+        full = TARGET_SHARD_NBYTES * world_size
+        if on_accelerator:
+            full = max(full, TARGET_ACCELERATOR_NBYTES)
         copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
         most = sys.maxsize
         if device_nbytes is not None:
@@ -205,7 +207,8 @@ class UnitBuilder:
         module = self.building.pop()
         self.join(module)
         if self._leaf is not None and self._leaf[0] is module:
-            (_, first), self._leaf = self._leaf, None
+            first = self._leaf[1]
+            self._leaf = None
             self.close()
             if type(module).__name__ in self._leaf_names or _has_experts(module):
                 self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
@@ -288,9 +291,10 @@ def _has_experts(module: nn.Module) -> bool:
     A list of what has packed experts is one of layers.
     """
     for items in (each for each in module.modules() if isinstance(each, nn.ModuleList)):
+        if len(items) < 2 or len(set(map(type, items))) > 1:
+            continue
         inner = [(m, p) for item in items for m in item.modules() for p in m._parameters.values()]
         params = [(m, p) for m, p in inner if p is not None]
-        alike = len(items) > 1 and len(set(map(type, items))) == 1
-        if alike and params and not any(is_packed(m, p) for m, p in params):
+        if params and not any(is_packed(m, p) for m, p in params):
             return True
     return False

@@ -47,7 +47,7 @@ from infinity.partition.builder import UnitBuilder
 from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
-#: Closed units of full size that stay materialized while a model is built; two if fp32 is trained in bf16.
+#: Closed units of full size that stay materialized while a model is built; 2 if fp32 is trained in bf16.
 OPEN_UNITS = 4
 
 
@@ -152,10 +152,14 @@ class Construction:
         self._take_out: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
             weakref.WeakKeyDictionary()
         )
-        self.active = False  # the block is not over
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._normal_mode = contextlib.ExitStack()
+
+    @property
+    def active(self) -> bool:
+        """Whether the block is not over."""
+        return Construction._open is self
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -176,7 +180,7 @@ class Construction:
                 "block, or in one after the other (infinity.from_pretrained opens a block of its own: call "
                 "it outside)"
             )
-        Construction._open, self.active = self, True
+        Construction._open = self
         if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
             self._normal_mode.enter_context(torch.inference_mode(False))
             self._normal_mode.enter_context(torch.no_grad())  # as there: initializers write parameters
@@ -204,7 +208,7 @@ class Construction:
             self._take_out.clear()
         finally:
             self._normal_mode.close()
-            Construction._open, self.active = None, False
+            Construction._open = None
 
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
         """Materialize the unit of ``param``, and keep those of ``siblings``, its module's own parameters."""

@@ -94,7 +94,8 @@ class Staging:
         size = min(nbytes, self.piece_nbytes)
         with self._lock:
             lease = None if self._without else self.pool.try_lease(size, who=who)
-            self._without += lease is None
+            if lease is None:
+                self._without += 1
         reading = None if lease is None else fetch(lease.memory, 0)
 
         def read(start: int, buffer: Lease) -> Transfer:
@@ -108,7 +109,8 @@ class Staging:
                     buffers = [lease or self.pool.lease(size, who=who)]
                 finally:
                     with self._lock:
-                        self._without -= lease is None
+                        if lease is None:
+                            self._without -= 1
                 held.callback(buffers[0].release)
                 if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
@@ -275,7 +277,7 @@ class UnitMover:
     def _upload(
         self, updated: Callable[[], object], shard: Lease | None, lease: Lease, begin: int, gives_back: bool
     ) -> None:
-        """Copy a shard in host memory, once it is ``updated``; None: that has written to the slice itself."""
+        """Copy a shard in memory, once it is ``updated``; None: that has written to the slice itself."""
         updated()
         if shard is not None:
             lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)

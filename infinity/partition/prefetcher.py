@@ -53,7 +53,10 @@ CONTEXT = 3
 
 
 class ResidentSet:
-    """Knows the items in memory or on their way there, and decides which go; ``release`` discards one."""
+    """Knows the items in memory or on their way there, and decides which go.
+
+    ``release`` is called with an item that goes, and must :meth:`discard` it.
+    """
 
     def __init__(self, capacity_nbytes: int, release: Callable[[Item], None]) -> None:
         self.capacity_nbytes, self._release = capacity_nbytes, release
@@ -566,12 +569,12 @@ class BackwardPins:
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
         #: In the order in which they came, each with the node that reads it; None: a recomputed forward does.
-        self._kept: dict[int, Any] = {}
-        self._node: Any = None  # the autograd node that read frozen units last,
+        self._kept: dict[int, int | None] = {}
+        self._node: int | None = None  # the autograd node that read frozen units last,
         self._read: list[int] = []  # and which ones
 
     def recomputed(self, index: int) -> bool:
-        return self._kept.get(index, self) is None
+        return index in self._kept and self._kept[index] is None
 
     def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
         """Use a unit until its gradients are complete; without ``to_the_end`` at most until room is short."""
