@@ -131,8 +131,7 @@ def _flag(name: str, help: str) -> _Argument:
 
 
 def _overrides(help: str) -> _Argument:
-    # The default says to argparse that none is needed.
-    return _argument("overrides", "key=value", help, nargs="*", default=[])
+    return _argument("overrides", "key=value", help, nargs="*", default=())
 
 
 def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -170,7 +169,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if more:  # argparse ends a list of arguments at the first option
         args.overrides = [*args.overrides, *more]
     for name, value in vars(args).items():
-        if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
+        if value == []:  # argparse takes the -- of --steps=-- for no value
             _PARSER.error(f"argument --{name}: expected one argument")
     return args
 
@@ -342,7 +341,7 @@ def _show_recipe(path: str, args: argparse.Namespace, budget: str | None = None)
 
 
 @_command(
-    _argument("dir", "DIR", "a directory on each drive", nargs="*"),
+    _argument("dir", "DIR", "a directory on each drive; none: no drive is measured", nargs="*", default=()),
     _argument("--output", "FILE", "the hardware file to write, such as here.yaml"),
 )
 def _probe(args: argparse.Namespace) -> None:
@@ -354,8 +353,9 @@ def _probe(args: argparse.Namespace) -> None:
     from infinity.predict.machines import describe_machine, probe, write_machine
 
     output = None if args.output is None else user_path(args.output, "--output")
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise RecipeError(f"--output {args.output}: wanted a file's path, in a folder that exists")
+    with library_errors(RecipeError, f"--output {args.output}"):
+        if output is not None and (output.is_dir() or not output.parent.is_dir()):
+            raise RecipeError(f"--output {args.output}: wanted a file's path, in a folder that exists")
     machine = probe(args.dir)
     print(describe_machine(machine))
     if output is not None:

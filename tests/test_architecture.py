@@ -275,22 +275,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 468,
-    "activations": 2124,
+    "activations": 2139,
     "api": 2412,
     "app": 1147,
     "checkpoint": 3006,
     "comm": 839,
-    "core": 2164,
+    "core": 2167,
     "device": 1045,
-    "engine": 2877,
+    "engine": 2885,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
-    "partition": 2568,
-    "planner": 2201,
-    "predict": 3251,
+    "partition": 2581,
+    "planner": 2202,
+    "predict": 3255,
     "recipes": 1977,
-    "shards": 3885,
+    "shards": 3897,
 }
 
 

@@ -295,7 +295,7 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
             return ""
         why = _why_none(recipe) or "no step was committed yet"
         return f"{why}; to remove the run: {removal_of(run.folder)}"
-    if ChangedFileError.advice in str(error):  # what it kept is lost
+    if ChangedFileError.advice in str(error):  # its text, which another rank's PeerError quotes
         return f"to remove the run: {removal_of(run.folder)}"
     directories = drive_directories(recipe, name)
     refused = isinstance(error, (RecipeError, BudgetError, StateError))  # so it would be again

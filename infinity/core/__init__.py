@@ -1,1 +1,1 @@
-"""The nouns that parts of infinity share. Imports no other part and no torch, which some machines lack."""
+"""The nouns that parts of infinity share. Imports no other part and no torch, which planning goes without."""

@@ -90,7 +90,8 @@ class Lifecycle(Generic[State]):
 
     def move(self, state: State) -> None:
         """Go to ``state``; raise if there is no such edge."""
-        if state not in (allowed := _EDGES[self.state]):
+        allowed = _EDGES[self.state]
+        if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")
         self.state = state

@@ -161,9 +161,11 @@ def _built(wanted: Any, given: Any) -> Any:
         return {_built(kinds[0], key): _built(kinds[1], value) for *key, value in given}
     if kinds:
         return None if given is None else _built(kinds[0], given)
-    if is_record:
+    if is_record:  # asked before: else mypy takes the class for an object
         hints = _hints(wanted)
-        return wanted(**{name: _built(hints[name], value) for name, value in given.items()})
+        if different := hints.keys() ^ given.keys():
+            raise ValueError(f"keys {sorted(different)} are missing or unknown")
+        return wanted(**{name: _built(hint, given[name]) for name, hint in hints.items()})
     return wanted(*given) if wanted is SlotKey else wanted(given)
 
 

@@ -241,14 +241,14 @@ def within(
     high = simulator.slots.backlog.peak_nbytes
     found, tried_nbytes = None, low
     for _ in range(TRIES if low >= 0 else 0):
-        bounded = replace(plan, backlog_nbytes=tried_nbytes)
-        outcome = Simulator(lifetimes, bounded, hardware).run()
+        tried = replace(plan, backlog_nbytes=tried_nbytes)
+        outcome = Simulator(lifetimes, tried, hardware).run()
         if outcome.peak_nbytes > capacity_nbytes:
             high = tried_nbytes
         else:
             low = tried_nbytes
             if outcome.step_s < limit_s:
-                found, limit_s = Candidate(bounded, outcome), outcome.step_s
+                found, limit_s = Candidate(tried, outcome), outcome.step_s
         tried_nbytes = (low + high) // 2
     return found
 

@@ -22,7 +22,7 @@ unit's next fetch waits for its own update.
 update inside backward takes it to be 1. If it is, ``step`` validates the update. If not, or if
 ``param_groups`` changed, the update is rolled back and starts again from the committed version. So gradients
 are kept until ``step``, except by an optimizer that never clips. While speculation is predicted to be wrong,
-updates start at ``step``.
+updates of an optimizer that clips start at ``step``.
 
 [Note: gradients on NVMe] Where memory is too small for all gradients that wait for ``step``, those of some
 units are written to NVMe as soon as they are complete; their memory is given back when an update inside
@@ -144,7 +144,7 @@ class Speculation:
 
     @property
     def early(self) -> bool:
-        """Return whether updates of this step start inside backward, if there is an optimizer."""
+        """Return whether updates of this step start inside backward: without clipping they always do."""
         return self.two_versions and (self.counter >= 2 or not self.clips)
 
     def learn(self, started: int, *, right: bool) -> None:
@@ -167,7 +167,8 @@ class ShardUpdate:
     """Tracks a shard's update from its gradient to the end of the step; methods return the actions due.
 
     It starts inside backward (``early``); the gradient is kept until the step, which may clip (``keeps``), or
-    is written to NVMe (``spills``): see [Note: when an update starts] and the two that follow.
+    is written to NVMe (``spills``): see [Note: when an update starts], [Note: speculation] and
+    [Note: gradients on NVMe].
     """
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:

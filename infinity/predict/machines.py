@@ -76,10 +76,14 @@ class LinksConfig(Config):
     """Describes links; rates are one-way."""
 
     host_bytes_per_s: float | None = setting(None, "a device to host memory; null: no accelerator", _RATE)
-    node_host_bytes_per_s: float | None = setting(None, "all devices of a node to it; null: any", _RATE)
+    node_host_bytes_per_s: float | None = setting(
+        None, "all devices of a node to host memory; null: no limit", _RATE
+    )
     #: From each device, or rank on the cores, to the others of its node.
     device_bytes_per_s: float | None = setting(None, "to others of its node; null: by host memory", _RATE)
-    core_s_per_byte: float | None = setting(None, "time of cores per byte sent; null: one's", Valid(0, 1))
+    core_s_per_byte: float | None = setting(
+        None, "time of cores per byte sent; null: one core's", Valid(0, 1)
+    )
     network_bytes_per_s: float | None = setting(None, "between a node and the others; null: one node", _RATE)
 
 

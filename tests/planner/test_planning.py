@@ -56,6 +56,17 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, tex
         read(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "key"), [(PLAN, "waits"), (PLAN, "places"), (PROFILE, "slots")])
+def test_a_record_without_a_key_is_an_error_that_names_it(tmp_path: Path, name: str, key: str) -> None:
+    planning_for(transformer(layers=1), hardware()).save(tmp_path)
+    given = json.loads((tmp_path / name).read_text())
+    record = given["plan"] if name == PLAN else given
+    del record[key]
+    (tmp_path / name).write_text(json.dumps(given))
+    with pytest.raises(RecipeError, match=rf"{name}: not a .*'{key}'"):
+        Planning.load(tmp_path)
+
+
 def test_a_plan_of_another_release_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     planning_for(transformer(layers=1), hardware()).save(tmp_path)
     given = json.loads((tmp_path / PROFILE).read_text())

@@ -78,6 +78,11 @@ def test_probe_writes_a_file_that_is_read_back(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
 
 
+def test_probe_without_a_directory_measures_no_drive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe"]) == 0
+    assert "this machine: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("output", ["", "missing/here.yaml"])
 def test_probe_names_a_path_that_cannot_be_a_file_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str
