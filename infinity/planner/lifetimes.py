@@ -216,7 +216,8 @@ class _Packing:
         """Return bytes by operator if nothing is stored."""
         resident, storages = self._index.memory.copy(), self._storages
         for slot, block in self.dropped:
-            gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born) + 1
+            _, _, needed_by = self.packed.get(slot.storage, (None, None, ()))  # as inputs of others
+            gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born, *needed_by) + 1
             if storages[slot.storage].kind in MADE and gone < block.backward[0]:
                 resident[gone : block.backward[0]] -= slot.nbytes
         for slot, block in self.twice:

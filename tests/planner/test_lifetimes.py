@@ -139,6 +139,21 @@ def test_where_a_recomputed_block_moves_a_storage_to_a_later_region_its_keys_are
     assert both[SlotKey(3, 0)].can_leave
 
 
+def test_what_a_recomputed_block_drops_is_kept_for_a_later_one_whose_input_it_is() -> None:
+    tape = Tape()
+    x = tape.given(1)
+    with tape.block("layers.0"):
+        x = tape.run("relu", 1.0, [x], 10, saves_output=True)
+    with tape.block("layers.1"):
+        x = tape.run("double", 1.0, [x], 1)  # saves nothing
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    profile = tape.finish()
+    kept, again = lifetimes_of(profile), lifetimes_of(profile, frozenset({1, 3}))
+    later = next(each for each in again.recomputations if each.block.region == 3)
+    assert again.memory[: later.begin].tolist() == kept.memory[: later.begin].tolist()
+    assert next(saved.end for saved in again.periods if saved.key == SlotKey(3, 0)) == later.begin
+
+
 def test_a_storage_that_other_code_holds_cannot_leave() -> None:
     for is_held in (False, True):
         tape = Tape()
