@@ -36,13 +36,20 @@ TITLES = {
     ),
     "read": (
         "One read of a weight",
-        "The forward of a linear layer in a later step, and what other threads do meanwhile for the next.",
+        "A linear layer in forward, after the updates of the step before: a fetch, a use and a release.",
     ),
     "gradient": (
         "A gradient",
         "From autograd to the updated state on the drive, in one backward pass, without reads of weights.",
     ),
-    "commit": ("A commit", "`optimizer.step()`, and the threads after it."),
+    "commit": (
+        "A commit",
+        "In `optimizer.step()`: how a step becomes what a run goes on from, and the threads after it.",
+    ),
+    "end": (
+        "The end of a step",
+        "All else in `optimizer.step()`: checks, the norm, and what each part does between two steps.",
+    ),
     "resume": ("The way back", "`infinity.resume(model, optimizer)` in a new model of the run."),
     "activation": (
         "A saved activation",
@@ -58,8 +65,11 @@ TITLES = {
 #: Functions entered, in order of their first entry: ``(file, qualified name)``.
 Journey = dict[tuple[str, str], None]
 
-#: What is being followed, by all threads; a journey may lie within another.
-_followed: list[Journey] = []
+#: The calls of `optimizer.step()` that commit it; what else it calls ends the step.
+COMMITS = {"Updates.validate", "Updates.commit", "Records.record"}
+
+#: What is being followed, by all threads, and which calls belong to it; a journey may lie within another.
+_followed: list[tuple[Journey, Callable[[FrameType], bool]]] = []
 #: The calls from outside the package, each with what it entered, while this is not None.
 _calls: list[Journey] | None = None
 
@@ -76,14 +86,26 @@ def _is_called_from_outside(frame: FrameType) -> bool:
     return above is None
 
 
+def _commits(frame: FrameType) -> bool:
+    """Return whether a call is below those that commit a step, one of their callers, or another thread's."""
+    at: FrameType | None = frame
+    while at is not None:
+        if at.f_code.co_qualname in COMMITS:
+            return True
+        at = at.f_back
+    callers = frame.f_code.co_qualname in ("AdamW.step", "StepExecutor.commit")
+    return callers or threading.current_thread() is not threading.main_thread()
+
+
 def _profile(frame: FrameType, event: str, _: Any) -> None:
     if event == "call" and (_followed or _calls is not None) and _in_package(frame):
         code = frame.f_code
         if code.co_name.startswith("<") or not code.co_flags & inspect.CO_OPTIMIZED:
             return  # comprehensions; the bodies of classes and modules
         at = (code.co_filename[len(str(PACKAGE)) + 1 :], code.co_qualname.replace(".<locals>", ""))
-        for journey in _followed:
-            journey.setdefault(at)
+        for journey, belongs in _followed.copy():
+            if belongs(frame):
+                journey.setdefault(at)
         if _calls is not None and threading.current_thread() is threading.main_thread():
             if _is_called_from_outside(frame):
                 _calls.append(Journey())
@@ -91,14 +113,16 @@ def _profile(frame: FrameType, event: str, _: Any) -> None:
 
 
 @contextlib.contextmanager
-def follow(journey: Journey, settle_s: float = 0.0) -> Iterator[None]:
+def follow(
+    journey: Journey, settle_s: float = 0.0, belongs: Callable[[FrameType], bool] = lambda _: True
+) -> Iterator[None]:
     """Note the functions that any thread enters in the block, and ``settle_s`` seconds after it."""
-    _followed.append(journey)
+    _followed.append((journey, belongs))
     try:
         yield
         time.sleep(settle_s)  # threads finish what was begun
     finally:
-        _followed[:] = [each for each in _followed if each is not journey]
+        _followed[:] = [each for each in _followed if each[0] is not journey]
 
 
 @contextlib.contextmanager
@@ -120,10 +144,11 @@ def follow_calls(journey: Journey, into: str) -> Iterator[None]:
 
 
 class _Forward:
-    """Follows the next forward of a linear layer, one of several; torch is imported when it is made."""
+    """Follows the next forward of the second linear layer; torch is imported when it is made."""
 
     def __init__(self) -> None:
         self.follow: contextlib.AbstractContextManager[None] | None = None
+        self.layers = 0
 
     def layer(self, numel: int) -> Any:
         from torch import Tensor, nn
@@ -133,11 +158,16 @@ class _Forward:
         class Layer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
+                ours.layers += 1
+                self.number = ours.layers
                 self.inner = nn.Linear(numel, numel, bias=False)
 
             def forward(self, x: Tensor) -> Tensor:
-                with ours.follow or contextlib.nullcontext():
-                    ours.follow = None
+                if self.number != 2 or ours.follow is None:
+                    return self.inner(x).relu()
+                followed, ours.follow = ours.follow, None
+                time.sleep(0.3)  # threads finish what they do for other layers
+                with followed:
                     y: Tensor = self.inner(x)
                 return y.relu()
 
@@ -174,8 +204,9 @@ def _states(folder: Path) -> dict[str, Journey]:
     """Train units on NVMe: follow a weight, its gradient, the commit of a step, and the way back."""
     import infinity
 
-    life, read, gradient, commit, resume = (Journey() for _ in range(5))
-    forward, recipe = _Forward(), _recipe(folder, "memory.activations=keep", "run.name=journey")
+    life, read, gradient, commit, end, resume = (Journey() for _ in range(6))
+    forward = _Forward()
+    recipe = _recipe(folder, "memory.activations=keep", "memory.device=20MiB", "run.name=journey")
     with follow(life, 0.3):
         model, optimizer, passes = _build(recipe, forward)
         for _ in range(2):
@@ -183,19 +214,24 @@ def _states(folder: Path) -> dict[str, Journey]:
             optimizer.step()
         passes()
     optimizer.step()
+    optimizer.synchronize()  # what threads do for the step before is no part of a read or a gradient
     forward.follow = follow(read, 0.3)
     passes()
     optimizer.step()
+    optimizer.synchronize()
     with follow_calls(gradient, "engine/gradients.py"):
         passes()
-    with follow(commit, 0.3):
+    time.sleep(0.3)
+    with follow(end, belongs=lambda frame: not _commits(frame)), follow(commit, 0.3, _commits):
         optimizer.step()
     infinity.close(model, keep=True)
     model, optimizer, passes = _build(recipe, forward)
     with follow(resume):
         infinity.resume(model, optimizer)
     infinity.close(model)
-    return {"life": life, "read": read, "gradient": gradient, "commit": commit, "resume": resume}
+    return {
+        "life": life, "read": read, "gradient": gradient, "commit": commit, "end": end, "resume": resume,
+    }  # fmt: skip
 
 
 def _activations(folder: Path) -> dict[str, Journey]:
