@@ -163,10 +163,10 @@ class _Forward:
                 self.inner = nn.Linear(numel, numel, bias=False)
 
             def forward(self, x: Tensor) -> Tensor:
-                if self.number != 2 or ours.follow is None:
-                    return self.inner(x).relu()
-                followed, ours.follow = ours.follow, None
-                time.sleep(0.3)  # threads finish what they do for other layers
+                followed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+                if self.number == 2 and ours.follow is not None:
+                    followed, ours.follow = ours.follow, None
+                    time.sleep(0.3)  # threads finish what they do for other layers
                 with followed:
                     y: Tensor = self.inner(x)
                 return y.relu()
