@@ -140,7 +140,9 @@ class AdamW(torch.optim.Optimizer):
             executor = self.runtime.executor()
             synced = executor.gradients.completions.synced
             if self.scaler is not None and not self._scaled and synced:
-                raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
+                raise StateError(
+                    "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
+                )
             if synced:
                 self._check_parameters()
                 self.runtime.tiers.settle(self.runtime.units)

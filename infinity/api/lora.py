@@ -8,7 +8,6 @@ of both. They are added to a finished model, of which peft asks only shapes and 
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from infinity.activations.tensor_cache import patched
 from infinity.api.init import gathered
 from infinity.checkpoint.writer import Publication
-from infinity.core.errors import RecipeError, StateError
+from infinity.core.errors import RecipeError, StateError, quiet_libraries
 from infinity.core.files import open_regular, user_path
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
@@ -75,9 +74,7 @@ def make_adapters(
         target_modules=list(target_modules) or "all-linear",
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
     )  # fmt: skip
-    with _shapes_only(model), warnings.catch_warnings():
-        # peft asks transformers for a property under a name that is on its way out
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with _shapes_only(model), quiet_libraries():
         try:
             adapted = peft.get_peft_model(model, config)
         except ValueError as error:
@@ -162,7 +159,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     if runtime.ranks.rank:
         return
-    with Publication(user_path(directory, "directory")) as publication:
+    with Publication(user_path(directory, "directory")) as publication, quiet_libraries():
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
         card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
         base = model.peft_config["default"].base_model_name_or_path

@@ -5,7 +5,9 @@ A wrong value is also a :class:`ValueError`, and an error of a drive also an :cl
 
 import copy
 import errno as errno_names
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,6 +153,19 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
         if isinstance(error, KeyError):  # which says the key alone
             reason = f"{reason} is unknown, or missing"
         raise kind(f"{what}: {reason}") from error
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Show no log record and no warning of any library in the context; errors are raised as ever."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _remade(kind: type[DiskError], errno: int, text: str, attributes: dict[str, object]) -> DiskError:

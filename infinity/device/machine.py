@@ -28,8 +28,10 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 #: A dtype of 16 bits is fast if it is multiplied at this share of fp32's speed, or faster. Processors lie far
-#: from it on either side: 0.02 where the dtype is emulated, 1.5 to 4 where they know it.
-FAST = 0.7
+#: from it on either side: 0.02 where the dtype is emulated, 1.5 to 8 where they know it.
+_FAST = 0.7
+#: What ``auto`` tries, in order, and from which share of fp32's speed on: fp16 has a narrow range.
+_AUTO: tuple[tuple[Dtype, float], ...] = (("bf16", _FAST), ("fp16", 2.0))
 #: A dtype below this share at the small size is not measured at the large one: it would take too long.
 _HOPELESS = 0.25
 #: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
@@ -156,6 +158,11 @@ class DtypeSpeed:
         return f"{who} multiplies {self.name} at {own} GFLOP/s and fp32 at {fp32}"
 
 
+def auto_dtype(ratio: Callable[[Dtype], float]) -> Dtype:
+    """Return the dtype that ``auto`` stands for; ``ratio`` gives a dtype's speed as a share of fp32's."""
+    return next((name for name, least in _AUTO if ratio(name) >= least), "fp32")
+
+
 def choose_dtype(
     wanted: Literal[Dtype, "auto"], device: torch.device, least: Callable[[float], float]
 ) -> tuple[Dtype, str]:
@@ -165,14 +172,22 @@ def choose_dtype(
     """
     if wanted == "fp32":
         return wanted, ""
-    speed = measure_dtype("bf16" if wanted == "auto" else wanted, device)
     if wanted == "auto":
-        ratio = least(speed.ratio)
-        chosen: Dtype = "bf16" if ratio >= FAST else "fp32"
-        here = (speed.ratio >= FAST) is (chosen == "bf16")
-        other = f"another rank multiplies bf16 at {ratio:.2g} times the speed of fp32"
+        of_all: dict[Dtype, float] = {}
+
+        def slowest(name: Dtype) -> float:
+            of_all[name] = least(measure_dtype(name, device).ratio)
+            return of_all[name]
+
+        chosen = auto_dtype(slowest)
+        # What is told of fp32 is why it is not bf16.
+        name = "bf16" if chosen == "fp32" else chosen
+        speed = measure_dtype(name, device)
+        here = chosen != "fp32" or auto_dtype(lambda name: measure_dtype(name, device).ratio) == "fp32"
+        other = f"another rank multiplies {name} at {of_all[name]:.2g} times the speed of fp32"
         return chosen, f"dtype: {chosen} ({speed if here else other})"
-    if speed.ratio >= FAST:
+    speed = measure_dtype(wanted, device)
+    if speed.ratio >= _FAST:
         return wanted, ""
     times = f"{1 / speed.ratio:.2g}"
     return wanted, f"train.dtype={wanted} is slow here: {speed}; train.dtype=fp32 is {times} times as fast"

@@ -24,7 +24,14 @@ from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
-from infinity.device.machine import DTYPES, FAST, Dtype, multiply_s, total_host_nbytes, usable_cores
+from infinity.device.machine import (
+    DTYPES,
+    Dtype,
+    auto_dtype,
+    multiply_s,
+    total_host_nbytes,
+    usable_cores,
+)
 from infinity.nvme.probe import measure
 from infinity.optim.rules import IDLE, HostRule, default_rule
 from infinity.recipes.recipe import load_sections
@@ -144,8 +151,9 @@ class Machine:
 
     def choose_dtype(self) -> Dtype:
         """Return the dtype that ``train.dtype=auto`` stands for."""
-        bf16 = self.devices.bf16_flops_per_s or 0.0
-        return "bf16" if bf16 >= FAST * self.devices.fp32_flops_per_s else "fp32"
+        devices = self.devices
+        given = {"bf16": devices.bf16_flops_per_s, "fp16": devices.fp16_flops_per_s}
+        return auto_dtype(lambda name: (given[name] or 0.0) / devices.fp32_flops_per_s)
 
     def with_ranks(self, ranks: int) -> "Machine":
         """Return the same machine with as many nodes as ``ranks`` take, and no idle device.

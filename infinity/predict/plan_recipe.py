@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from infinity.core.errors import BudgetError, RecipeError, StateError
+from infinity.core.errors import BudgetError, RecipeError, StateError, quiet_libraries
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
@@ -27,6 +27,7 @@ _LEAST_GAIN = 0.01
 _YEAR_S = 365.25 * DAY_S
 
 
+@quiet_libraries()
 def show_recipe(
     path: str, overrides: Sequence[str], console: Console, *, on: str | None = None,
     ranks: int | None = None, budget: str | None = None, tokens: float | None = None,
@@ -72,6 +73,7 @@ def show_recipe(
             console.print(make_table([title, "tokens/s", "gain", "bottleneck then"], rows))
 
 
+@quiet_libraries()
 def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype: Dtype) -> PredictedStep:
     """Predict the steps of a run on this machine, which is measured; takes some seconds.
 

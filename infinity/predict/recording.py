@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -53,7 +54,7 @@ _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
 _PARTS = "prefetcher", "pins", "gradients"
 #: Storages of the step itself: no weights, and nothing that it was given.
 _OWN = {Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT}
-_WHY = "the model cannot be planned without values, since what its forward does depends on them"
+_WHY = "the model cannot be planned: its step fails on tensors without values, on which it may depend"
 
 
 class Batch(NamedTuple):
@@ -62,6 +63,26 @@ class Batch(NamedTuple):
     tokens: tuple[int, int]  # its shape
     logits: Mode = "whole"
     packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives grouped products of any dtype their shape, of which torch's own kernel knows bf16's alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            return self._made(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _made(
+        a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        groups = [len(a)] if a.dim() == 3 else [] if offs is None else [len(offs)]
+        groups = groups if a.dim() == b.dim() else []  # else rows of one belong to matrices of the other
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 class Record(Profiler):  # type: ignore[no-untyped-call]
@@ -271,6 +292,8 @@ def record(
         tokens = torch.zeros(batch.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
         positions, mask = (tokens if packing is each else None for each in (True, False))
+        if dtype != torch.bfloat16:
+            stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         with made, library_errors(CheckpointError, _WHY):
             value = loss(tokens, targets, positions, mask)
             value.backward()  # type: ignore[no-untyped-call]

@@ -88,7 +88,7 @@ class TrainConfig(Config):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto",
         "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
-        "else fp32",
+        "fp16 where that alone is fast (V100), else fp32",
     )
     device: str | None = option(
         None,

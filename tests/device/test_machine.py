@@ -170,8 +170,11 @@ def compare_dtype(name: str, device: torch.device, multiply_s: Callable[..., flo
         return MEASURE(name, device)
 
 
-def clock(bf16: float, fp32: float, *, first: float = 0.0) -> tuple[Callable[..., float], list[int]]:
+def clock(
+    bf16: float, fp32: float, *, fp16: float | None = None, first: float = 0.0
+) -> tuple[Callable[..., float], list[int]]:
     """Products at these GFLOP/s, the first of each kind ``first`` seconds longer; and their sizes."""
+    of = {torch.float32: fp32, torch.bfloat16: bf16, torch.float16: bf16 if fp16 is None else fp16}
     sizes: list[int] = []
     seen: set[Any] = set()
 
@@ -179,17 +182,17 @@ def clock(bf16: float, fp32: float, *, first: float = 0.0) -> tuple[Callable[...
         sizes.append(size)
         extra = 0.0 if (dtype, size) in seen else first
         seen.add((dtype, size))
-        return 2 * size**3 / 1e9 / (fp32 if dtype == torch.float32 else bf16) + extra
+        return 2 * size**3 / 1e9 / of[dtype] + extra
 
     return multiply_s, sizes
 
 
 @pytest.fixture
-def speeds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the GFLOP/s of 16 bits and of fp32 on this rank."""
 
-    def at(bf16: float, fp32: float) -> None:
-        multiply_s, _ = clock(bf16, fp32)
+    def at(bf16: float, fp32: float, fp16: float | None = None) -> None:
+        multiply_s, _ = clock(bf16, fp32, fp16=fp16)
         monkeypatch.setattr(
             machine, "measure_dtype", lambda name, device: compare_dtype(name, device, multiply_s)
         )
@@ -206,6 +209,18 @@ def test_auto_computes_in_bf16_where_that_is_about_as_fast_as_fp32(
     speeds(bf16, fp32)
     figures = f"this CPU multiplies bf16 at {bf16} GFLOP/s and fp32 at {fp32}"
     assert choose_dtype("auto", CPU, lambda ratio: ratio) == (chosen, f"dtype: {chosen} ({figures})")
+
+
+def test_auto_computes_in_fp16_where_that_alone_is_at_least_twice_as_fast_as_fp32(speeds: Any) -> None:
+    speeds(1, 65, fp16=260)
+    line = "dtype: fp16 (this CPU multiplies fp16 at 260 GFLOP/s and fp32 at 65)"
+    assert choose_dtype("auto", CPU, lambda ratio: ratio) == ("fp16", line)
+    speeds(1, 65, fp16=100)
+    assert choose_dtype("auto", CPU, lambda ratio: ratio)[0] == "fp32"
+    speeds(300, 90, fp16=900)
+    assert choose_dtype("auto", CPU, lambda ratio: ratio)[0] == "bf16"
+    others = iter((0.1, 3.0))  # the other ranks are V100, this one is newer
+    assert choose_dtype("auto", CPU, lambda ratio: min(ratio, next(others)))[0] == "fp16"
 
 
 def test_one_slow_rank_makes_all_of_them_compute_in_fp32(speeds: Any) -> None:

@@ -62,6 +62,17 @@ def quantized_llama(folder: Path) -> str:
     return path
 
 
+def mixtral(folder: Path) -> str:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder / "mixtral")
+    return f"model.path={folder / 'mixtral'}"
+
+
 def run(
     recipe: Recipe, steps: int = 4
 ) -> tuple[dict[str, Any], list[tuple[int | None, int | None, int, int]]]:
@@ -75,7 +86,7 @@ def run(
             for micro in range(recipe.train.accumulate):
                 last = micro + 1 == recipe.train.accumulate
                 with contextlib.nullcontext() if last else infinity.no_sync(model):
-                    loss(tokens, tokens).backward()
+                    optimizer.scale(loss(tokens, tokens)).backward()
             optimizer.step()
             report = optimizer.report()
             planned = report.planned_nbytes_read, report.planned_nbytes_written
@@ -119,13 +130,17 @@ CASES = {
     "llama-logits-in-slices": ["llama", "memory.logits=slices"],
     "gpt-in-tiles": ["partition.tile=8KiB"],
     "gpt-in-tiles-recomputed": ["partition.tile=8KiB", "memory.activations=recompute"],
+    "experts-fp32": ["mixtral", "train.dtype=fp32"],
+    "experts-fp16": ["mixtral", "train.dtype=fp16", "optim.loss_scale=1"],
+    "experts-bf16": ["mixtral"],
 }
 
 
 #: Each way that units, homes and budgets are decided, once; the others are long tests.
 FEW = (
     "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
-    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed", "experts-fp32",
+    "experts-fp16",
 )  # fmt: skip
 
 
@@ -139,7 +154,7 @@ EXACT = (
 @pytest.mark.parametrize("case", few(FEW, CASES))
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
-    made = {"llama": llama, "quantized": quantized_llama}.get(overrides[1])
+    made = {"llama": llama, "quantized": quantized_llama, "mixtral": mixtral}.get(overrides[1])
     if made is not None:
         del overrides[1]
         overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]

@@ -30,6 +30,14 @@ def test_every_shipped_file_is_a_machine_and_lies_in_configs_too() -> None:
         )
 
 
+def test_auto_is_fp16_where_the_device_has_no_bf16_and_as_it_would_be_on_the_device_itself() -> None:
+    chosen = {name: load_machine(name).choose_dtype() for name in machine_names()}
+    assert chosen.pop("dgx-2") == "fp16"  # V100
+    assert set(chosen.values()) == {"bf16"}
+    slow = ["devices.bf16_flops_per_s=null", "devices.fp16_flops_per_s=100e12"]
+    assert load_machine("desktop-4090", slow).choose_dtype() == "fp32"  # 1.2 times fp32's speed
+
+
 def test_ranks_share_what_a_node_has() -> None:
     machine = load_machine("dgx-2")
     rates = rank_rates(machine, 16, "fp16")

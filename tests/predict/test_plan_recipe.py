@@ -111,6 +111,35 @@ def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantized_one(tmp_
         shown("model.n_layers=6", "model.d_model=384", "model.n_heads=6", f"model.path={tmp_path}")
 
 
+def test_no_log_and_no_warning_of_a_library_reaches_the_terminal_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 512,
+        "hidden_size": 64, "intermediate_size": 20, "num_hidden_layers": 1, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = str(Path(RECIPE).with_name("finetune.yaml"))
+    command = [
+        "plan",
+        recipe,
+        f"model.path={tmp_path}",
+        "model.seq_len=64",
+        "--on",
+        "hgx-h100",
+        "lora.rank=2",
+    ]
+    command += ["lora.target_modules=[q_proj]"]
+    # Its experts are no multiple of 16 bytes wide, which torch's kernel for bf16 refuses, and logs.
+    assert main(command) == 1
+    words = "infinity: CheckpointError: the model cannot be planned: its step fails on tensors without values"
+    assert re.fullmatch(f"{words}.*16 bytes.*\n", capfd.readouterr().err)
+    assert main([*command, "train.dtype=fp32"]) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_a_budget_that_is_too_small_is_an_error_with_the_arithmetic() -> None:
     with pytest.raises(BudgetError, match=r"memory.device is 64 KiB; at least .* is required"):
         shown("memory.activations=keep", budget="64KiB")
