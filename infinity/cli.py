@@ -263,7 +263,7 @@ def _verify(args: argparse.Namespace) -> None:
     _argument("out", "OUT", "the new directory"),
     _flag(
         "--stored",
-        "quantize the weights again, in the files and the form (FP8, MXFP4, INT4) of the checkpoint that "
+        "quantize the weights again, in the files and the form (such as FP8) of the checkpoint that "
         "the run trained (model.path), and say how far they are from the trained ones",
     ),
 )

@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2139,
     "api": 2411,
     "app": 1147,
-    "checkpoint": 3006,
+    "checkpoint": 3512,
     "comm": 839,
     "core": 2182,
     "device": 1060,

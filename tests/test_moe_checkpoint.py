@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import infinity
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.engine.runtime import runtime_of
 from tests.helpers.scripts import script
 from tests.helpers.training import recipe

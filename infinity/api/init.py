@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.api.adamw import AdamW
 from infinity.checkpoint.directory import Checkpoint, readable
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, StateError
 from infinity.core.files import user_path
@@ -176,7 +176,7 @@ def from_pretrained(
 
     Every rank must call, and reads its own slices of each weight; beside its budgets it needs host memory for
     one chunk. The weights become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the
-    files (also FP8, MXFP4, INT4). Parameters that the model freezes when it is built stay frozen. No code of
+    files (also quantized ones). Parameters that the model freezes when it is built stay frozen. No code of
     the directory runs. The model is in evaluation mode, as transformers gives it.
 
     With ``frozen``, the checkpoint is the base for adapters (``add_lora``). Weights that do not fit host

@@ -6,14 +6,16 @@ and the pieces before training, and return new pieces.
 [Note: the same bits]
 Each decoder does the arithmetic of the library that reads the format for inference, in the same dtypes and
 order, so its values are that library's to the bit: FP8 times the scale of its block in fp32, MXFP4 (e2m1)
-times a power of two for 32 values, and INT4 or INT8 times the scale of its group in the scales' dtype.
+times a power of two for 32 values, INT4 or INT8 times the scale of its group in the scales' dtype, NVFP4
+(e2m1) times the product or quotient of two scales in fp32, NF4 and FP4 numbers of a table times the largest
+size of their block in fp32, and LLM.int8 times the largest size of its row, then times 1 / 127, in fp32.
 
 [Note: which scale]
 A block or group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum
 of squared errors. A value that equals the decoded one keeps its code, any other gets the nearest. So
 unchanged blocks come back bit by bit, also where two codes decode to one value (INT8 with bf16 scales). A
 scale that cannot encode anything (0, NaN) is not kept. GPTQ has no encoder: its codes are chosen with data,
-so that errors of a column make up for those before it.
+so that errors of a column make up for those before it; AWQ chooses its scales with data.
 
 The formats' rules: FP8 maps the largest value to 448 (the scale is rounded up to a power of two, where scales
 are such); MXFP4 takes the exponent of the largest value, less 2 (OCP Microscaling 1.0, 6.3), and saturates;
@@ -21,11 +23,15 @@ integers divide the range of values and 0, symmetric where no zero points are st
 steps.
 
 Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize``,
-``Fp8Quantize`` and ``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor`` and
-``calculate_qparams``; GPTQModel ``dequantize_weight`` and ``Quantizer.find_params``.
+``Fp8Quantize`` and ``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor``,
+``NVFP4PackedCompressor``, ``NaiveQuantizationCompressor`` and ``calculate_qparams``; ModelOpt
+``NVFP4QTensor``; GPTQModel ``dequantize_weight`` and ``Quantizer.find_params``; AutoAWQ ``dequantize_gemm``;
+bitsandbytes ``dequantize_4bit`` and ``int8_vectorwise_dequant``.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +39,16 @@ from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 codes; the upper eight are negative.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: Values of the codes of bitsandbytes' NF4 and FP4, whose blocks have values from -1 to 1.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+FP4 = tuple(sign * size / 12 for sign in (1, -1) for size in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+#: 1 / 127, as LLM.int8 multiplies by it.
+LLM_INT8 = 7.874015718698502e-3
 #: The largest finite values of each format.
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 #: A stored block may ask for a scale this many times the largest one: -8 of -8 to 7 makes a range of 16.
@@ -41,8 +57,15 @@ _ROUNDED_UP = 1.1
 _PIECE_NUMEL = 2**18
 
 
-def decode_fp8(first: int, codes: Tensor, scales: Tensor, *, block: tuple[int, int]) -> Tensor:
-    """Decode rows from ``first`` on of an FP8 matrix with one scale per block, to fp32.
+def decode_fp8(
+    first: int,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Decode rows from ``first`` on of an FP8 matrix with one scale per block; the fp32 product in ``dtype``.
 
     ``codes`` are ``(n, columns)``; ``scales``, ``(row blocks, column blocks)``, begin with the block in which
     row 0 lies. The last blocks may be smaller, as in DeepSeek's own kernel.
@@ -54,7 +77,7 @@ def decode_fp8(first: int, codes: Tensor, scales: Tensor, *, block: tuple[int, i
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
     else:
         out.mul_(of_rows[:, torch.arange(width, device=codes.device) // block[1]])
-    return out
+    return out.to(dtype)
 
 
 def _e4m3_as_float(values: Tensor) -> Tensor:
@@ -72,7 +95,13 @@ def as_float(scales: Tensor) -> Tensor:
 
 
 def encode_fp8(
-    values: Tensor, codes: Tensor, scales: Tensor, *, block: tuple[int, int], power_of_two: bool = False
+    values: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Encode whole blocks of rows for :func:`decode_fp8`, if ``power_of_two`` with scales that are such."""
     (rows, columns), (down, across) = codes.shape, scales.shape
@@ -83,7 +112,8 @@ def encode_fp8(
         return padded.view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        return _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * as_float(scales).unsqueeze(-1)
+        products = _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * as_float(scales).unsqueeze(-1)
+        return products.to(dtype).float()
 
     def encode(values: Tensor, scales: Tensor) -> Tensor:
         steps = values / as_float(scales).unsqueeze(-1)
@@ -205,18 +235,133 @@ def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor
     return _join_nibbles(codes), scales
 
 
+def decode_e2m1(
+    first: int, packed: Tensor, scales: Tensor, whole: Tensor | None = None, *, divides: bool = False
+) -> Tensor:
+    """Decode rows of e2m1 numbers with one scale per group, as NVFP4 and MXFP4 have them, to fp32.
+
+    Args:
+        packed: Two values a byte, the first in the low half: ``(n, columns / 2)``, uint8.
+        scales: Scales of each row's groups, of equal size, or their exponents: ``(n, groups)``.
+        whole: A scale of all scales, ``(1, 1)`` fp32; ``divides``: they are divided by it.
+    """
+    values = _pairs(packed, torch.tensor(_E2M1, device=packed.device))
+    factors = as_float(scales)
+    if whole is not None:
+        factors = factors / whole if divides else factors * whole
+    return values.view(*scales.shape, -1).mul_(factors.unsqueeze(-1)).flatten(1)
+
+
+def encode_e2m1(
+    values: Tensor, packed: Tensor, scales: Tensor, whole: Tensor | None = None, *, divides: bool = False
+) -> tuple[Tensor, ...]:
+    """Encode rows for :func:`decode_e2m1`; all rows of a matrix where there is a scale of scales.
+
+    That one is kept if the scales of all groups then are numbers of their format; else it becomes the one
+    with which the largest is 448.
+    """
+    values, blocks = values.view(*scales.shape, -1), packed.view(*scales.shape, -1)
+    if whole is None:
+        found, exponents = _encode_e2m1(values, blocks, scales.view(torch.uint8))
+        return found.view(packed.shape), exponents.view(scales.dtype)
+    limits = torch.finfo(scales.dtype)
+    unit = (1.0 / whole if divides else whole).double().item()
+    largest = values.abs().amax().item() if values.numel() else 0.0
+    if not 0 < unit < math.inf or largest / _E2M1_MOST / unit > _ROUNDED_UP * limits.max:
+        unit = largest / (_E2M1_MOST * limits.max) or 1.0
+        whole = torch.full_like(whole, 1.0 / unit if divides else unit)
+        scales = torch.full_like(scales.float(), math.nan).to(scales.dtype)
+    numbers = torch.tensor(_E2M1, device=values.device)
+
+    def factors(scales: Tensor) -> Tensor:
+        return (scales.float() / whole if divides else scales.float() * whole).unsqueeze(-1)
+
+    def decode(codes: Tensor, scales: Tensor) -> Tensor:
+        return numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(factors(scales))
+
+    def encode(values: Tensor, scales: Tensor) -> Tensor:
+        steps = (values / factors(scales)).nan_to_num_(0)
+        return _round(steps.clamp_(-_E2M1_MOST, _E2M1_MOST), exponent=2, mantissa=1)
+
+    pieces = []
+    at_once = max(1, _PIECE_NUMEL // max(1, values[:1].numel()))
+    split = (torch.split(each, at_once) for each in (values, blocks, scales))
+    for piece, block, had in zip(*split, strict=True):
+        needed = piece.abs().amax(-1) / _E2M1_MOST / unit
+        own = needed.clamp(limits.smallest_normal * limits.eps, limits.max).to(scales.dtype)
+        before = torch.stack((block & 15, block >> 4), -1).flatten(-2)
+        pieces.append(_nearest(piece, before, encode, decode, (had,), (own,)))
+    codes, by_group = (torch.cat([x.view(torch.uint8) for x in each]) for each in zip(*pieces, strict=True))
+    return _join_nibbles(codes).view(packed.shape), by_group.view(scales.dtype), whole
+
+
 def _join_nibbles(codes: Tensor) -> Tensor:
     """Pack two four-bit values into each byte, the first in the low half; halves the last dimension."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
+def _pairs(packed: Tensor, of_nibbles: Tensor, *, high_first: bool = False) -> Tensor:
     """Look up the values of both halves of each byte, the lower first; doubles the last dimension."""
     low, high = of_nibbles.expand(16, 16), of_nibbles.unsqueeze(1).expand(16, 16)
-    table = torch.stack((low, high), dim=-1)
+    table = torch.stack((high, low) if high_first else (low, high), dim=-1)
     both = table.view(torch.int32 if table.itemsize == 2 else torch.int64).flatten()
     out = both.index_select(0, packed.flatten().int()).view(of_nibbles.dtype)
     return out.view(*packed.shape[:-1], -1)
+
+
+def decode_int8(
+    first: int, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, factor: float | None = None
+) -> Tensor:
+    """Decode rows of int8 numbers with one scale per group, to the scales' dtype.
+
+    Args:
+        codes: ``(n, columns)``, int8.
+        scales: Scales of each row's groups, of equal size: ``(n, groups)``, or ``(1, 1)`` for all rows.
+        zeros: Zero points, like ``scales``, int8; None: all are 0.
+        factor: Multiplies each product, as LLM.int8 does; None: 1.
+    """
+    values = codes.float().view(len(codes), scales.shape[1], -1)  # sums and products round once, at the end
+    if zeros is not None:
+        values -= zeros.float().unsqueeze(-1)
+    values.mul_(scales.float().unsqueeze(-1))
+    if factor is not None:
+        values.mul_(factor)
+    return values.flatten(1).to(scales.dtype)
+
+
+class Nested(NamedTuple):
+    """Says how the largest sizes of blocks are quantized themselves (bitsandbytes' double quantization)."""
+
+    numbers: tuple[float, ...]  # of the 256 codes
+    blocks: int  # that share a second scale
+    offset: float  # added to every product
+
+
+def decode_4bit(
+    first: int,
+    packed: Tensor,
+    sizes: Tensor,
+    second: Tensor | None = None,
+    *,
+    numbers: tuple[float, ...],
+    dtype: torch.dtype,
+    nested: Nested | None = None,
+) -> Tensor:
+    """Decode blocks from ``first`` on of a matrix as bitsandbytes packs it; the fp32 product in ``dtype``.
+
+    Args:
+        packed: Two values a byte, the first in the high half: ``(n, block / 2)`` bytes, in any dtype.
+        sizes: Largest size of each block, ``(n, 1)`` fp32, or with ``nested`` its code, uint8.
+        second: With ``nested``, the scales of ``sizes``, from the one of block 0 on: ``(second blocks, 1)``.
+        numbers: Values of the sixteen codes.
+    """
+    device = packed.device
+    values = _pairs(packed.view(torch.uint8), torch.tensor(numbers, device=device), high_first=True)
+    if nested is not None and second is not None:
+        table = torch.tensor(nested.numbers, device=device)
+        at = torch.arange(first, first + len(sizes), device=device) // nested.blocks
+        sizes = table.index_select(0, sizes.flatten().int()).unsqueeze(1) * second[at] + nested.offset
+    return values.mul_(sizes).to(dtype)
 
 
 def decode_packed(
@@ -245,18 +390,46 @@ def encode_packed(
     values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, columns: int
 ) -> tuple[Tensor, ...]:
     """Encode rows for :func:`decode_packed`; without zeros, ranges are symmetric."""
-    middle, most, dtype = 1 << bits - 1, (1 << bits) - 1, scales.dtype
     values, before = values.view(-1, columns), _unpack(packed, bits, torch.int16)[:, :columns]
-    values, before = (x.reshape(len(x), scales.shape[1], -1) for x in (values, before.to(torch.uint8)))
-    low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
+    centres = None if zeros is None else _zero_points(zeros, bits)[: len(values)]
+    found = _encode_whole(values, before.to(torch.uint8), scales, centres, bits)
+    words = _pack(found[0].flatten(1), bits)
     if zeros is None:
+        return words, found[1]
+    return words, found[1], _pack(found[2].to(torch.uint8).T, bits).T
+
+
+def encode_int8(
+    values: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Encode rows for :func:`decode_int8`; without zeros, ranges are symmetric."""
+    rows = len(scales)  # 1: all have one scale
+    centres = None if zeros is None else zeros.short() + 128
+    before = codes.view(torch.uint8) ^ 128
+    found = _encode_whole(values.view(rows, -1), before.view(rows, -1), scales, centres, 8)
+    new = (found[0] ^ 128).view(torch.int8).view(codes.shape)
+    return (new, found[1]) if zeros is None else (new, found[1], (found[2] - 128).to(torch.int8))
+
+
+def _encode_whole(
+    values: Tensor, before: Tensor, scales: Tensor, centres: Tensor | None, bits: int
+) -> tuple[Tensor, ...]:
+    """Encode rows of groups as unsigned numbers; return them, ``(rows, groups, n)``, scales and centres.
+
+    Args:
+        before: Numbers until now, ``(rows, columns)`` uint8.
+        centres: Numbers that stand for 0, like ``scales``, int16; None: the middle, and ranges are symmetric.
+    """
+    middle, most, dtype = 1 << bits - 1, (1 << bits) - 1, scales.dtype
+    values, before = (x.reshape(len(x), scales.shape[1], -1) for x in (values, before))
+    low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
+    if centres is None:
         high = torch.maximum(high, -low)
         low = -high
     own = _clamped(torch.where(high == low, 1.0, high / most - low / most), dtype)
-    if zeros is None:
+    if centres is None:
         centres = own_centres = torch.full_like(scales, middle, dtype=torch.int16)
     else:
-        centres = _zero_points(zeros, bits)[: len(values)]
         own_centres = (-low / own.float()).round().clamp(0, most).to(torch.int16)
 
     def decode(codes: Tensor, scales: Tensor, centres: Tensor) -> Tensor:
@@ -266,10 +439,76 @@ def encode_packed(
         steps = (values / scales.float().unsqueeze(-1)).round_()
         return steps.add_(centres.unsqueeze(-1)).clamp_(0, most).to(torch.uint8)
 
-    had, own_rule = (scales, centres), (own, own_centres)
-    codes, scales, centres = _nearest(values, before, encode, decode, had, own_rule)
-    words = _pack(codes.flatten(1), bits)
-    return (words, scales) if zeros is None else (words, scales, _pack(centres.to(torch.uint8).T, bits).T)
+    return _nearest(values, before, encode, decode, (scales, centres), (own, own_centres))
+
+
+def encode_llm_int8(values: Tensor, codes: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+    """Encode rows for :func:`decode_int8` with a factor of 1 / 127; ``sizes`` are ``(n, 1)`` fp32."""
+    values, before = values.view(*sizes.shape, -1), codes.view(torch.uint8).view(*sizes.shape, -1)
+
+    def decode(codes: Tensor, sizes: Tensor) -> Tensor:
+        return codes.view(torch.int8).float().mul_(sizes.unsqueeze(-1)).mul_(LLM_INT8)
+
+    def encode(values: Tensor, sizes: Tensor) -> Tensor:
+        steps = (values * (127.0 / sizes).unsqueeze(-1)).nan_to_num_(0).round_()
+        return steps.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+
+    found, sizes = _nearest(values, before, encode, decode, (sizes,), (values.abs().amax(-1),))
+    return found.view(torch.int8).view(codes.shape), sizes
+
+
+def encode_4bit(
+    values: Tensor,
+    packed: Tensor,
+    sizes: Tensor,
+    second: Tensor | None = None,
+    *,
+    numbers: tuple[float, ...],
+    dtype: torch.dtype,
+    nested: Nested | None = None,
+) -> tuple[Tensor, ...]:
+    """Encode blocks for :func:`decode_4bit`, from one on at which a second scale begins."""
+    octets = packed.view(torch.uint8)
+    values, before = values.view(len(sizes), -1), torch.stack((octets >> 4, octets & 15), -1).flatten(1)
+    table, had = torch.tensor(numbers, device=values.device), sizes.flatten()
+    own, of_codes, by = values.abs().amax(-1), table, None
+
+    def size_of(had: Tensor) -> Tensor:
+        if by is None or nested is None:
+            return had.unsqueeze(-1)
+        return (of_codes.index_select(0, had.int()) * by + nested.offset).unsqueeze(-1)
+
+    def decode(codes: Tensor, had: Tensor) -> Tensor:
+        products = table.index_select(0, codes.flatten().int()).view(codes.shape)
+        return products.mul_(size_of(had)).to(dtype).float()
+
+    def encode(values: Tensor, had: Tensor) -> Tensor:
+        return _nearest_number(values * (1.0 / size_of(had).clamp(min=1e-38)), table)
+
+    if nested is not None and second is not None:
+        of_codes = torch.tensor(nested.numbers, device=values.device)
+        at = torch.arange(len(values), device=values.device) // nested.blocks
+        by = second.flatten()[at]
+        # A second scale that reaches all sizes is kept, with the codes of those that did not change.
+        stays = (decode(before, had) == values).all(-1)
+        off = torch.where(stays, size_of(had).squeeze(-1), own) - nested.offset
+        reach = torch.zeros_like(second.flatten()).scatter_reduce_(0, at, off.abs(), "amax")
+        reach /= of_codes.abs().amax()
+        keep = reach <= second.flatten() * _ROUNDED_UP
+        second = torch.where(keep, second.flatten(), reach).view(second.shape)
+        by = second.flatten()[at]
+        own = _nearest_number(off / by, of_codes)
+        had = torch.where(keep[at], had, own)
+    found, had = _nearest(values, before, encode, decode, (had,), (own,))
+    joined, sizes = (found[:, ::2] << 4 | found[:, 1::2]).view(packed.dtype), had.view(sizes.shape)
+    return (joined, sizes) if second is None else (joined, sizes, second)
+
+
+def _nearest_number(values: Tensor, numbers: Tensor) -> Tensor:
+    """Return the codes, uint8, of the nearest of ``numbers``; of two that are as near, the smaller one's."""
+    ascending, order = numbers.sort(stable=True)
+    bounds = (ascending[:-1] + ascending[1:]) / 2
+    return order.to(torch.uint8)[torch.bucketize(values.nan_to_num(0).contiguous(), bounds)]
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
@@ -304,6 +543,25 @@ def decode_gptq(
     centres = _unpack(zeros, bits, scales.dtype)[:, : scales.shape[1]]
     values -= centres.T.index_select(1, groups)  # small whole numbers, exact in every dtype
     return values.mul_(scales.T.index_select(1, groups))
+
+
+def decode_awq(first: int, packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """Decode a whole matrix as AWQ packs it for its GEMM kernels, in the scales' dtype: ``(out, in)``.
+
+    Args:
+        packed: Eight values of a row in a word, the even ones in its lower half: ``(in, out / 8)``, int32.
+        zeros: Zero points, packed likewise: ``(groups, out / 8)``.
+        scales: Scales of groups of inputs, of equal size: ``(groups, out)``.
+    """
+    packed, zeros, scales = packed[0], zeros[0], scales[0]
+    groups, rows = scales.shape
+
+    def unpack(words: Tensor) -> Tensor:
+        halves = _unpack(words, 4, scales.dtype).view(-1, rows // 8, 2, 4)
+        return halves.transpose(2, 3).reshape(-1, rows)
+
+    values = unpack(packed).view(groups, -1, rows) - unpack(zeros).unsqueeze(1)
+    return values.mul_(scales.unsqueeze(1)).view(-1, rows).T.contiguous()
 
 
 def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.checkpoint.directory import read_json_object
-from infinity.checkpoint.quantized import read_quantization
+from infinity.checkpoint.forms import read_quantization
 from infinity.core.errors import CheckpointError, library_errors
 
 #: Models that transformers has under another name; Kimi-K2's own code is that of DeepSeek-V3.

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, FileTensor, Stored, read_json_object
-from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
+from infinity.checkpoint.forms import HF_QUANT_CONFIG, declared, decode_checkpoint, read_quantization
+from infinity.checkpoint.quantized import Decoded, unchanged
 from infinity.checkpoint.writer import FilePlan, Publication, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors
@@ -219,6 +220,8 @@ def _write_stored_companions(form: QuantizedLayout, plain: Path, folder: Path) -
             config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))
         if stored.get("quantization_config"):
             config["quantization_config"] = stored["quantization_config"]
+        elif declared(form.path)[0] == HF_QUANT_CONFIG:
+            shutil.copyfile(form.path / HF_QUANT_CONFIG, folder / HF_QUANT_CONFIG)
         else:
             inner = {"quantization_config": stored["text_config"]["quantization_config"]}
             config["text_config"] = config.get("text_config", {}) | inner

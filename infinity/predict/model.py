@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from infinity.api.lora import make_adapters
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, Part, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
-from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.plan import ActivationPlan
 from infinity.device.machine import DTYPES, Dtype
 from infinity.partition.builder import CutSizes, UnitBuilder

@@ -79,14 +79,15 @@ def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: 
 
 def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
     """Of quantized weights: whether the device decodes them as the CPU does, what that takes, and may."""
-    from infinity.checkpoint import quantized as forms
+    from infinity.checkpoint import forms
+    from infinity.checkpoint import quantized as pieces
     from infinity.checkpoint.directory import Checkpoint
     from tests.accelerator import device
 
     device.start().reset("eager", 0)
-    forms._DEVICE_PIECE_NUMEL = 2**11  # less than a weight
+    pieces._DEVICE_PIECE_NUMEL = 2**11  # less than a weight
     found = []
-    for kind in ("qwen3_fp8", "gpt_oss", "gptq", "packed"):
+    for kind in (*quantized.KINDS, "packed"):
         path = Path(folder) / kind
         if kind == "packed":
             models.build("llama", seed=1)[0]().save_pretrained(path)

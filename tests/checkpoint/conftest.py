@@ -52,7 +52,7 @@ def written(tmp_path):
             where = directory
             if kind == "gpt_oss":
                 options["quantization_config"] = Mxfp4Config(dequantize=True)
-            elif kind not in ("deepseek_v3", "qwen3_fp8"):  # transformers needs other packages for these
+            elif kind not in quantized.KNOWN:  # transformers needs other packages for these
                 where = tmp_path / "plain"
                 if not where.exists():
                     quantized.without_quantization(directory, values, where)

@@ -103,7 +103,60 @@ def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zer
     )  # fmt: skip
 
 
+def nvfp4(rows: int, groups: int, divides: bool) -> Matrix:
+    codes = torch.randint(0, 256, (rows, groups * 8), dtype=torch.uint8)
+    scales = torch.randint(1, 0x7F, (rows, groups), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    whole = 10 ** (8 * torch.rand(1, 1) - 4)
+    of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, 16).flatten(1)
+    return Matrix(
+        [codes, scales, whole], 1, of,
+        partial(codecs.decode_e2m1, 0, divides=divides), partial(codecs.encode_e2m1, divides=divides), E2M1,
+    )  # fmt: skip
+
+
+def mxfp4_rows(rows: int, groups: int) -> Matrix:
+    matrix = mxfp4(1, rows, groups)
+    parts = [part[0].flatten(1) for part in matrix.parts]
+    decode = partial(codecs.decode_e2m1, 0)
+    return Matrix(parts, 1, matrix.of[0].T, decode, codecs.encode_e2m1, E2M1)
+
+
+def int8(rows: int, groups: int, size: int, dtype: torch.dtype, zeros: bool, one: bool) -> Matrix:
+    whole = torch.randint(-128, 128, (rows, groups * size), dtype=torch.int8)
+    shape = (1, 1) if one else (rows, groups)
+    scales = (torch.rand(shape) * 0.1 + 1e-3).to(dtype)
+    points = torch.randint(-128, 128, shape, dtype=torch.int8)
+    of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, size).flatten(1)
+    return Matrix(
+        [whole, scales, points] if zeros else [whole, scales], 1, of * (not one),
+        partial(codecs.decode_int8, 0), codecs.encode_int8, symmetric=not zeros, bits=8,
+    )  # fmt: skip
+
+
+def llm_int8(rows: int, columns: int) -> Matrix:
+    whole = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    of = torch.arange(rows).unsqueeze(1).expand(-1, columns)
+    decode = partial(codecs.decode_int8, 0, factor=codecs.LLM_INT8)
+    return Matrix([whole, torch.rand(rows, 1) + 0.1], 1, of, decode, codecs.encode_llm_int8, bits=8)
+
+
+def four_bit(blocks: int, numbers: tuple[float, ...], dtype: torch.dtype, nested: bool) -> Matrix:
+    """Codes of the largest number are left out where scales are nested, so that none is beyond it."""
+    codes = torch.randint(0, 256, (blocks, 16), dtype=torch.uint8)
+    how: dict[str, Any] = {"numbers": numbers, "dtype": dtype}
+    parts = [codes, torch.rand(blocks, 1) + 0.1]
+    if nested:
+        table = torch.linspace(-1, 1, 256)
+        how["nested"] = codecs.Nested(tuple(table.tolist()), 3, 1.5)
+        sizes = torch.randint(0, 256, (blocks, 1), dtype=torch.uint8)
+        parts = [codes, sizes, torch.rand(-(-blocks // 3), 1) + 0.1]
+    of = torch.arange(blocks).unsqueeze(1).expand(-1, 32)
+    decode, encode = partial(codecs.decode_4bit, 0, **how), partial(codecs.encode_4bit, **how)
+    return Matrix(parts, 1, of, decode, encode, torch.tensor(numbers).unique())
+
+
 SIZES = st.integers(1, 20)
+TABLES = st.sampled_from([codecs.NF4, codecs.FP4])
 BITS = st.sampled_from([4, 8])
 SCALES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu])
 ANY = st.one_of(
@@ -113,6 +166,15 @@ ANY = st.one_of(
         packed, SIZES, st.integers(1, 3), st.integers(1, 9), BITS,
         st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
     ),
+    st.builds(nvfp4, SIZES, st.integers(1, 3), st.booleans()),
+    st.builds(mxfp4_rows, SIZES, st.integers(1, 3)),
+    st.builds(
+        int8, SIZES, st.integers(1, 3), st.integers(1, 9),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.just(False),
+    ),
+    st.builds(int8, SIZES, st.just(1), SIZES, st.just(torch.float32), st.booleans(), st.just(True)),
+    st.builds(llm_int8, SIZES, SIZES),
+    st.builds(four_bit, SIZES, TABLES, st.just(torch.float32), st.just(False)),
 )  # fmt: skip
 
 
@@ -123,7 +185,10 @@ def matrices(draw: Any) -> Matrix:
     return matrix
 
 
-@given(matrices())
+NESTED = st.builds(four_bit, SIZES, TABLES, st.sampled_from([torch.float32, torch.bfloat16]), st.just(True))
+
+
+@given(st.one_of(matrices(), NESTED))
 def test_what_was_decoded_and_not_changed_is_encoded_as_it_was(matrix):
     for part, again in zip(matrix.parts, matrix.encode(matrix.values, *matrix.parts), strict=True):
         assert same(again, part)
@@ -144,9 +209,13 @@ def per_group(matrix: Matrix, values: Tensor, reduce: str) -> Tensor:
     return found.scatter_reduce(0, matrix.of.flatten(), values.flatten(), reduce)
 
 
-def scale_of(matrix: Matrix, scales: Tensor) -> Tensor:
-    if matrix.numbers is E2M1 or scales.dtype == torch.uint8:
-        scales = (scales.double() - 127).exp2()
+def scale_of(matrix: Matrix, parts: list[Tensor]) -> Tensor:
+    scales = parts[matrix.at]
+    if scales.dtype == torch.uint8:
+        return (scales.double() - 127).exp2().flatten()
+    if len(parts) == 3 and matrix.numbers is E2M1:  # divided by or multiplied with one more
+        whole = matrix.encode.keywords["divides"]
+        return (scales.float() / parts[2] if whole else scales.float() * parts[2]).double().flatten()
     return scales.double().flatten()
 
 
@@ -160,7 +229,7 @@ def test_what_was_changed_becomes_the_nearest_number_of_its_scale(matrix, size, 
     encoded = matrix.encode(new, *parts)
     back = matrix.decode(*encoded).double()
     assert back.isfinite().all()
-    found = scale_of(matrix, encoded[matrix.at])
+    found = scale_of(matrix, encoded)
     off = per_group(matrix, (back - new.double()).abs(), "amax")
     if matrix.numbers is not None:
         found[found == 0] = 1.0  # kept where all values are 0
@@ -175,6 +244,18 @@ def test_what_was_changed_becomes_the_nearest_number_of_its_scale(matrix, size, 
         rounding = torch.finfo(scales.dtype).eps * (low + high) * 2**matrix.bits / 8
         tiny = 2.0**-24 * 2**matrix.bits if scales.dtype == torch.float16 else 1e-38
         assert (off <= 0.5 * step * (1 + 2 * matrix.symmetric) + rounding + tiny).all()
+
+
+@given(NESTED, st.sampled_from([1e-3, 0.1, 1.0, 1e3]))
+def test_largest_sizes_that_are_quantized_themselves_cost_no_more_than_twice_the_error(matrix, size):
+    new = torch.randn(matrix.values.shape) * size
+    encoded = matrix.encode(new, *matrix.parts)
+    back, exact = matrix.decode(*encoded).float(), torch.zeros(len(new), 1)
+    assert [part.shape for part in encoded] == [part.shape for part in matrix.parts]
+    numbers = matrix.encode.keywords["numbers"]
+    plain = codecs.encode_4bit(new, matrix.parts[0], exact, numbers=numbers, dtype=torch.float32)
+    best = codecs.decode_4bit(0, *plain, numbers=numbers, dtype=torch.float32)
+    assert (back - new).norm() <= 2 * (best - new).norm() + 0.02 * new.norm()
 
 
 def test_e4m3_and_e2m1_are_rounded_as_torch_and_the_standard_round():

@@ -11,12 +11,16 @@ from transformers import AutoModelForCausalLM
 import infinity
 from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.core.errors import CheckpointError
 from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
 from tests.helpers.cases import few
 from tests.helpers.training import assert_bitwise, reference, streaming
+
+E4M3 = torch.ones(4, 2).to(torch.float8_e4m3fn)
+STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [3, 7]}
+STATE = torch.frombuffer(bytearray(json.dumps(STATE).encode()), dtype=torch.uint8)
 
 
 def decoded(directory):
@@ -130,6 +134,36 @@ def test_it_is_exported_in_bf16_without_quantization_and_the_run_says_so(written
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_quantization_that_only_modelopts_own_file_declares_is_found(written, tmp_path):
+    directory, values, _ = written("modelopt")
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    said = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    said = {"quant_algo": said["quant_algo"], "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    ours = {"producer": {"name": "modelopt", "version": "0.47"}, "quantization": said}
+    (directory / "hf_quant_config.json").write_text(json.dumps(ours))
+    model = load(directory, ["memory.host=64MiB"])
+    weights = infinity.state_dict(model)
+    infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert all(torch.equal(weights[key], value.bfloat16()) for key, value in values.items())
+    for name in ("model.safetensors", "hf_quant_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (directory / name).read_bytes()
+    ours["quantization"]["quant_algo"] = "W4A8_AWQ"
+    (directory / "hf_quant_config.json").write_text(json.dumps(ours))
+    with pytest.raises(CheckpointError, match=r'hf_quant_config\.json: quant_algo is "W4A8_AWQ"'):
+        read_quantization(directory)
+
+
+def test_a_weight_whose_inputs_are_scaled_is_refused_since_no_plain_model_has_it(written):
+    directory, _, _ = written("modelopt")
+    key = "model.layers.0.mlp.up_proj.pre_quant_scale"
+    rewrite(directory, lambda tensors: tensors.update({key: torch.ones(32)}))
+    with pytest.raises(CheckpointError, match=f"inputs are multiplied by {key}"):
+        decoded(directory)
+
+
 def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
     seen = []
     whole = codecs.decode_fp8
@@ -154,15 +188,21 @@ def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "changes", "what"),
     [
-        ("qwen3_fp8", {"quant_method": "awq"}, 'quant_method is "awq"'),
+        ("qwen3_fp8", {"quant_method": "aqlm"}, 'quant_method is "aqlm"'),
         ("qwen3_fp8", {"weight_block_size": [0, 8]}, "positive whole number"),
         ("qwen3_fp8", {"weight_block_size": [8]}, "index out of range"),
         ("qwen3_fp8", {"weight_block_size": [7, 8]}, None),  # the file's own blocks count
         ("qwen3_fp8", {"quant_method": "gptq", "bits": 4}, "no tensor ends with qweight"),
         ("gptq", {"bits": 3}, "3 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
-        ("kimi_k2", {"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ("kimi_k2", {"format": "mxfp6-pack-quantized"}, "format is mxfp6"),
         ("kimi_k2", {"config_groups": 3}, "quantization_config"),
+        ("nvfp4", {"transform_config": {"config_groups": {}}}, r"rotated \(transform_config"),
+        ("nvfp4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ("modelopt", {"quant_algo": "NVFP4_SVD"}, 'quant_algo is "NVFP4_SVD"'),
+        ("awq", {"version": "gemv"}, 'version is "gemv" with 4 bits; wanted gemm with 4'),
+        ("awq", {"bits": 8}, "with 8 bits"),
+        ("nf4", {"load_in_8bit": True}, "either load_in_4bit or load_in_8bit"),
     ],
 )
 def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, changes, what):
@@ -186,6 +226,24 @@ def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, cha
         ("kimi_k2", "weight_scale", torch.ones(1, 2), "that of its scales"),
         ("gptq", "g_idx", None, "g_idx. is unknown, or missing"),
         ("gptq", "down_proj.g_idx", torch.full((80,), 99, dtype=torch.int32), "does not have"),
+        ("nvfp4", "weight_global_scale", None, "weight_global_scale. is unknown, or missing"),
+        ("nvfp4", "weight_scale", None, "weight_scale. is unknown, or missing"),
+        ("nvfp4", "q_proj.weight_scale", E4M3[:3], r"\(3, 2\); wanted one for 16 of 32 columns"),
+        ("nvfp4", "weight_global_scale", torch.ones(2), "scale of scales has shape"),
+        ("modelopt", "weight_scale", None, "weight_scale. is unknown, or missing"),
+        ("modelopt", "weight_scale_2", torch.ones(1).half(), "wanted float32"),
+        ("mixed", "down_proj.weight_scale", torch.ones(7, 1).bfloat16(), "that of its scales"),
+        ("awq", "scales", torch.ones(5, 32).half(), "that of its scales"),
+        ("awq", "qzeros", None, "qzeros. is unknown, or missing"),
+        ("nf4", "quant_state.bitsandbytes__nf4", None, "wanted one of"),
+        ("nf4", "quant_state.bitsandbytes__nf4", STATE[:-3], "Expecting|Unterminated"),
+        ("nf4", "quant_state.bitsandbytes__nf4", STATE, r"for a matrix of shape \(3, 7\)"),
+        ("nf4", "quant_state.bitsandbytes__nf4", STATE[:1].repeat(2**17), "JSON of a few lines"),
+        ("nf4", "nested_absmax", None, "wanted float32 of 1 dimensions"),
+        ("nf4", "nested_quant_map", torch.ones(255), "its scales of scales have shapes"),
+        ("llm_int8", "SCB", torch.ones(3), "that of its scales"),
+        ("llm_int8", "SCB", None, "no tensor ends with .absmax or SCB"),
+        ("llm_int8", "weight_format", torch.ones((), dtype=torch.uint8), "in the order of a kernel"),
     ],
 )
 def test_tensors_that_do_not_go_together_are_refused_and_named(written, kind, ending, becomes, what):

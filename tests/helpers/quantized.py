@@ -59,14 +59,23 @@ def mxfp4(directory: Path) -> Values:
     return values
 
 
-def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """OCP Microscaling: sign, two bits of exponent (bias 1), one of mantissa; times 2 ** (scale - 127)."""
-    experts, outputs, groups, _ = blocks.shape
-    codes = np.empty((experts, outputs, groups, 32), np.uint8)
-    codes[..., 0::2], codes[..., 1::2] = blocks.numpy() & 15, blocks.numpy() >> 4
+def _nibbles(pairs: Tensor, *, high_first: bool = False) -> Any:
+    halves = [pairs.numpy() & 15, pairs.numpy() >> 4]
+    return np.stack(halves[::-1] if high_first else halves, -1).reshape(*pairs.shape[:-1], -1)
+
+
+def e2m1(pairs: Tensor) -> Any:
+    """OCP Microscaling: sign, two bits of exponent (bias 1), one of mantissa; low halves of bytes first."""
+    codes = _nibbles(pairs)
     exponent, mantissa = codes >> 1 & 3, codes & 1
     sizes = np.where(exponent == 0, mantissa * 0.5, (1 + mantissa / 2) * 2.0 ** (exponent - 1.0))
-    signed = np.where(codes & 8, -sizes, sizes).astype(np.float32)
+    return np.where(codes & 8, -sizes, sizes).astype(np.float32)
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers of e2m1 times 2 ** (scale - 127)."""
+    experts, outputs, _, _ = blocks.shape
+    signed = e2m1(blocks)
     values = np.ldexp(signed, scales.numpy().astype(np.int32)[..., None] - 127)
     return torch.from_numpy(values.reshape(experts, outputs, -1).transpose(0, 2, 1).copy())
 
@@ -125,6 +134,136 @@ def int4_values(whole: Tensor, points: Tensor, scales: Tensor) -> Tensor:
     return ((whole - points).float() * scales.float()).to(scales.dtype)
 
 
+def nvfp4(directory: Path) -> Values:
+    """As compressed-tensors: e2m1 pairs, an e4m3 scale for 16 of them, divided by one for the matrix."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        rows, columns = tensors.pop(key).shape
+        tensors |= {
+            f"{key}_packed": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+            f"{key}_scale": (torch.rand(rows, columns // 16) * 300 + 1).to(torch.float8_e4m3fn),
+            f"{key}_global_scale": torch.rand(1) * 9000 + 5000,
+            f"{key.removesuffix('weight')}input_global_scale": torch.rand(1),
+        }
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}}
+    _write(directory, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+    return stands_for(directory)
+
+
+def modelopt(directory: Path) -> Values:
+    """As ModelOpt's mixed precision: attention in FP8 with one scale, the others in NVFP4."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        (rows, columns), name = tensors[key].shape, key.removesuffix("weight")
+        if ".self_attn." in key:
+            tensors[key] = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale"] = torch.rand(()) * 0.001 + 0.001
+            tensors[f"{name}k_scale"] = torch.rand(())
+        else:
+            tensors[key] = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+            tensors[f"{key}_scale"] = (torch.rand(rows, columns // 16) * 300 + 1).to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_2"] = torch.rand(()) * 1e-4 + 1e-4
+        tensors[f"{name}input_scale"] = torch.rand(())
+    _write(directory, tensors, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
+    return stands_for(directory)
+
+
+def mixed(directory: Path) -> Values:
+    """As compressed-tensors with several groups: FP8 rows, INT4 experts, INT8 rows, and MXFP4."""
+    packed(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for key in [key for key in _projections(tensors) if key.endswith("weight")]:
+        rows, columns = tensors[key].shape
+        if ".self_attn." in key:
+            tensors[key] = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale"] = (torch.rand(rows, 1) * 0.001 + 0.001).bfloat16()
+        elif columns % 32:
+            tensors[key] = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+            tensors[f"{key}_scale"] = (torch.rand(rows, 1) * 0.001 + 0.001).bfloat16()
+        else:
+            del tensors[key]
+            tensors[f"{key}_packed"] = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+            scales = torch.randint(118, 124, (rows, columns // 32), dtype=torch.uint8)
+            tensors[f"{key}_scale"] = scales
+    fp = {"type": "float", "strategy": "channel", "num_bits": 8}
+    whole = {"type": "int", "strategy": "group", "num_bits": 4, "group_size": GROUP}
+    groups = {
+        "fp8": {"weights": fp, "format": "float-quantized"},
+        "int4": {"weights": whole, "format": "pack-quantized"},
+        "int8": {"weights": whole | {"num_bits": 8, "strategy": "channel"}, "format": "int-quantized"},
+        "fp4": {"weights": fp | {"num_bits": 4, "group_size": 32}, "format": "mxfp4-pack-quantized"},
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    _write(directory, tensors, config | {"ignore": ["lm_head"]})
+    return stands_for(directory)
+
+
+#: Which output each of the eight numbers in a word is of, from the lowest bits on.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq(directory: Path) -> Values:
+    """As AutoAWQ for GEMM: INT4 along each row of the transposed matrix, in the order of its kernels."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        rows, columns = tensors.pop(key).shape
+        name, count = key.removesuffix("weight"), columns // GROUP
+        for ending, numbers in (("qweight", columns), ("qzeros", count)):
+            whole = torch.randint(0, 16, (numbers, rows // 8, 8))
+            tensors[f"{name}{ending}"] = words(whole[..., AWQ_ORDER].flatten(1))
+        tensors[f"{name}scales"] = (torch.rand(count, rows) * 0.02 + 0.001).half()
+    _write(directory, tensors, {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True})
+    return stands_for(directory)
+
+
+def nf4(directory: Path) -> Values:
+    """As transformers saves bitsandbytes' NF4, with quantized scales, and FP4 without."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        rows, columns = tensors[key].shape
+        blocks, kind = rows * columns // 64, "fp4" if "v_proj" in key else "nf4"
+        said = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+        tensors[key] = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8)
+        tensors[f"{key}.absmax"] = torch.rand(blocks) * 0.1 + 0.01
+        tensors[f"{key}.quant_map"] = torch.from_numpy(BNB[kind].copy())
+        if kind == "nf4":
+            said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0612}
+            tensors[f"{key}.absmax"] = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+            tensors[f"{key}.nested_absmax"] = torch.rand(-(-blocks // 256)) * 0.01 + 0.01
+            tensors[f"{key}.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        state = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        tensors[f"{key}.quant_state.bitsandbytes__{kind}"] = state
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    _write(directory, tensors, config | {"load_in_8bit": False})
+    return stands_for(directory)
+
+
+#: The sixteen values of bitsandbytes' types, as its documentation lists them.
+BNB = {
+    "nf4": np.array([
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ], np.float32),
+    "fp4": np.array([*(sizes := [0.0, 0.0625, 8, 12, 4, 6, 2, 3]), *(-x for x in sizes)], np.float32)
+    / np.float32(12),
+}  # fmt: skip
+
+
+def llm_int8(directory: Path) -> Values:
+    """As transformers saves bitsandbytes' LLM.int8: the largest size of each row beside its numbers."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        name = key.removesuffix("weight")
+        tensors[key] = torch.randint(-127, 128, tensors[key].shape, dtype=torch.int8)
+        tensors[f"{name}SCB"] = torch.rand(len(tensors[key])) * 0.1 + 0.01
+        tensors[f"{name}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+    _write(directory, tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False})
+    return stands_for(directory)
+
+
 #: Name of the model, and the writer, by what the checkpoint is like.
 KINDS: dict[str, tuple[str, Callable[[Path], Values]]] = {
     "deepseek_v3": ("deepseek_v3", fp8),
@@ -132,7 +271,15 @@ KINDS: dict[str, tuple[str, Callable[[Path], Values]]] = {
     "gpt_oss": ("gpt_oss", mxfp4),
     "kimi_k2": ("deepseek_v3", packed),
     "gptq": ("llama", gptq),
+    "nvfp4": ("qwen3", nvfp4),
+    "modelopt": ("llama", modelopt),
+    "mixed": ("deepseek_v3", mixed),
+    "awq": ("llama", awq),
+    "nf4": ("llama", nf4),
+    "llm_int8": ("qwen3", llm_int8),
 }
+#: Those whose numbers are chosen with data, and those that transformers reads without other packages.
+CHOSEN, KNOWN = ("gptq", "awq"), ("deepseek_v3", "qwen3_fp8", "gpt_oss")
 
 
 def write(kind: str, directory: Path) -> Values:
@@ -171,6 +318,17 @@ def stands_for(directory: Path) -> Values:
         elif key.endswith("_blocks"):
             key = key.removesuffix("_blocks")
             values[key] = mxfp4_values(tensor, stored[f"{key}_scales"])
+        elif key.endswith(".absmax"):
+            values[key.removesuffix(".absmax")] = _4bit_values(stored, key.removesuffix(".absmax"))
+        elif key.endswith("SCB"):
+            sizes = stored[f"{name}weight"].numpy().astype(np.float32) * tensor.numpy()[:, None]
+            values[f"{name}weight"] = torch.from_numpy(sizes * np.float32(7.874015718698502e-3))
+        elif tensor.dtype == torch.uint8 and f"{name}weight_scale" in stored and tensor.ndim == 2:
+            if key.endswith(("weight_packed", "weight")):
+                values[f"{name}weight"] = _e2m1_rows(stored, key, name)
+        elif key.endswith("weight") and f"{key}_scale" in stored:
+            products = tensor.float().numpy() * stored[f"{key}_scale"].float().numpy()
+            values[key] = torch.from_numpy(products).to(stored[f"{key}_scale"].dtype)
         elif key.endswith("weight_packed"):
             rows, columns = stored[f"{name}weight_shape"].tolist()
             scales, points = stored[f"{name}weight_scale"], torch.full((rows, 1), 8)
@@ -178,6 +336,16 @@ def stands_for(directory: Path) -> Values:
                 points = unwords(stored[f"{name}weight_zero_point"].T).T[:rows].repeat_interleave(GROUP, 1)
             whole = unwords(tensor)[:, :columns]
             values[f"{name}weight"] = int4_values(whole, points, scales.repeat_interleave(GROUP, 1))
+        elif key.endswith("qweight") and f"{name}g_idx" not in stored:
+            whole, points, scales = (
+                _awq_numbers(tensor),
+                _awq_numbers(stored[f"{name}qzeros"]),
+                stored[f"{name}scales"],
+            )
+            by = len(whole) // len(points)
+            values[f"{name}weight"] = int4_values(
+                whole, points.repeat_interleave(by, 0), scales.repeat_interleave(by, 0)
+            ).T.contiguous()
         elif key.endswith("qweight"):
             scales, order = stored[f"{name}scales"], stored[f"{name}g_idx"].long()
             points = unwords(stored[f"{name}qzeros"] + 0x11111111)
@@ -186,13 +354,46 @@ def stands_for(directory: Path) -> Values:
     return values
 
 
+def _e2m1_rows(stored: Values, key: str, name: str) -> Tensor:
+    """e2m1 times the scale of its group and, as each library has it, that of the matrix, in fp32."""
+    scales, numbers = stored[f"{name}weight_scale"], e2m1(stored[key])
+    if scales.dtype == torch.uint8:
+        factors = np.ldexp(np.float32(1), scales.numpy().astype(np.int32) - 127)
+    elif f"{name}weight_global_scale" in stored:
+        factors = scales.float().numpy() / stored[f"{name}weight_global_scale"].numpy()
+    else:
+        factors = scales.float().numpy() * stored[f"{name}weight_scale_2"].numpy()
+    values = numbers.reshape(*scales.shape, -1) * factors[..., None]
+    return torch.from_numpy(values.reshape(numbers.shape)).to(
+        torch.bfloat16 if scales.dtype == torch.uint8 else torch.float32
+    )
+
+
+def _4bit_values(stored: Values, key: str) -> Tensor:
+    """bitsandbytes: a number of a table times the largest size of its block, in fp32, then in its dtype."""
+    [state] = [each for name, each in stored.items() if name.startswith(f"{key}.quant_state")]
+    said, sizes = json.loads(bytes(state.tolist())), stored[f"{key}.absmax"].numpy()
+    if f"{key}.nested_absmax" in stored:
+        second = stored[f"{key}.nested_absmax"].numpy().repeat(said["nested_blocksize"])[: len(sizes)]
+        table = stored[f"{key}.nested_quant_map"].numpy()
+        sizes = table[sizes] * second + np.float32(said["nested_offset"])
+    codes = _nibbles(stored[key].reshape(-1), high_first=True)
+    values = BNB[said["quant_type"]][codes].reshape(len(sizes), -1) * sizes[:, None]
+    return torch.from_numpy(values.reshape(said["shape"])).to(getattr(torch, said["dtype"]))
+
+
+def _awq_numbers(packed: Tensor) -> Tensor:
+    numbers = unwords(packed).view(len(packed), -1, 8)
+    return numbers[..., np.argsort(AWQ_ORDER)].flatten(1)
+
+
 def without_quantization(directory: Path, values: Values, target: Path) -> Path:
     """The same checkpoint with the values that the quantized weights stand for, in ``target``."""
     stored = load_file(directory / "model.safetensors")
     of_values = tuple(key.removesuffix("weight") for key in values)
     tensors = {
         key: tensor for key, tensor in stored.items() if key.endswith("bias") or not key.startswith(of_values)
-    } | values
+    } | {key: value.contiguous() for key, value in values.items()}
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
@@ -225,7 +426,9 @@ def unwords(packed: Tensor) -> Tensor:
 
 def _write(directory: Path, tensors: Values, quantization: dict[str, Any]) -> None:
     others = {
-        key: t.bfloat16() if t.dtype == torch.float32 and "scale" not in key else t
+        key: t.bfloat16()
+        if t.dtype == torch.float32 and not any(x in key for x in ("scale", "absmax", "quant_map", "SCB"))
+        else t
         for key, t in tensors.items()
     }
     save_file(others, directory / "model.safetensors", metadata={"format": "pt"})

@@ -34,7 +34,7 @@ pytestmark = [  # what peft itself says to users of plain PyTorch
 ]
 
 #: peft would write the packed experts of these, too.
-TARGETS = {"deepseek_v3": ["q_b_proj", "o_proj"], "kimi_k2": ["q_b_proj", "o_proj"]}
+TARGETS = {kind: ["q_b_proj", "o_proj"] for kind in ("deepseek_v3", "kimi_k2", "mixed")}
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_p
     where, options = directory, {}
     if kind == "gpt_oss":
         options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    elif kind in ("kimi_k2", "gptq"):
+    elif kind not in quantized.KNOWN:
         where = quantized.without_quantization(directory, values, tmp_path / "plain")
     plain = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **options)
     assert losses == train_plain(plain, targets)
