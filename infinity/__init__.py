@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from infinity.api.init import resume as resume
     from infinity.api.init import state_dict as state_dict
     from infinity.api.lora import add_lora as add_lora
+    from infinity.api.lora import lora_groups as lora_groups
     from infinity.api.lora import save_lora as save_lora
     from infinity.api.offload_activations import offload_activations as offload_activations
     from infinity.api.portable import load_checkpoint as load_checkpoint
@@ -46,7 +47,7 @@ _HOMES = {
         "api.adamw": "AdamW",
         "api.export": "export",
         "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
-        "api.lora": "add_lora save_lora",
+        "api.lora": "add_lora lora_groups save_lora",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "

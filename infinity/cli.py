@@ -266,6 +266,8 @@ def _verify(args: argparse.Namespace) -> None:
         "quantize the weights again, in the files and the form (such as FP8) of the checkpoint that "
         "the run trained (model.path), and say how far they are from the trained ones",
     ),
+    _flag("--merge", "merge adapters into the weights of their base; RUN may be a directory of adapters"),
+    _argument("--base", "DIR", "with --merge, the base of a directory of adapters (default: as they say)"),
 )
 def _export(args: argparse.Namespace) -> None:
     """Export a run's trained model as a Hugging Face directory.
@@ -275,7 +277,10 @@ def _export(args: argparse.Namespace) -> None:
     """
     from infinity.app.train import publish_run
 
-    _report(f"exported {publish_run(args.run, args.out, stored=args.stored)} to {args.out}")
+    if args.base is not None and not args.merge:
+        raise RecipeError("--base is for --merge")
+    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, base=args.base)
+    _report(f"exported {what} to {args.out}")
 
 
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))

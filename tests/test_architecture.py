@@ -274,22 +274,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 468,
+    "": 474,
     "activations": 2139,
-    "api": 2411,
-    "app": 1147,
-    "checkpoint": 3512,
+    "api": 3122,
+    "app": 1202,
+    "checkpoint": 3524,
     "comm": 839,
-    "core": 2182,
+    "core": 2189,
     "device": 1060,
     "engine": 2885,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
     "partition": 2581,
-    "planner": 2202,
+    "planner": 2203,
     "predict": 3288,
-    "recipes": 1977,
+    "recipes": 1968,
     "shards": 3897,
 }
 

@@ -8,16 +8,13 @@ every rank must see the directory's file system. What may be refused (room, conf
 """
 
 import contextlib
-import copy
-import dataclasses
 import itertools
-import json
 import os
 import shutil
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, tokenizer_files
-from infinity.checkpoint.load import Part, Trace, is_transformers, named_targets
+from infinity.api.lora import gathered_adapters, write_adapters
+from infinity.api.merge import MergedModel
+from infinity.api.merge import merge as merge_adapters
+from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import (
     FilePlan,
@@ -49,8 +50,6 @@ from infinity.partition.unit import Unit
 from infinity.shards.homes import HostHome
 from infinity.shards.storage import chunk_places
 
-#: The most bytes of values in one file of a directory.
-MAX_SHARD_NBYTES = 5 * 10**9
 #: Chunks of weights that are read at a time.
 _READ_AHEAD = 8
 #: Folders in which a run keeps its trained model, or only its adapters.
@@ -64,6 +63,7 @@ def export(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     tokenizer: Any = None,
     stored_as: str | Path | None = None,
+    merge: bool = False,
 ) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
@@ -80,6 +80,8 @@ def export(
         stored_as: The quantized checkpoint that the model was loaded from. Weights are quantized again, into
             the same files, keys, dtypes and ``quantization_config``; unchanged ones keep their bytes. This
             needs room for the compute dtype, too, until ``out`` is complete.
+        merge: Write the base with the adapters of ``model`` merged into its weights: these are streamed from
+            the checkpoint that was loaded, and adapters are added in fp32, a block of rows at a time.
 
     Returns:
         With ``stored_as``, what quantization changed; its ``str`` is one line.
@@ -90,19 +92,44 @@ def export(
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
     """
-    runtime = runtime_of(model)
+    runtime, out = runtime_of(model), user_path(out, "out")
+    like = None if stored_as is None else user_path(stored_as, "stored_as")
+    if merge:
+        how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "stored_as": like}
+        return _merge(model, runtime, out, **how)
     write = partial(_write, model, runtime, max_shard_nbytes, tokenizer)
 
     def shapes() -> dict[str, tuple[int, ...]]:
         saved = saved_tensors(model, dict(named_targets(model)))
         return {item.spec.key: item.spec.shape for item in saved}
 
-    out = user_path(out, "out")
-    if stored_as is not None:
-        like = user_path(stored_as, "stored_as")
+    if like is not None:
         return export_stored(like, out, shapes=shapes, export=write, ranks=runtime.ranks)
     write(out)
     return None
+
+
+def _merge(model: Any, runtime: Runtime, out: Path, **how: Any) -> Requantized | None:
+    """Write the base of ``model`` with its adapters merged; they are written beside ``out`` meanwhile."""
+    ranks = runtime.ranks
+    with all_ranks_or_raise(ranks, f"merging adapters into {out}"):
+        if not hasattr(model, "peft_config"):
+            raise CheckpointError(f"{type(model).__name__} has no adapters to merge: export it without merge")
+        base, plain = Path(model.peft_config["default"].base_model_name_or_path or ""), model.get_base_model()
+        if not (base / "config.json").is_file():
+            raise CheckpointError(
+                f"merge needs the checkpoint that the base was loaded from: {base} is no directory with "
+                "config.json. Load the base with infinity.from_pretrained, or save adapters alone (save_lora)"
+            )
+    values = gathered_adapters(model)
+    with Publication(out.with_name(f"{out.name}.adapters"), ranks) as place:  # is never published
+        with all_ranks_or_raise(ranks, f"writing adapters beside {out}"):
+            if ranks.rank == 0:
+                write_adapters(model, values, place.path)
+        with all_ranks_or_raise(ranks, f"opening {base}"):
+            merged = MergedModel(base, place.path, runtime.dtype, plain.config, type(plain))
+        with merged:
+            return merge_adapters(merged, out, ranks=ranks, **how)
 
 
 def check_room_for(model: nn.Module, folder: Path) -> None:
@@ -111,21 +138,25 @@ def check_room_for(model: nn.Module, folder: Path) -> None:
     check_room(folder, nbytes, f"finding room for the trained model in {folder}")
 
 
+def saved_folder(run: Path) -> Path:
+    """Return the folder of the trained model, or of the adapters, that a run of ``infinity train`` kept."""
+    for source in (run / ADAPTERS_FOLDER, run / MODEL_FOLDER):
+        if source.is_dir():
+            return source
+    what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
+    found = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in run.glob(f"*/{name}")]
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    raise CheckpointError(
+        f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
+        f"with its trained model in {MODEL_FOLDER}/"
+        + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
+    )
+
+
 def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:
     """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`."""
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
-    source = run / MODEL_FOLDER
-    if (run / ADAPTERS_FOLDER).is_dir():
-        source = run / ADAPTERS_FOLDER
-    if not source.is_dir():
-        what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
-        found = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in run.glob(f"*/{name}")]
-        newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else None
-        raise CheckpointError(
-            f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
-            f"with its trained model in {MODEL_FOLDER}/"
-            + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
-        )
+    source = saved_folder(run)
     if stored_as is not None:
         with Checkpoint(source) as kept:
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
@@ -151,95 +182,6 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
                 shutil.copyfile(path, target)  # a small file, which may be edited
         publication.publish()
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """Describes one tensor of a saved directory."""
-
-    spec: TensorSpec
-    sources: frozenset[str]  # names of the model's tensors that are converted together with this one's
-    parts: list[Part[str]] | None  # its values in the model's tensors; None: only conversion makes them
-
-
-def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTensor]:
-    """Return the tensors that a directory of ``model`` holds, without values.
-
-    ``named`` are parameters and persistent buffers under all their names. Raises a CheckpointError if some
-    are shared in a way that the model does not declare, or the model has adapters.
-    """
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            f"{type(model).__name__} has adapters, and export writes whole models; save the adapters alone "
-            "with infinity.save_lora"
-        )
-    trace, names = Trace(), _without_aliases(model, named)
-    made = {name: trace.stand_in(name, named[name].shape, named[name].dtype) for name in names}
-    if is_transformers(model):
-        with trace:
-            made = _reverted(model, made)
-    together: dict[str, frozenset[str]] = {}  # what is converted with a tensor, itself among it
-    for value in made.values():
-        sources = trace.sources(value)
-        sources = sources.union(*(together.get(name, ()) for name in sources))
-        together.update(dict.fromkeys(sources, sources))
-    saved = [
-        SavedTensor(_spec(key, value), together[next(iter(trace.sources(value)))], trace.parts(value))
-        for key, value in made.items()
-    ]
-    untraced = {item.sources for item in saved if item.parts is None}
-    placed = Counter[frozenset[str]]()
-    for item in saved:
-        placed[item.sources] += sum(part.numel for part in item.parts or ())
-    # Where each element has one place: spans of a unit's buffer must not overlap.
-    streamed = {
-        names for names in placed.keys() - untraced if placed[names] == sum(named[n].numel() for n in names)
-    }
-    return [item if item.sources in streamed else replace(item, parts=None) for item in saved]
-
-
-def _converted(
-    model: nn.Module, values: Mapping[str, Tensor], wanted: Iterable[TensorSpec]
-) -> dict[str, Tensor]:
-    """Convert tensors, given by the model's names, to those that are saved as ``wanted``."""
-    result = _reverted(model, dict(values))
-    got = {key: _spec(key, value) for key, value in result.items()}
-    if got != {spec.key: spec for spec in wanted}:
-        raise CheckpointError(
-            f"{', '.join(values)}: transformers converts them to {', '.join(got)} by themselves, but to "
-            f"{', '.join(spec.key for spec in wanted)} beside the model's other weights; export cannot "
-            "stream such a conversion. Save with model.save_pretrained, which needs memory for all weights"
-        )
-    return result
-
-
-def _spec(key: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(key, tensor.dtype, tuple(tensor.shape))
-
-
-def _without_aliases(model: Any, named: Mapping[str, Tensor]) -> list[str]:
-    """Return the names under which tensors are saved: one for each set of tied weights."""
-    if not is_transformers(model):
-        first: dict[int, str] = {}
-        for name, tensor in named.items():
-            first.setdefault(id(tensor), name)
-        return list(first.values())
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    ignored = set(model._keys_to_ignore_on_save or ())
-    stand_ins = {id(tensor): torch.empty(1, device="cpu") for tensor in named.values()}
-    alike = {name: stand_ins[id(tensor)] for name, tensor in named.items() if name not in ignored}
-    try:
-        return list(remove_tied_weights_from_state_dict(alike, model))
-    except RuntimeError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    result: dict[str, Any] = revert_weight_conversion(model, state)
-    return result
 
 
 #: Stands for a unit's index where every rank has the whole tensor.
@@ -337,7 +279,7 @@ def _write(model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer:
         with all_ranks_or_raise(ranks, f"making {place.out}"):
             if ranks.rank == 0:
                 create_files(place.path, plan.files)
-                _write_companions(model, plan, place.path, tokenizer)
+                write_companions(model, plan.files, place.path, tokenizer)
         with RangeWriter() as writer:
             with all_ranks_or_raise(ranks, f"writing {place.out}"):
                 files = [writer.open(place.path / file.name) for file in plan.files]
@@ -412,45 +354,9 @@ def _write_converted(
                 here = {name: each.detach().cpu() for name, each in zip(names, tensors, strict=True)}
                 for group, specs in plan.groups.get(unit, ()):
                     sources = {name: here.pop(name) if name in here else aside.pop(name) for name in group}
-                    for key, value in _converted(model, sources, specs).items():
+                    for key, value in convert(model, sources, specs).items():
                         flat, (file, begin) = value.contiguous().reshape(-1), plan.places[key]
                         start, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
                         writer.write(files[file], begin + start * flat.itemsize, flat[start:stop])
                 aside |= {name: value.clone() for name, value in here.items()}
             writer.check()
-
-
-def _write_companions(model: Any, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:
-    with writing(f"writing to {folder}", folder):
-        if len(plan.files) > 1:
-            numel = sum(p.numel() for p in model.parameters())
-            index = {
-                "metadata": {"total_parameters": numel, "total_size": plan.values_nbytes},
-                "weight_map": {key: plan.files[file].name for key, (file, _) in plan.places.items()},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True)
-            (folder / (SAFETENSORS + INDEX)).write_text(text + "\n", encoding="utf-8")
-        name = type(model).__name__
-        if is_transformers(model):
-            config = copy.deepcopy(model.config)
-            config.dtype = str(model.dtype).removeprefix("torch.")
-            config.architectures = [name]
-            config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
-            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
-            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(folder)
-        elif tokenizer is not None:
-            source = Path(tokenizer).expanduser()
-            if not (found := tokenizer_files(source)):
-                raise CheckpointError(
-                    f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "
-                    "such a file"
-                )
-            for path in found:
-                target = folder / ("tokenizer.json" if path == source else path.relative_to(source))
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)

@@ -8,7 +8,9 @@ of both. They are added to a finished model, of which peft asks only shapes and 
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 from torch import nn
 
 from infinity.activations.tensor_cache import patched
+from infinity.api.adapters import LoraConfig, SavedAdapters, check_used, peft, saved_names
 from infinity.api.init import gathered
 from infinity.checkpoint.writer import Publication
+from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError, quiet_libraries
 from infinity.core.files import open_regular, user_path
 from infinity.engine.runtime import runtime_of
@@ -27,25 +31,22 @@ from infinity.partition.init_context import Construction, ServedParameters
 _SHARE = 16
 
 
-def add_lora(
-    model: nn.Module, *, rank: int = 16, alpha: float = 16.0, target_modules: Sequence[str] = (),
-    dropout: float = 0.0,
-) -> Any:  # fmt: skip
+def add_lora(model: nn.Module, **settings: Any) -> Any:
     """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
 
     Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
     before ``infinity.AdamW``. Returns ``peft.get_peft_model``'s, to be trained in place of ``model``.
 
     Args:
-        rank: Columns of each adapter's first matrix.
-        alpha: Adapters are scaled by ``alpha / rank``.
-        target_modules: Names of the layers, as peft takes them (``q_proj``, ...); none: every linear layer
-            but a language model's head.
-        dropout: Probability of the dropout before each adapter.
+        settings: Keys of a recipe's section ``lora``, without ``lr_ratio``: ``rank`` (by default 16),
+            ``alpha``, ``target_modules`` and more, as in :class:`infinity.api.adapters.LoraConfig`. With
+            ``adapter="DIR"`` training goes on with adapters in peft's format, whose config says the rest.
 
     Raises:
         StateError: The model is not finished, or runs already.
-        RecipeError: peft is not installed, finds no such layers, or would adapt experts in one parameter.
+        RecipeError: A setting is wrong; peft is not installed, finds no such layers, or would adapt experts
+            in one parameter.
+        CheckpointError: ``adapter`` cannot be read, or has adapters of another model; names the keys.
     """
     runtime = runtime_of(model)
     if runtime.construction.active or runtime.started:
@@ -53,34 +54,43 @@ def add_lora(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
-    adapted = make_adapters(
-        model, runtime.construction, rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout
-    )  # fmt: skip
+    defaults = {} if settings.get("adapter") is not None else {"rank": 16}
+    config = LoraConfig(**(defaults | settings))
+    if not config.active:
+        raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")
+    adapted = make_adapters(model, runtime.construction, config)
     runtime.meet()
     return adapted
 
 
-def make_adapters(
-    model: nn.Module, construction: Construction, *, rank: int, alpha: float, target_modules: Sequence[str],
-    dropout: float,
-) -> Any:  # fmt: skip
+def make_adapters(model: nn.Module, construction: Construction, config: LoraConfig) -> Any:
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`."""
-    try:
-        import peft
-    except ImportError as error:
-        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout,
-        target_modules=list(target_modules) or "all-linear",
-        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
-    )  # fmt: skip
-    with _shapes_only(model), quiet_libraries():
-        try:
-            adapted = peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
-    _refuse_packed(adapted, type(model).__name__)
+    saved = None if config.adapter is None else SavedAdapters(config.adapter)
+    with contextlib.ExitStack() as stack:
+        if saved is not None:
+            stack.callback(saved.close)
+        adapted = wrap(model, config.for_peft(model) if saved is None else saved.config, saved)
+        _refuse_packed(adapted, type(model).__name__)
+        if saved is not None:
+            with _placeholders_in_state_dict(model):
+                saved.fill(adapted)
     _cut_into_units(adapted, construction)
+    return adapted
+
+
+def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> Any:
+    """Return peft's model around ``model``, with adapters whose first values follow from ``config``.
+
+    With ``saved`` the values that follow from the base's are not computed.
+    """
+    patterns = {} if saved else {key: [*getattr(config, key)] for key in ("rank_pattern", "alpha_pattern")}
+    values = bool(config.trainable_token_indices) or (config.use_dora and saved is None)
+    with _serving_peft(model, values, saved is None), quiet_libraries():
+        try:
+            adapted = peft().get_peft_model(model, config)
+            check_used(adapted, config, patterns)
+        except (ValueError, TypeError, IndexError, re.error) as error:
+            raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
     return adapted
 
 
@@ -106,13 +116,43 @@ def _refuse_packed(adapted: nn.Module, kind: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def _shapes_only(model: nn.Module) -> Iterator[None]:
-    """Serve released parameters inside with their shapes only, so that asking for one gathers nothing."""
+def _servers(model: nn.Module) -> set[Any]:
+    """Return what serves the parameters of ``model``; a plan has nothing that does."""
     served = (m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters))
+    return {parameters.server for parameters in served}
+
+
+@contextlib.contextmanager
+def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None]:
+    """Serve released parameters inside as peft needs them to make adapters.
+
+    Parameters that it asks for have their shapes only, so that nothing is gathered; with ``values`` those of
+    a unit at a time. Whole copies of modules (modules_to_save) have values with ``copies``.
+    """
+
+    def copy(server: Any, param: nn.Parameter) -> nn.Parameter:
+        if not copies:
+            return nn.Parameter(torch.empty_like(param, memory_format=torch.contiguous_format))
+        with server.values.gathered([param], modify=False):
+            return nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
+
+    servers = _servers(model)
     with contextlib.ExitStack() as stack:
-        for server in {parameters.server for parameters in served}:
-            stack.enter_context(patched(server, "touch", lambda param, siblings: None))
+        for server in servers:
+            if not values:
+                stack.enter_context(patched(server, "touch", lambda param, siblings: None))
+            stack.enter_context(patched(server, "deep_copy", partial(copy, server)))
+        yield
+    for server in servers:
+        server.reopen()  # after what was read, units come next
+
+
+@contextlib.contextmanager
+def _placeholders_in_state_dict(model: nn.Module) -> Iterator[None]:
+    """Let ``state_dict()``, of which peft takes the keys, gather nothing."""
+    with contextlib.ExitStack() as stack:
+        for server in _servers(model):
+            stack.enter_context(patched(server.values, "_export", lambda *_: None))
         yield
 
 
@@ -139,6 +179,27 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
         construction.builder.close()
 
 
+def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
+    """Return what is saved with adapters, on the CPU, by full name; every rank must call."""
+    runtime = runtime_of(model)
+    with _placeholders_in_state_dict(model):
+        wanted = {id(tensor) for tensor in saved_names(model).values()}
+    named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    values = {name: b.detach().cpu() for name, b in model.named_buffers() if id(b) in wanted}
+    for unit in runtime.units:
+        inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
+        if inside:
+            with gathered([p for p in named.values() if id(p) in inside]):
+                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
+    return values
+
+
+def write_adapters(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write adapters in peft's format into ``folder``; ``values`` are those of :func:`gathered_adapters`."""
+    with _placeholders_in_state_dict(model), quiet_libraries():
+        model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
+
+
 def save_lora(model: Any, directory: str | Path) -> None:
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
@@ -146,21 +207,13 @@ def save_lora(model: Any, directory: str | Path) -> None:
     gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or not at all.
     """
     from huggingface_hub import ModelCard
-    from peft import get_peft_model_state_dict
 
-    runtime, named = runtime_of(model), dict(model.named_parameters())
-    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
-    wanted = {id(param) for param in kept.values()}
-    values: dict[str, torch.Tensor] = {}
-    for unit in runtime.units:
-        inside = {id(s.whole) for s in unit.segments} & wanted
-        if inside:
-            with gathered([s.whole for s in unit.segments]):
-                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
+    runtime = runtime_of(model)
+    values = gathered_adapters(model)
     if runtime.ranks.rank:
         return
-    with Publication(user_path(directory, "directory")) as publication, quiet_libraries():
-        model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
+    with Publication(user_path(directory, "directory")) as publication:
+        write_adapters(model, values, publication.path)
         card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
         base = model.peft_config["default"].base_model_name_or_path
         base = base or "the model that they were trained on"
@@ -184,3 +237,22 @@ under base_model_sha256 in the head of this file. With transformers and peft:
     base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
     model = PeftModel.from_pretrained(base, "the directory of this file")
 """
+
+
+def lora_groups(
+    model: nn.Module, *, lr: float, lr_ratio: float, weight_decay: float = 0.01
+) -> list[dict[str, Any]]:
+    """Return parameter groups for ``infinity.AdamW(model, params=...)`` in which B learns faster than A.
+
+    LoRA+ (arXiv:2402.12354): matrices B, and vectors as DoRA's magnitudes, have ``lr_ratio`` times the rate
+    ``lr`` of the others. Vectors do not decay.
+    """
+    fast: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            group = vectors if param.ndim < 2 else fast if "lora_B" in name else others
+            group.append(param)
+    groups = (others, lr, weight_decay), (fast, lr * lr_ratio, weight_decay), (vectors, lr * lr_ratio, 0.0)
+    return [{"params": each, "lr": rate, "weight_decay": decay} for each, rate, decay in groups if each]

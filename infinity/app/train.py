@@ -17,10 +17,13 @@ from rich.console import Console
 
 import infinity
 from infinity.activations.controller import Activations
-from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for, export_run
+from infinity.api.adapters import CONFIG
+from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for, export_run, saved_folder
+from infinity.api.merge import MergedModel
+from infinity.api.merge import merge as merge_adapters
 from infinity.app import runs
 from infinity.app.loop import Loop
-from infinity.checkpoint.directory import tokenizer_files
+from infinity.checkpoint.directory import read_json_object, tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
@@ -30,7 +33,7 @@ from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, save_measured
 from infinity.device.accelerator import memory_nbytes
-from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
+from infinity.device.machine import DTYPES, local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
@@ -86,7 +89,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             views.add(totals, activations)
         loop.run()
         if _saves(recipe):
-            out = folder / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
+            out = folder / (ADAPTERS_FOLDER if recipe.lora.active else MODEL_FOLDER)
             write_model(recipe, model, out)
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
@@ -113,7 +116,7 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     """
     for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
-    if _saves(recipe) and recipe.lora.rank is None:
+    if _saves(recipe) and not recipe.lora.active:
         check_room_for(model, folder)
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
@@ -274,15 +277,18 @@ def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) 
             recipe,
             new=recipe.model.new,
             ignore=recipe.model.ignore,
-            frozen=recipe.lora.rank is not None,
+            frozen=recipe.lora.active,
             on_progress=views.loading,
         ).train()
     try:
-        if recipe.lora.rank is not None:
+        if recipe.lora.active:
             torch.manual_seed(recipe.run.seed)
             model = infinity.add_lora(model, **asdict(recipe.lora))
+        optim, ratio, groups = recipe.optim, recipe.lora.lr_ratio, None
+        if recipe.lora.active and ratio is not None:
+            groups = infinity.lora_groups(model, lr=optim.lr, lr_ratio=ratio, weight_decay=optim.weight_decay)
         names = "lr", "betas", "eps", "weight_decay", "max_grad_norm"
-        yield model, infinity.AdamW(model, **{name: getattr(recipe.optim, name) for name in names})
+        yield model, infinity.AdamW(model, **{name: getattr(optim, name) for name in names}, params=groups)
     finally:
         infinity.close(model, keep=keep)
 
@@ -291,14 +297,20 @@ def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
 
 
-def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = None) -> Requantized | None:
+def write_model(
+    recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False
+) -> Requantized | None:
     """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
-    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
-    if recipe.lora.rank is None:
-        tokenizer = source if tokenizer_files(source) else None
-        return infinity.export(model, out, tokenizer=tokenizer, stored_as=stored_as)
+    if not recipe.lora.active or merge:
+        tokenizer = _tokenizer_of(recipe)
+        return infinity.export(model, out, tokenizer=tokenizer, stored_as=stored_as, merge=merge)
     infinity.save_lora(model, out)
     return None
+
+
+def _tokenizer_of(recipe: Recipe) -> Path | None:
+    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
+    return source if tokenizer_files(source) else None
 
 
 @contextmanager
@@ -317,29 +329,72 @@ def _explained(run: runs.Run) -> Iterator[None]:
         raise
 
 
-def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:
+def publish_run(
+    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
+    base: str | Path | None = None,
+) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
-    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is.
+    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
+    adapters are merged into the weights of their base; then ``path`` may be a directory of adapters, and
+    ``base`` that of their base, if it is not where they say.
     """
-    folder, result, stored_as = user_path(path, "RUN"), None, None
-    if stored:
-        recipe, why = runs.recipe_of(folder), ""
-        if (stored_as := recipe.model.path) is None:
-            why = "a new model (model.path is null), so no checkpoint has a stored form for it"
-        elif recipe.lora.rank is not None:
-            why = "adapters, which are not quantized"
-        if why:
-            raise CheckpointError(f"{folder} trained {why}: export without --stored")
+    folder, result = user_path(path, "RUN"), None
+    if merge and (folder / CONFIG).is_file():
+        found = read_json_object(folder / CONFIG).get("base_model_name_or_path") if base is None else base
+        result = _merge(folder, user_path(found or "", "--base"), user_path(out, "OUT"), stored)
+        return f"{path} and its base {found}" + ("" if result is None else f" ({result})")
+    if base is not None:
+        raise CheckpointError(
+            f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
+        )
+    recipe = runs.recipe_of(folder) if stored or merge else None
+    stored_as = recipe.model.path if recipe is not None and stored else None
+    if recipe is not None and (why := _why_plain(recipe, stored, merge)):
+        raise CheckpointError(f"{folder} trained {why}")
     what = f"the model of {path}"
     if runs.is_interrupted(folder):
-        with _last_commit(folder) as (recipe, model, _, step):
-            result = write_model(recipe, model, user_path(out, "OUT"), stored_as)
+        with _last_commit(folder) as (now, model, _, step):
+            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge)
         what += f" after step {step}"
+    elif rank() == 0 and merge and recipe is not None:
+        adapters, trained_on = saved_folder(folder), Path(recipe.model.path or "")
+        result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
     elif rank() == 0:
         result = export_run(path, out, stored_as)
     return what if result is None else f"{what} ({result})"
+
+
+def _merge(
+    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
+) -> Requantized | None:
+    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
+    if not (base / "config.json").is_file():
+        raise CheckpointError(
+            f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
+            "--base DIR"
+        )
+    dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
+    tokenizer = base if tokenizer_files(base) else None
+    if recipe is not None:
+        tokenizer = _tokenizer_of(recipe)
+    with MergedModel(base, adapters, dtype) as merged:
+        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
+
+
+def _why_plain(recipe: Recipe, stored: bool, merge: bool) -> str:
+    """Return why a run's model cannot be exported with ``stored`` or ``merge``; empty: it can."""
+    if merge and not recipe.lora.active:
+        return "all weights, which have no adapters to merge: export without --merge"
+    if stored and recipe.model.path is None:
+        return (
+            "a new model (model.path is null), so no checkpoint has a stored form for it: export without "
+            "--stored"
+        )
+    if stored and recipe.lora.active and not merge:
+        return "adapters, which are not quantized: export without --stored, or the merged model with --merge"
+    return ""
 
 
 def save_run(path: str | Path, out: str | Path) -> str:

@@ -316,9 +316,9 @@ def _converted_dtype(source: Stored) -> torch.dtype:
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
-def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
+def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None:
     """Fill ``out`` with a part's values, rounded as an fp32 master is to the weights of a trained unit."""
-    if part.source.dtype == out.dtype:
+    if part.source.dtypes == {out.dtype}:
         part.source.fill(part.offset, out, view)
         return
     layout, offset = default_rule().layout(out.dtype).only(exact=True), part.offset
@@ -328,6 +328,13 @@ def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
         exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
         store_master(layout, master, piece, tuple(exact))
         offset += len(piece)
+
+
+def fill_rounded(stored: Stored, start: int, out: Tensor) -> None:
+    """Fill ``out`` with elements from ``start`` on, read from files, and rounded as by :func:`make_part`."""
+    whole = [Part(0, stored, 0, stored.shape.numel())]
+    for part in cut(stored.parts if isinstance(stored, Traced) else whole, start, len(out)):
+        make_part(part, out[part.start : part.start + part.numel])
 
 
 def _any(name: str, patterns: Iterable[str]) -> bool:
@@ -420,6 +427,11 @@ class CheckpointValues:
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
         """Move each parameter's values, by its id, to the one that replaced it."""
         self._values = {id(replaced[k]) if k in replaced else k: each for k, each in self._values.items()}
+
+    def stored(self, tensor: Tensor) -> Stored | None:
+        """Return the values of a parameter or buffer of the model; None: the checkpoint has none."""
+        given = self._values.get(id(tensor))
+        return given[0][1] if given else None
 
     def notes(self) -> list[str]:
         lines = []

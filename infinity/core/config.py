@@ -10,6 +10,7 @@ import operator
 import os
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -88,6 +89,8 @@ class Setting(NamedTuple):
         if kind is tuple:
             items = [self._replace(hint=arg)._kind() for arg in args if arg is not Ellipsis]
             return f"list of {items[0]}s" if Ellipsis in args else f"[{', '.join(items)}]"
+        if kind is Mapping:
+            return f"map from text to {self._replace(hint=args[1])._kind()}"
         if self.nbytes:
             return "size such as 8GiB"
         return "path" if self.path else {bool: "true | false", str: "text"}.get(self.hint, self.hint.__name__)
@@ -107,6 +110,10 @@ class Setting(NamedTuple):
             if "???" in items:  # OmegaConf's mark of a mandatory value, which it does not write in a list
                 raise _TextError("??? marks a value that must be given")
             return tuple(self._replace(hint=args[0]).converted(item) for item in items)
+        if kind is Mapping:
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise ValueError(value)
+            return {name: self._replace(hint=args[1]).converted(item) for name, item in value.items()}
         if self.hint is str:
             return _text(value, path=self.path)
         if kind is Literal:
@@ -132,7 +139,7 @@ def setting(
     """Make a field of a config.
 
     Args:
-        valid: Bounds of a number; for a tuple, of each item.
+        valid: Bounds of a number; for a tuple or a dictionary, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
         numeric: The value changes the numbers of a run, so a resumed run must keep it.

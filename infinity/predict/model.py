@@ -4,7 +4,6 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,9 +151,9 @@ class ModelWithoutValues:
                 construction.late = self.values
                 with construction:
                     self.module = self._of_checkpoint(Path(recipe.model.path), recipe)
-            if recipe.lora.rank is not None:
+            if recipe.lora.active:
                 self.module.requires_grad_(False)
-                self.module = make_adapters(self.module, construction, **asdict(recipe.lora))
+                self.module = make_adapters(self.module, construction, recipe.lora)
         self.units = construction.builder.units
         self.leaves = construction.builder.leaves if ranks > 1 else {}
         self.module.train()
@@ -182,7 +181,7 @@ class ModelWithoutValues:
         else:
             with Checkpoint(path) as stored:
                 model = build_model(config, None, dtype, len(stored))
-                if recipe.lora.rank is not None and recipe.memory.nvme and stored.files:
+                if recipe.lora.active and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
                     quantization = read_quantization(path)
                     if quantization is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
+from infinity.api.adapters import LoraConfig
 from infinity.api.checkpoints import CheckpointConfig
 from infinity.core.config import (
     Config,
@@ -106,18 +107,6 @@ class TrainConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(Config):
-    """LoRA adapters on a frozen base model."""
-
-    rank: int | None = setting(None, "rank of each adapter; null: train all weights", Valid(1, 2**16))
-    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", Valid(1e-6, 10**6))
-    target_modules: tuple[str, ...] = setting(
-        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head"
-    )
-    dropout: float = setting(0.0, "dropout on the input of each adapter", Valid(least=0, below=1))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The complete configuration of a run. Every field has a default."""
 
@@ -142,8 +131,10 @@ class Recipe:
         if self.train.schedule == "layer" and activations in ("recompute", "offload"):
             wanted = "null with train.schedule=layer, which recomputes by itself and holds what blocks return"
             raise SettingError("memory.activations", activations, wanted)
-        if self.lora.rank is not None and self.model.path is None:
-            raise SettingError("lora.rank", self.lora.rank, "null without model.path, the frozen base")
+        for name in ("rank", "adapter"):
+            value = getattr(self.lora, name)
+            if value is not None and self.model.path is None:
+                raise SettingError(f"lora.{name}", value, "null without model.path, the frozen base")
 
     @property
     def engine(self) -> EngineConfig:

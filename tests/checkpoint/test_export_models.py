@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infinity
-from infinity.api.export import saved_tensors
+from infinity.api.saved import saved_tensors
 from infinity.checkpoint.load import named_targets
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models, training, zoo

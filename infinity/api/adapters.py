@@ -1,0 +1,257 @@
+"""Settings of LoRA adapters, and directories of adapters in ``peft``'s format.
+
+[Note: what peft says]
+Names and shapes of a model's adapters, and the keys under which they are saved, are those of ``peft``. So
+adapters of another base are noticed by their keys, and what ``peft`` saves can be read here, unless its
+config asks for what a frozen base that is served in units cannot have.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint.directory import FileTensor, TensorFile, read_json_object
+from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
+from infinity.core.errors import CheckpointError, RecipeError, library_errors
+from infinity.core.files import user_path
+
+#: Files of a directory of adapters.
+CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
+#: Keys of ``peft``'s config that adapters may have here; others must have their defaults.
+_KNOWN = {
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "r", "lora_alpha",
+    "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+    "init_lora_weights", "modules_to_save", "trainable_token_indices", "task_type",
+}  # fmt: skip
+#: Keys that say how an adapter was made, or nothing.
+_NEEDLESS = {
+    "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_type", "peft_version",
+    "megatron_core", "runtime_config",
+}  # fmt: skip
+#: Ways to set the first values that leave the base as it is.
+_INITS = (True, False, "gaussian", "orthogonal")
+#: The most keys of a kind that an error names.
+_MOST_NAMED = 10
+_RANKS = Valid(1, 2**16)
+_ALPHAS = Valid(1e-6, 10**6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Config):
+    """LoRA adapters on a frozen base model."""
+
+    rank: int | None = setting(None, "rank of each adapter; null: train all weights", _RANKS)
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", _ALPHAS)
+    target_modules: tuple[str, ...] = setting(
+        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head"
+    )
+    dropout: float = setting(0.0, "dropout on the input of each adapter", Valid(least=0, below=1))
+    rank_pattern: Mapping[str, int] | None = setting(
+        None,
+        "ranks of other layers, by the ends of their names or regular expressions: {down_proj: 4}",
+        _RANKS,
+    )
+    alpha_pattern: Mapping[str, float] | None = setting(
+        None, "other alphas, named as in rank_pattern", _ALPHAS
+    )
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
+    dora: bool = setting(False, "train magnitudes of rows of weights, too (DoRA); reads the base once more")
+    init: Literal["default", "gaussian", "orthogonal"] = setting(
+        "default", "first values, as peft sets them; those that change the base (pissa, olora) are not known"
+    )
+    modules_to_save: tuple[str, ...] = setting(
+        (), "modules of which a whole copy is trained and saved, such as lm_head or embed_tokens"
+    )
+    trainable_token_indices: tuple[int, ...] = setting(
+        (), "tokens whose rows of the embedding are trained and saved, such as new ones", Valid(0, 2**31)
+    )
+    adapter: str | None = setting(
+        None,
+        "directory of adapters in peft's format to go on with, which says all of the above; null: new ones",
+        path=True,
+    )
+    lr_ratio: float | None = setting(
+        None, "learning rate of the matrices B, in units of optim.lr (LoRA+); null: 1", Valid(1e-3, 10**6)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for each in settings_of(LoraConfig) if self.adapter is not None else ():
+            value, default = getattr(self, each.name), getattr(LoraConfig, each.name)
+            if each.name not in ("adapter", "lr_ratio") and value != default:
+                wanted = f"{shown(default)} with lora.adapter, which says it in its {CONFIG}"
+                raise SettingError(each.name, value, wanted)
+
+    @property
+    def active(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return self.rank is not None or self.adapter is not None
+
+    def for_peft(self, model: nn.Module) -> Any:
+        """Return ``peft.LoraConfig`` of new adapters for ``model``."""
+        return peft().LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout,
+            target_modules=list(self.target_modules) or "all-linear",
+            rank_pattern=self.rank_pattern or {}, alpha_pattern=self.alpha_pattern or {},
+            use_rslora=self.rslora, use_dora=self.dora,
+            init_lora_weights=True if self.init == "default" else self.init,
+            modules_to_save=list(self.modules_to_save) or None,
+            trainable_token_indices=list(self.trainable_token_indices) or None,
+            task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+        )  # fmt: skip
+
+
+def peft() -> Any:
+    """Return the package ``peft``; RecipeError: it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
+    return peft
+
+
+def saved_names(adapted: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are saved of a model with adapters, by the keys that ``peft`` gives them."""
+    from peft import get_peft_model_state_dict
+
+    named = dict(adapted.named_parameters()) | dict(adapted.named_buffers())
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        adapted, state_dict=named, save_embedding_layers=False
+    )
+    return found
+
+
+def check_used(adapted: nn.Module, config: Any, patterns: Mapping[str, Sequence[str]]) -> None:
+    """Raise a ValueError if ``config`` names modules or tokens that the model does not have.
+
+    So with ``patterns`` for layers, by their setting, some of which peft adds to those that it was given.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    layers, copied, tokens = list[str](), list[str](), list[Any]()
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            layers.append(name)
+        elif isinstance(module, ModulesToSaveWrapper):
+            copied.append(name)
+        elif isinstance(module, TrainableTokensWrapper):
+            tokens.append(module.token_adapter)
+    for key, given in patterns.items():
+        for pattern in given:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
+                raise ValueError(f"{key} names {shown(pattern)}, but no layer with adapters is called so")
+    for wanted in config.modules_to_save or ():
+        if not any(name.endswith(wanted) for name in copied):
+            raise ValueError(f"modules_to_save names {shown(wanted)}, but no module is called so")
+    for layer in tokens:
+        rows, numbers = layer.base_layer.weight.shape[0], layer.token_indices["default"]
+        if wrong := [number for number in numbers if not 0 <= number < rows]:
+            raise ValueError(f"trainable_token_indices has {wrong[0]}; the model has {rows} tokens")
+
+
+class SavedAdapters:
+    """Opens a directory of adapters that ``peft`` or :func:`infinity.save_lora` wrote.
+
+    Raises a CheckpointError if a file is missing or damaged, or the config has what is not known here.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = user_path(directory, "the directory of adapters")
+        self.entries = read_json_object(self.path / CONFIG)
+        self.config = self._read_config()
+        if not (self.path / VALUES).is_file():
+            pickled = (self.path / "adapter_model.bin").exists()
+            more = "; load and save it once with peft, which writes that file" if pickled else ""
+            raise CheckpointError(f"{self.path} holds no {VALUES}{more}")
+        self._file = TensorFile(self.path / VALUES)
+        try:
+            self._check_ranks()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tensors(self) -> Mapping[str, FileTensor]:
+        return self._file.tensors
+
+    def _read_config(self) -> Any:
+        kind, where = peft().LoraConfig, self.path / CONFIG
+        if self.entries.get("peft_type") != "LORA":
+            raise CheckpointError(
+                f"{where}: peft_type is {shown(self.entries.get('peft_type'))}; wanted 'LORA'"
+            )
+        fields = {each.name: each for each in dataclasses.fields(kind)}
+        for name, value in self.entries.items():
+            if name in _KNOWN or name in _NEEDLESS:
+                continue
+            default: object = None
+            if name in fields:
+                given = fields[name].default, fields[name].default_factory
+                default = given[0] if given[0] is not dataclasses.MISSING else given[1]()  # type: ignore[operator]
+            if value != default and value not in (None, False, [], {}):
+                raise CheckpointError(
+                    f"{where}: {name} is {shown(value)}; adapters can be used here that have {shown(default)}"
+                )
+        init = self.entries.get("init_lora_weights", True)
+        if init not in _INITS:
+            raise CheckpointError(
+                f"{where}: init_lora_weights is {shown(init)}, which changes the base; convert the adapters "
+                "to plain ones with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not isinstance(value := self.entries.get(name, {}), dict):
+                raise CheckpointError(
+                    f"{where}: {name} is {shown(value)}; wanted a map from layers to numbers"
+                )
+        with library_errors(CheckpointError, str(where)):
+            return kind(**{name: value for name, value in self.entries.items() if name in _KNOWN})
+
+    def _check_ranks(self) -> None:
+        """Refuse ranks that the values do not have, before memory is taken for them."""
+        most = max((max(each.shape, default=0) for each in self.tensors.values()), default=0)
+        ranks = [self.config.r, *self.config.rank_pattern.values()]
+        if wrong := [each for each in ranks if type(each) is not int or not 0 < each <= max(1, most)]:
+            raise CheckpointError(
+                f"{self.path / CONFIG}: rank {shown(wrong[0])} is that of no tensor of {VALUES}"
+            )
+
+    def match(self, adapted: nn.Module) -> list[tuple[Tensor, FileTensor]]:
+        """Return each saved parameter of ``adapted`` with its stored values.
+
+        Raises a CheckpointError that names the keys of the one that the other has not, or that have another
+        shape: the adapters are those of another model.
+        """
+        wanted = saved_names(adapted)
+        kind = type(adapted.get_base_model()).__name__  # type: ignore[operator]
+        wrong = [f"{key} is not in the file" for key in wanted if key not in self.tensors]
+        wrong += [f"{key} is not in the model" for key in self.tensors if key not in wanted]
+        wrong += [
+            f"{key} has shape {tuple(self.tensors[key].shape)}, in the model {tuple(tensor.shape)}"
+            for key, tensor in wanted.items()
+            if key in self.tensors and self.tensors[key].shape != tensor.shape
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+            base = self.entries.get("base_model_name_or_path")
+            raise CheckpointError(
+                f"{self.path / VALUES} does not fit {kind}: {'; '.join(wrong[:_MOST_NAMED])}{more}. They are "
+                f"adapters of {shown(base)}: give that model, or other adapters"
+            )
+        return [(tensor, self.tensors[key]) for key, tensor in wanted.items()]
+
+    @torch.no_grad()
+    def fill(self, adapted: nn.Module) -> None:
+        """Copy the stored values into the adapters of ``adapted``, but those on the meta device."""
+        for tensor, stored in self.match(adapted):
+            if not tensor.is_meta:
+                tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
+
+    def close(self) -> None:
+        self._file.close()

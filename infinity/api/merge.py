@@ -1,0 +1,327 @@
+"""Merges adapters into the weights of their base, from files to files: at any size, a piece at a time.
+
+[Note: a merged weight is a stored tensor]
+A model without values says which tensors a directory of it holds, and what each is made of; the base's
+checkpoint gives any range of a parameter, decoded and rounded to the compute dtype, as adapters saw it in
+training. A merged weight is such a tensor, whose ranges are changed by the adapters when they are read: in
+fp32, and rounded once. So nothing is gathered, and the files are those of an export.
+
+[Note: bitwise peft]
+``B @ A`` and the sum are those of peft's ``merge_and_unload``, in fp32 and for a block of rows at a time: the
+same bits for matrices of one block, and within rounding for larger ones.
+"""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.api.adapters import SavedAdapters
+from infinity.api.lora import wrap
+from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, saved_tensors, write_companions
+from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
+from infinity.checkpoint.load import CheckpointValues, fill_rounded, named_targets
+from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.requantize import Requantized, export_stored
+from infinity.checkpoint.writer import Publication, RangeWriter, create_files, plan_files
+from infinity.comm.ranks import Ranks, all_ranks_or_raise
+from infinity.core.errors import CheckpointError
+
+#: Elements of a weight that are merged at a time; a row at least.
+_BLOCK_NUMEL = 2**22
+#: For what one process writes.
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@dataclass(eq=False, slots=True)
+class LowRank:
+    """The change of a matrix ``(rows, columns)`` by LoRA matrices, and by DoRA's magnitudes if there are any.
+
+    ``a`` is ``(rank, in)``, ``b`` is ``(out, rank)``; ``transposed``: the weight is ``(in, out)``.
+    """
+
+    a: Stored
+    b: Stored
+    scaling: float
+    transposed: bool
+    magnitude: Stored | None = None
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row depends on others: the norm that DoRA divides by is that of a column."""
+        return self.transposed and self.magnitude is not None
+
+    def apply(self, values: Tensor, first: int) -> Tensor:
+        """Return the merged rows from ``first`` on; ``values`` are fp32, ``(n, columns)``."""
+        a, last = _read(self.a), first + len(values)
+        if self.transposed:
+            product = (_read(self.b) @ a[:, first:last]).T
+        else:
+            product = _read(self.b, first, last) @ a
+        values = values + product * self.scaling
+        if self.magnitude is None:
+            return values
+        magnitude = _read(self.magnitude)
+        if self.transposed:
+            factor: Tensor = magnitude / torch.linalg.norm(values, dim=0)
+        else:
+            factor = (magnitude[first:last] / torch.linalg.norm(values, dim=1))[:, None]
+        return factor * values
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """The change of a matrix whose rows ``numbers`` are others, those of ``rows``, ``(n, columns)``."""
+
+    numbers: Sequence[int]
+    rows: Stored
+    needs_all_rows: bool = False
+
+    def apply(self, values: Tensor, first: int) -> Tensor:
+        """Return the rows from ``first`` on; ``values`` are those of the base."""
+        values = values.clone()
+        for i, number in enumerate(self.numbers):
+            if first <= number < first + len(values):
+                values[number - first] = _read(self.rows, i, i + 1)[0]
+        return values
+
+
+def _read(stored: Stored, first: int = 0, last: int | None = None) -> Tensor:
+    """Return rows of a stored tensor in fp32."""
+    last = stored.shape[0] if last is None else last
+    row = stored.shape[1:]
+    values = stored.read(first * row.numel(), (last - first) * row.numel(), torch.float32)
+    return values.view(last - first, *row)
+
+
+@dataclass(eq=False, slots=True)
+class MergedWeight(Stored):
+    """Represents a matrix of the base as adapters change it, in the compute dtype ``dtype``."""
+
+    base: Stored
+    change: LowRank | Rows
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    kept: dict[tuple["MergedWeight", int], Tensor]  # the block merged last, of all weights of a model
+
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
+        rows, columns = self.shape
+        at_once = rows if self.change.needs_all_rows else max(1, _BLOCK_NUMEL // columns)
+        at, stop = start, start + len(out)
+        while at < stop:
+            first = at // columns // at_once * at_once
+            block, low = self._block(first, min(rows, first + at_once)), at - first * columns
+            taken = min(stop - at, len(block) - low)
+            out[at - start : at - start + taken].copy_(block[low : low + taken])
+            at += taken
+
+    def _block(self, first: int, last: int) -> Tensor:
+        """Return rows ``[first, last)``, flat."""
+        if (self, first) not in self.kept:
+            self.kept.clear()
+            columns = self.shape[1]
+            values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
+            fill_rounded(self.base, first * columns, values)
+            merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
+            if not merged.isfinite().all():
+                raise CheckpointError(
+                    f"{self.name}: a merged value is NaN or infinite in {self.dtype}, as the adapters, "
+                    "or the base, are not finite"
+                )
+            self.kept[self, first] = merged
+        return self.kept[self, first]
+
+
+class MergedModel:
+    """Opens a base and adapters of it as the tensors of a directory of the merged model.
+
+    ``dtype`` is the compute dtype; None: that of the base's config, or bf16. ``config`` and ``auto_class``
+    are those of the model that was trained; None: as the base's directory says.
+    """
+
+    def __init__(
+        self, base: Path, adapters: Path, dtype: torch.dtype | None = None, config: Any = None,
+        auto_class: Any = None,
+    ) -> None:  # fmt: skip
+        with contextlib.ExitStack() as opened:
+            saved = SavedAdapters(adapters)
+            opened.callback(saved.close)
+            config = read_config(base) if config is None else copy.deepcopy(config)
+            checkpoint = opened.enter_context(Checkpoint(base))
+            given = getattr(config, "dtype", None)
+            self.dtype: torch.dtype = dtype or (given if isinstance(given, torch.dtype) else torch.bfloat16)
+            if (quantization := read_quantization(base)) is not None:
+                decode_checkpoint(checkpoint, quantization, self.dtype)
+            with torch.device("meta"):
+                self.model = build_model(config, auto_class, self.dtype, len(checkpoint))
+                for param in self.model.parameters():
+                    param.data = param.data.to(self.dtype)
+                values = CheckpointValues(checkpoint, new=["*"], ignore=["*"])
+                values.prepare(self.model)
+                self.named = dict(named_targets(self.model))
+                self.tensors = saved_tensors(self.model, self.named)
+                changed = self._changed(saved, values)
+            self._values: dict[int, Stored] = {}  # by id of the model's tensor
+            for name, tensor in self.named.items():
+                stored = changed.get(id(tensor)) or values.stored(tensor)
+                if stored is None:
+                    raise CheckpointError(
+                        f"{name} has no value of its shape, neither in {base} nor in {adapters}: these "
+                        "were trained on a base with other weights (new tokens or layers), which is not kept"
+                    )
+                self._values[id(tensor)] = stored
+            self._opened = opened.pop_all()
+
+    def _changed(self, saved: SavedAdapters, values: CheckpointValues) -> dict[int, Stored]:
+        """Return what adapters change, by id of the tensor of the base; the model stays without adapters."""
+        from peft.tuners.lora import LoraLayer
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+        names = {id(tensor): name for name, tensor in self.named.items()}
+        every = self.model.named_parameters(remove_duplicate=False)
+        uses = Counter(id(param) for _, param in every)
+        adapted = wrap(self.model, saved.config, saved)
+        stored = {id(tensor): each for tensor, each in saved.match(adapted)}
+        found: dict[int, Stored] = {}
+        kept: dict[tuple[MergedWeight, int], Tensor] = {}
+
+        def change(weight: Tensor, how: LowRank | Rows) -> None:
+            base = values.stored(weight)
+            if base is None:
+                raise CheckpointError(f"{names[id(weight)]} has adapters, and is not in the base")
+            merged = MergedWeight(base, how, names[id(weight)], weight.shape, weight.dtype, kept)
+            found[id(weight)] = merged
+
+        for name, module in adapted.named_modules():
+            if isinstance(module, LoraLayer):
+                weight = module.get_base_layer().weight
+                _refuse_tied(names[id(weight)], uses[id(weight)])
+                change(weight, _low_rank(name, module, stored))
+            elif isinstance(module, TrainableTokensWrapper) and not module.token_adapter.tied_adapter:
+                layer = module.token_adapter
+                rows, numbers = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
+                change(layer.base_layer.weight, Rows(numbers, stored[id(rows)]))
+            elif isinstance(module, ModulesToSaveWrapper):
+                copies = module.modules_to_save["default"].state_dict(keep_vars=True)
+                for key, tensor in module.original_module.state_dict(keep_vars=True).items():
+                    _refuse_tied(names[id(tensor)], uses[id(tensor)])
+                    found[id(tensor)] = stored[id(copies[key])]
+        adapted.base_model.unload()
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {item.spec.key: item.spec.shape for item in self.tensors}
+
+    def values(self, name: str) -> Stored:
+        """Return the stored tensor of a parameter or buffer of the merged model."""
+        return self._values[id(self.named[name])]
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> "MergedModel":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _refuse_tied(name: str, uses: int) -> None:
+    if uses > 1:
+        raise CheckpointError(
+            f"{name} is tied to another weight of the base, which the adapters leave as it is: in a merged "
+            "model both would be one. Use the adapters unmerged, or train lora.trainable_token_indices"
+        )
+
+
+def _low_rank(name: str, module: Any, stored: Mapping[int, FileTensor]) -> LowRank:
+    from peft.tuners.lora import Embedding, Linear
+
+    adapter, magnitudes = "default", module.lora_magnitude_vector
+    if isinstance(module, Embedding):
+        pair, transposed = (module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]), True
+    elif isinstance(module, Linear):
+        pair = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        transposed = module.fan_in_fan_out
+    else:
+        raise CheckpointError(
+            f"{name} has adapters of {type(module).__name__}, which cannot be merged here; those of linear "
+            "layers and embeddings can"
+        )
+    a, b = (stored[id(each)] for each in pair)
+    magnitude = stored[id(magnitudes[adapter].weight)] if adapter in magnitudes else None
+    return LowRank(a, b, module.scaling[adapter], transposed, magnitude)
+
+
+def merge(
+    merged: MergedModel, out: Path, *, max_shard_nbytes: int = MAX_SHARD_NBYTES, tokenizer: Any = None,
+    stored_as: Path | None = None, ranks: Ranks = ALONE,
+) -> Requantized | None:  # fmt: skip
+    """Write the merged model to the new directory ``out``, as :func:`infinity.export` does; all must call.
+
+    Raises:
+        CheckpointError: The base or the adapters cannot be read, ``out`` is not free, or a merged value is
+            not finite.
+        DiskError: A drive failed or is full.
+    """
+    write = partial(_write, merged, max_shard_nbytes, tokenizer, ranks)
+    if stored_as is not None:
+        return export_stored(stored_as, out, shapes=merged.shapes, export=write, ranks=ranks)
+    write(out)
+    return None
+
+
+def _write(merged: MergedModel, max_shard_nbytes: int, tokenizer: Any, ranks: Ranks, out: Path) -> Path:
+    with all_ranks_or_raise(ranks, f"planning {out}"):
+        files = plan_files([item.spec for item in merged.tensors], max_shard_nbytes)
+        places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
+    with Publication(out, ranks) as place:
+        with all_ranks_or_raise(ranks, f"making {place.out}"):
+            if ranks.rank == 0:
+                create_files(place.path, files)
+                write_companions(merged.model, files, place.path, tokenizer)
+        with RangeWriter() as writer, all_ranks_or_raise(ranks, f"writing {place.out}"):
+            outputs = [writer.open(place.path / file.name) for file in files]
+            for key, start, values in _pieces(merged, merged.tensors[ranks.rank :: ranks.world_size]):
+                file, first = places[key]
+                writer.write(outputs[file], first + start * values.itemsize, values)
+                writer.check()
+            writer.finish()
+        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
+            place.publish()
+    return out
+
+
+def _pieces(merged: MergedModel, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the values of saved tensors: a key, an element's number, and values from there on."""
+    converted: dict[str, Tensor] = {}  # those that transformers computes from the same sources
+    for item in tensors:
+        spec = item.spec
+        if item.parts is None:
+            if spec.key not in converted:
+                alike = [each.spec for each in merged.tensors if each.sources == item.sources]
+                whole = {name: _whole(merged, name) for name in item.sources}
+                converted = convert(merged.model, whole, alike)
+            yield spec.key, 0, converted.pop(spec.key).contiguous()
+        for part in item.parts or ():
+            source = merged.values(part.source)
+            for done in range(0, part.numel, _BLOCK_NUMEL):
+                out = torch.empty(min(_BLOCK_NUMEL, part.numel - done), dtype=spec.dtype, device="cpu")
+                fill_rounded(source, part.offset + done, out)
+                yield spec.key, part.start + done, out
+
+
+def _whole(merged: MergedModel, name: str) -> Tensor:
+    tensor = merged.named[name]
+    out = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+    fill_rounded(merged.values(name), 0, out)
+    return out.view(tensor.shape)
