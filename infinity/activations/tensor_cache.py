@@ -200,8 +200,9 @@ class Slot:
             return self._storage, self._last[1]
 
     def drop(self) -> None:
-        """Release the storage, which all readers have read, if its bytes can be loaded again."""
+        """Release the storage, which all readers have read, once its bytes can be loaded again."""
         with self._lock:
+            self._is_wanted = False
             if self.state is S.RESIDENT and self._stored is not None:
                 self._release()
 
@@ -450,7 +451,7 @@ class SlotHandle(KeptTensor):
 
     __slots__ = ("_offset", "_size", "_stride", "is_read", "record", "slot")
 
-    def __init__(self, slot: Slot, record: PassRecord, tensor: Tensor) -> None:
+    def __init__(self, slot: Slot, record: PassRecord | None, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # [Note: versions]
         self.slot, self.record, self.is_read = slot, record, False
@@ -535,7 +536,7 @@ class TensorCache:
         if place is not Place.KEEP:
             record.stores[slot.key] = self.queue.put(slot, self.stores[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
-                self._count_wait(partial(self.queue.wait_below, self.backlog_nbytes))
+                self.wait_for(partial(self.queue.wait_below, self.backlog_nbytes))
         self._wait_for_stores(record, slot.key, backward=False)
         return slot
 
@@ -544,7 +545,7 @@ class TensorCache:
         last = record.policy.waits.get((key, backward))
         number = None if last is None else record.stores.get(last)
         if number is not None and not self.queue.has_ended(number):
-            self._count_wait(partial(self.queue.wait_until, partial(self.queue.has_ended, number)))
+            self.wait_for(partial(self.queue.wait_until, partial(self.queue.has_ended, number)))
 
     @untraced
     def unpack(self, packed: KeptTensor) -> Tensor:
@@ -570,14 +571,15 @@ class TensorCache:
 
     def _read(self, packed: SlotHandle) -> Tensor:
         slot, record = packed.slot, packed.record
+        assert record is not None, "a forward pass packed it"
         self.queue.cancel(slot)
         self._start_loads(record, slot.key)
         if slot.state is S.STORING and (self.profiler is not None or record.policy.keeps_budget):
             # No store may hold bytes that backward has released: a profile or a budget counts them.
-            self._count_wait(lambda: self.queue.wait_until(lambda: slot.state is not S.STORING))
+            self.wait_for(lambda: self.queue.wait_until(lambda: slot.state is not S.STORING))
         self.stats.forwarded += slot.state is S.STORING
         self.stats.on_demand += slot.fetch()
-        storage, offset_nbytes = slot.read(self._count_wait)
+        storage, offset_nbytes = slot.read(self.wait_for)
         slot.readers -= not packed.is_read
         packed.is_read = True
         if not slot.readers:
@@ -606,7 +608,8 @@ class TensorCache:
                 self.queue.cancel(slot)
                 slot.fetch()
 
-    def _count_wait(self, wait: Callable[[], None]) -> None:
+    def wait_for(self, wait: Callable[[], None]) -> None:
+        """Run ``wait``, which waits for transfers, and count its time."""
         began_s = time.perf_counter()
         try:
             self._wait(wait)

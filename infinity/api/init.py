@@ -18,11 +18,10 @@ from infinity.checkpoint.directory import Checkpoint, readable
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, StateError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
-from infinity.core.process import UninterruptedExit, uninterrupted
+from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.executor import EngineConfig, HasEngineConfig, engine_config
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
@@ -372,12 +371,11 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
 
     Raises:
         BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it.
-        SettingError: ``memory.activations`` is offload: the schedule holds what blocks return.
         StateError: No blocks were found.
     """
-    schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
-    if runtime.activations.policy == "offload":
-        wanted = "null with a layer schedule, which recomputes by itself and holds what blocks return"
-        raise SettingError("memory.activations", "offload", wanted)
-    runtime.executor().hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
+    runtime = runtime_of(model)
+    executor = runtime.executor()
+    rooms: Any = weakly(executor.rooms_between_blocks)
+    schedule = LayerSchedule(model, micro_batches, loss, runtime.activations.cache, rooms)
+    executor.hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
     return schedule

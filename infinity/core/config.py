@@ -234,7 +234,7 @@ class MemoryConfig(Config):
     activations: Literal["keep", "offload", "recompute", "plan"] | None = option(
         None,
         "keep, store or recompute activations, or follow a plan that keeps memory.device; null: plan if "
-        "memory.device is set, else keep",
+        "memory.device is set, else keep (with train.schedule=layer: but for what does not fit)",
     )
     logits: Literal["auto", "whole", "slices"] = setting(
         "auto",

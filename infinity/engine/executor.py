@@ -21,7 +21,7 @@ from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import rounded
-from infinity.core.plan import Hardware, Profile
+from infinity.core.plan import Hardware, Place, Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
@@ -35,6 +35,7 @@ from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.planner.passing import Rooms
 from infinity.planner.search import device_error
 from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
@@ -227,6 +228,25 @@ class StepExecutor:
         if self.budget.division is not before:
             self._apply_division()
         self.prefetcher.hold_blocks(window_nbytes, tiles)
+
+    def rooms_between_blocks(self) -> Rooms:
+        """Return the room for what blocks return in a layer schedule, while units have their budgets.
+
+        That is half of the free device memory, beside which a micro-batch has the rest; nothing leaves under
+        the policies keep and plan, and all under offload. In host memory half of what is free in its budget.
+        """
+        wanted, stores = self.tiers.storage.memory.activations, self.activations.cache.stores
+        if wanted == "keep" or self.activations.policy == "plan":
+            return Rooms(None)
+        device, host_pool = self.ranks.device, self.tiers.storage.host_pool
+        pools = list[Pool](self.device_pools)
+        if self.ranks.on_accelerator:
+            free = memory_nbytes(device)[0] + cached_nbytes(device)
+        else:
+            free, pools = free_host_nbytes(), [*pools, host_pool]
+        free -= sum(pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes for pool in pools)
+        host = (host_pool.capacity_nbytes - host_pool.peak_nbytes) // 2 if Place.HOST in stores else 0
+        return Rooms(0 if wanted == "offload" else max(0, free) // 2, host, Place.NVME in stores)
 
     def _begin_forward(self) -> None:
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate

@@ -3,14 +3,20 @@
 [Note: stand-ins]
 The whole step's batch goes through the model's own forward once, with stand-ins in the places of the modules
 that it calls. A block's stand-in runs the block on one slice of the batch after another, each under
-``torch.utils.checkpoint``: only the block's inputs are kept. Autograd runs the newest nodes first, so
-backward, too, finishes all slices of a block before the block below.
+``torch.utils.checkpoint``: only the block's inputs are kept, or stored. Autograd runs the newest nodes first,
+so backward, too, finishes all slices of a block before the block below.
 
 [Note: the tail]
 What follows the last block (norm, head, loss) must never see the whole batch, since nothing is as large as
 its logits. So the tail runs once per slice, under checkpoint as well: the model is called again with the
 slice's part of the batch, and modules that have run give back their output's part for that slice. Then an
 exception leaves the forward of the whole batch.
+
+[Note: between blocks]
+What blocks return is not joined: the model gets a tensor that has the shape of all rows and knows its parts,
+and hands it to the next block. The parts depart from autograd's graph and arrive where the next block takes
+them (:mod:`infinity.activations.passing`), so they may leave device memory meanwhile. An operator that the
+model itself runs on such a tensor joins the parts.
 
 [Note: gradients add up first]
 Autograd adds a parameter's gradients of all slices before the parameter gets their sum. So ranks
@@ -25,11 +31,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from infinity.activations.passing import Passed, Passing
+from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.core.errors import StateError
+from infinity.partition.tiles import METADATA
 from infinity.partition.unit import UnitIndex
+from infinity.planner.passing import Rooms
 
 Loss = Callable[..., Tensor]
 #: Decides what a call of a module, with these arguments, does while the schedule runs.
@@ -86,13 +96,20 @@ class LayerSchedule:
 
     ``micro_batches`` are slices of each batch; ``loss`` returns the loss of one, ``()``, given its part of
     the arguments, and runs again in backward; by default it is the ``loss`` of what the model returns.
+    ``cache`` stores what blocks return as far as ``rooms`` say that it does not fit; without them all stays.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int, loss: Loss | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, micro_batches: int, loss: Loss | None = None,
+        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None),
+    ) -> None:  # fmt: skip
         if micro_batches < 1:
             raise ValueError(f"micro_batches: got {micro_batches}; wanted at least 1")
         self.micro_batches, self._model = micro_batches, model
         self.blocks = Blocks.of(model)
+        if cache is None:
+            cache = TensorCache(next(model.parameters()).device, {}, lambda wait: wait())
+        self.passing = Passing(cache, len(self.blocks.modules), micro_batches, rooms)
         self.loss = loss or partial(_loss_of, model)
         #: Where stand-ins take the places of modules, as ``parent._modules[name]``.
         self._places = [
@@ -192,12 +209,14 @@ class Forward:
         if "use_cache" in kwargs:
             kwargs = {**kwargs, "use_cache": False}
         self._check((args, kwargs), block)
+        passing, number = self.schedule.passing, self.schedule.blocks.modules.index(block)
         outputs = []
-        for part in self._slices((args, kwargs)):
+        for index, part in enumerate(self._slices((args, kwargs))):
             leaves, spec = tree_flatten(part)
             leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]  # a cache
-            # Positional, because checkpoint looks there for the devices whose generators it restores.
-            outputs.append(checkpoint(partial(_call, block, spec), *leaves, use_reentrant=False))
+            output = _recomputed(partial(_call, block, spec), leaves, block)
+            outputs.append(passing.depart(output, self.rows // self.slices, number, index))
+            del output, leaves, part  # of what departed nothing may be held
         return outputs
 
     def _end(self, outputs: list[Any]) -> NoReturn:
@@ -206,21 +225,27 @@ class Forward:
         skipped = len(blocks.modules) - 1 - sum(block in self.given for block in blocks.modules)
         if skipped:
             raise StateError(f"{blocks}: the last one ran, and {skipped} before it did not")
-        self.given[blocks.modules[-1]] = [outputs]
         losses = []
         for index, batch in enumerate(self._slices(self.batch)):
-            tail = partial(self._tail, index, batch)
-            losses.append(checkpoint(tail, *tree_leaves(outputs[index]), use_reentrant=False))
+            leaves, spec = tree_flatten(outputs[index])
+            losses.append(_recomputed(partial(self._tail, index, batch, spec), leaves, blocks.modules[-1]))
         raise Finished(torch.stack(losses))
 
-    def _tail(self, index: int, batch: Any, *_: Any) -> Tensor:
-        """Run what follows the last block for slice ``index``, and return its loss; see [Note: the tail]."""
+    def _tail(self, index: int, batch: Any, spec: TreeSpec, *leaves: Any) -> Tensor:
+        """Run what follows the last block for slice ``index``, and return its loss; see [Note: the tail].
+
+        ``leaves`` are what the last block returned for it.
+        """
         turns: Counter[nn.Module] = Counter()
 
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             turn, outputs = turns[module], self.given.get(module, [])
             turns[module] += 1
-            return outputs[turn][index] if turn < len(outputs) else module(*args, **kwargs)
+            if module is self.schedule.blocks.modules[-1] and not turn:
+                return tree_unflatten(leaves, spec)
+            if turn >= len(outputs):
+                return module(*args, **kwargs)
+            return tree_map_only(Passed, lambda each: Sliced.of([each]), outputs[turn][index])
 
         args, kwargs = batch
         with self.schedule.calling(call):
@@ -232,22 +257,22 @@ class Forward:
     def _slices(self, tree: Any) -> list[Any]:
         """Cut a tree into one per slice: tensors with all rows are cut, other values are in each."""
         leaves, spec = tree_flatten(tree)
-        parts = [
-            leaf.split(self.rows // self.slices) if _has(leaf, self.rows) else (leaf,) * self.slices
-            for leaf in leaves
-        ]
+        parts = [self._parts(leaf) if _has(leaf, self.rows) else (leaf,) * self.slices for leaf in leaves]
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(self.slices)]
+
+    def _parts(self, leaf: Tensor) -> Sequence[Any]:
+        if type(leaf) is Sliced and len(leaf.parts) == self.slices:
+            return leaf.parts
+        return torch.split(leaf, self.rows // self.slices)
 
     def _joined(self, trees: Sequence[Any], block: nn.Module) -> Any:
         """Return the tree of the whole batch from the trees that ``block`` returned, one per slice."""
-        if self.slices == 1:
-            return trees[0]
         height, joined = self.rows // self.slices, []
         for column in zip(*(tree_leaves(tree) for tree in trees), strict=True):
             first = column[0]
             same = torch.equal if isinstance(first, Tensor) else lambda one, other: bool(one == other)
-            if _has(first, height):
-                joined.append(torch.cat(column))
+            if isinstance(first, Passed) or _has(first, height):
+                joined.append(Sliced.of(column))
             elif all(same(first, other) for other in column[1:]):
                 joined.append(first)
             else:
@@ -266,6 +291,52 @@ class Forward:
                 f"{self.rows} rows of {self.rows} tokens: which arguments of {type(block).__name__} have the "
                 "batch's rows cannot be told. Change the number of rows or the length"
             )
+
+
+class Sliced(Tensor):
+    """Stands for the rows of all slices, which are never joined unless an operator reads them.
+
+    ``parts`` are in their order, each a tensor or a :class:`Passed`.
+    """
+
+    parts: Sequence[Any]
+    _whole: Tensor | None
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> "Sliced":
+        first = parts[0]
+        shape = len(parts) * first.shape[0], *first.shape[1:]
+        self: Sliced = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
+        )
+        self.parts, self._whole = parts, None
+        return self
+
+    @classmethod
+    @untraced
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # of a property, which func is bound to
+            name = func.__self__.__name__
+        if name in METADATA and name != "__repr__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Sliced, Sliced.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+        raise StateError(
+            f"{func}: what a block returned for all micro-batches came to a function that torch does not "
+            "announce to it (a torch.autograd.Function, a compiled one). Use the ordinary schedule"
+        )
+
+    def whole(self) -> Tensor:
+        """Return the rows of all slices, joined when they are first asked for."""
+        if self._whole is None:
+            parts = [each.arrive(each.ticket) if isinstance(each, Passed) else each for each in self.parts]
+            self._whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._whole
 
 
 class StandIn(nn.Module):
@@ -299,6 +370,28 @@ def _calls(parent: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[nn.Modul
 def _call(block: nn.Module, spec: TreeSpec, *leaves: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, spec)
     return block(*args, **kwargs)
+
+
+def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.Module) -> Any:
+    """Return ``function(*leaves)``, recomputed in backward; a :class:`Passed` arrives, both times."""
+    passed = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Passed)}
+
+    def call(*leaves: Any) -> Any:
+        given = list(leaves)
+        for place, each in passed.items():
+            given[place] = each.arrive(leaves[place])
+        versions = {place: given[place]._version for place in passed}
+        output = function(*given)
+        if any(given[place]._version != version for place, version in versions.items()):
+            raise StateError(
+                f"what {type(block).__name__} takes or returns is written in place, and cannot be recomputed "
+                "from then. Let the model write into a copy, or use the ordinary schedule"
+            )
+        return output
+
+    # Positional, because checkpoint looks there for the devices whose generators it restores.
+    tickets = [leaf.ticket if isinstance(leaf, Passed) else leaf for leaf in leaves]
+    return checkpoint(call, *tickets, use_reentrant=False)
 
 
 def _loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -60,6 +60,10 @@ SLOW: dict[str, Scenario] = {
     "logits in slices": Scenario(model="gpt2", more=("memory.logits=slices",), clip=1.0),
     "two ranks, logits in slices": Scenario(world=2, more=("memory.logits=slices",), steps=2),
     "layer schedule": Scenario(through=2, clip=1.0),
+    "layer schedule, stored between blocks": Scenario(through=2, more=("memory.activations=offload",)),
+    "layer schedule, in host memory between blocks": Scenario(
+        place=HOST, through=4, more=("memory.activations=offload",), dropout=0.1, model="gpt2"
+    ),
     "layer schedule in little memory": Scenario(through=4, more=("memory.device=160KiB",)),
     "lora": Scenario(lora=4),
     "lora, clipped, in host memory": Scenario(lora=4, clip=1.0, place=HOST),

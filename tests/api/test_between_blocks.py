@@ -1,0 +1,251 @@
+"""Promises of the layer schedule about what blocks return: it may leave memory, and no number changes."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.activations import tensor_cache
+from infinity.activations.profiler import MemoryMeter
+from infinity.core.errors import DiskError, StateError
+from infinity.engine.executor import StepExecutor
+from infinity.engine.schedule import LayerSchedule
+from infinity.planner.passing import ON_THEIR_WAY, Rooms
+from infinity.recipes.models import GPT, GPTConfig
+from tests.api.test_layer_schedule import reference_by_layer, train_by_layer, whole
+from tests.helpers import models
+from tests.helpers.cases import few
+from tests.helpers.faulty import Fault, breakable
+from tests.helpers.launch import run_ranks
+from tests.helpers.models import HIDDEN, SEQUENCES_PER_STEP
+from tests.helpers.reference import Reference, Rule
+from tests.helpers.training import DTYPES, assert_bitwise, build, optimizer_for, streaming
+
+FREE = Rule(max_grad_norm=None)
+#: With so many tokens what a block returns is several whole blocks of a drive, which alone move.
+SEQUENCE = 48
+#: What a block of a tiny model in bf16 returns for a micro-batch (bytes).
+NBYTES = 2 * SEQUENCES_PER_STEP * SEQUENCE * HIDDEN
+OFFLOAD = "memory.activations=offload"
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(models, "SEQUENCE", SEQUENCE)
+
+
+def give(monkeypatch: pytest.MonkeyPatch, micro_batches: int | None) -> None:
+    """Let so many micro-batches of what blocks return stay, beside those on their way."""
+    room = None if micro_batches is None else (micro_batches + ON_THEIR_WAY) * NBYTES
+    monkeypatch.setattr(StepExecutor, "rooms_between_blocks", lambda self: Rooms(room, 0, True))
+
+
+@contextlib.contextmanager
+def layered(
+    folder: Path, name: str, micro_batches: int, *more: str, factory: Any = None, dtype: str = "bf16"
+) -> Iterator[tuple[Any, Any, Any]]:
+    """A model on NVMe with its schedule and its optimizer."""
+    make, _ = models.build(name, seed=0)
+    model = build(factory or make, dtype, streaming(folder, *more))
+    with contextlib.closing(optimizer_for(model, FREE)) as optimizer:
+        yield infinity.layer_schedule(model, micro_batches), optimizer, model
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"), few((("gpt2", 0.1),), [("gpt2", 0.1), ("llama", 0.0), ("gpt", 0.0), ("bert", 0.1)])
+)
+def test_no_number_changes_wherever_what_blocks_return_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dropout: float
+) -> None:
+    plain = reference_by_layer(name, micro_batches=4, rule=FREE, dropout=dropout, steps=3)
+
+    def trained(*more: str) -> Any:
+        settings = streaming(tmp_path, *more)
+        return train_by_layer(name, settings, micro_batches=4, rule=FREE, dropout=dropout, steps=3)
+
+    assert_bitwise(trained(OFFLOAD), plain)
+    for staying in (2, 6, None):  # some between two blocks, all of those and some for backward, all
+        give(monkeypatch, staying)
+        assert_bitwise(trained(), plain)
+
+
+def test_an_encoder_and_a_decoder_train_as_in_memory(tmp_path: Path) -> None:
+    """Blocks of T5 hand on a bias of positions, which has all rows, too."""
+    plain = reference_by_layer("t5", micro_batches=2, rule=FREE, steps=2)
+    ours = train_by_layer("t5", streaming(tmp_path, OFFLOAD), micro_batches=2, rule=FREE, steps=2)
+    assert_bitwise(ours, plain)
+
+
+def on_two_ranks(folder: str, *more: str) -> Any:
+    tensor_cache.LEAST_NBYTES, models.SEQUENCE = 512, SEQUENCE
+    return train_by_layer("llama", streaming(folder, *more), micro_batches=2, rule=FREE, steps=3)
+
+
+def test_two_ranks_train_alike_wherever_what_blocks_return_waits(tmp_path: Path) -> None:
+    stored = run_ranks(on_two_ranks, 2, str(tmp_path / "a"), OFFLOAD)
+    kept = run_ranks(on_two_ranks, 2, str(tmp_path / "b"))
+    for ours, theirs in zip(stored, kept, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+class Skipping(nn.Module):
+    """Blocks with operators of the model's own between them, which read what earlier blocks returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN)) for _ in range(3)
+        )
+        self.head = nn.Linear(HIDDEN, models.VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        first = self.blocks[0](self.embedding(input_ids))
+        second = self.blocks[1](first * 0.5)
+        hidden = self.blocks[2](second + first) + second
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+        return type("Output", (), {"loss": loss})()
+
+
+def test_a_model_that_reads_what_blocks_returned_gets_their_values_and_gradients(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return Skipping()
+
+    batch = models.build("llama", seed=0)[1]
+    plain, ordinary = Reference(make(), DTYPES["fp32"], FREE), make()
+    plain.model = LayerSchedule(plain.model, 2)
+    with layered(tmp_path, "gpt", 2, OFFLOAD, factory=make, dtype="fp32") as (scheduled, optimizer, _):
+        for step in range(3):
+            given = whole(batch, step, 2)
+            loss = scheduled(**given).loss
+            loss.backward()
+            optimizer.step()
+            assert loss.item() == plain.step([given]).losses[0].item()
+            if step == 0:
+                assert loss.item() == pytest.approx(ordinary(**given).loss.item(), rel=1e-6)
+
+
+# --- memory and bytes --------------------------------------------------------------------------------
+
+
+def peaks(folder: Path, layers: int, micro_batches: int, *more: str) -> tuple[int, int]:
+    """The most bytes of a step's own tensors at one time, and of what waits between blocks."""
+
+    def factory() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(GPTConfig(vocab_size=97, seq_len=64, n_layers=layers, d_model=64, n_heads=2))
+
+    with layered(folder, "gpt", micro_batches, *more, factory=factory) as (scheduled, optimizer, model):
+        stats = optimizer.runtime.activations.cache.stats
+        tokens = torch.arange(micro_batches * 64).view(micro_batches, 64) % 97
+        with MemoryMeter() as meter:
+            scheduled(tokens=tokens, targets=tokens).loss.backward()
+        gradients = [param.grad for param in model.parameters() if type(param.grad) is Tensor]
+        return meter.peak_nbytes(without=gradients), stats.peak_nbytes
+
+
+def test_memory_does_not_grow_with_blocks_and_hardly_with_micro_batches(tmp_path: Path) -> None:
+    value = 2 * 64 * 64
+    one, waiting = peaks(tmp_path, 2, 4, OFFLOAD)
+    assert waiting <= 10 * value
+    more_blocks, waiting = peaks(tmp_path, 6, 4, OFFLOAD)
+    assert more_blocks <= one + 2 * value
+    assert waiting <= 10 * value
+    more_slices, waiting = peaks(tmp_path, 2, 16, OFFLOAD)
+    assert waiting <= 10 * value + 12 * value  # the embedding's output, which is whole
+    assert more_slices <= one + 2 * 12 * value
+    kept, _ = peaks(tmp_path, 6, 16)
+    assert kept > peaks(tmp_path, 6, 16, OFFLOAD)[0] + 4 * 16 * value
+
+
+@pytest.mark.parametrize("staying", [0, 2, 6])
+def test_bytes_are_those_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staying: int) -> None:
+    give(monkeypatch, staying)
+    slices, batch = 4, models.build("llama", seed=0)[1]
+    with layered(tmp_path, "llama", slices) as (scheduled, optimizer, _):
+        stats = optimizer.runtime.activations.cache.stats
+        for step in range(2):
+            scheduled(**whole(batch, step, slices)).loss.backward()
+            optimizer.step()
+        values = len(scheduled.blocks.modules) * slices
+        held, kept = min(staying, slices), max(0, staying - slices)
+        away = values - kept
+        gradients = len(scheduled.blocks.modules) * (slices - held)
+        assert stats.nbytes_stored == 2 * NBYTES * (away + gradients)
+        handed = away - away * held // slices if held < slices else 0
+        assert stats.nbytes_loaded <= 2 * NBYTES * (away + handed + gradients)
+
+
+def test_stored_values_give_their_room_back_when_backward_has_used_them(tmp_path: Path) -> None:
+    batch = models.build("llama", seed=0)[1]
+    with layered(tmp_path, "llama", 2, OFFLOAD) as (scheduled, optimizer, _):
+        cache, used = optimizer.runtime.activations.cache, []
+        for step in range(4):
+            losses = scheduled(**whole(batch, step, 2))  # which is held on to
+            losses.loss.backward()
+            cache.stats.free_dropped()
+            assert cache.stats.resident_nbytes == 0
+            optimizer.step()
+            used.append(optimizer.runtime.storage.volume.peak_nbytes)
+        assert used[1] == used[3]
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["write", "read"])
+def test_a_disk_that_fails_ends_the_step_with_its_error(tmp_path: Path, on: Any) -> None:
+    batch = models.build("gpt", seed=0)[1]
+
+    def steps(*numbers: int) -> None:
+        for step in numbers:
+            scheduled(**whole(batch, step, 2)).loss.backward()
+            optimizer.step()
+        optimizer.synchronize()
+
+    with breakable() as engines, layered(tmp_path, "gpt", 2, OFFLOAD) as (scheduled, optimizer, _):
+        steps(0)
+        started = engines[0].writes if on == "write" else engines[0].reads
+        engines[0].faults = (Fault(on=on, nth=started + 4, forever=True),)
+        with pytest.raises(DiskError, match=r"faulty\.bin"):
+            steps(1, 2)
+
+
+class Writing(nn.Module):
+    """A block that writes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden) + 1
+        hidden.mul_(2)
+        return out
+
+
+def test_a_block_that_writes_its_input_is_an_error_that_names_it(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model: Any = Skipping()
+        model.blocks[1] = Writing()
+        model.forward = lambda input_ids, labels: type("Output", (), {
+            "loss": model.blocks[2](model.blocks[1](model.blocks[0](model.embedding(input_ids)))).sum()
+        })()  # fmt: skip
+        return model
+
+    given = whole(models.build("llama", seed=0)[1], 0, 2)
+    with (
+        layered(tmp_path, "gpt", 2, OFFLOAD, factory=make) as (scheduled, _, _),
+        pytest.raises(StateError, match="Writing takes or returns is written in place"),
+    ):
+        scheduled(**given)
