@@ -184,6 +184,7 @@ class MergedModel:
     def _changed(self, saved: SavedAdapters, values: CheckpointValues) -> dict[int, Stored]:
         """Return what adapters change, by id of the tensor of the base; the model stays without adapters."""
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         names = {id(tensor): name for name, tensor in self.named.items()}
@@ -202,6 +203,8 @@ class MergedModel:
             found[id(weight)] = merged
 
         for name, module in adapted.named_modules():
+            if isinstance(module, ParamWrapper):
+                raise CheckpointError(f"{name} has adapters of {module.parameter_name}, no layer: no merge")
             if isinstance(module, LoraLayer):
                 weight = module.get_base_layer().weight
                 _refuse_tied(names[id(weight)], uses[id(weight)])
