@@ -274,11 +274,11 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 474,
+    "": 492,
     "activations": 2365,
-    "api": 3440,
-    "app": 1202,
-    "checkpoint": 3524,
+    "api": 3534,
+    "app": 1203,
+    "checkpoint": 3837,
     "comm": 839,
     "core": 2189,
     "device": 1060,
@@ -288,8 +288,8 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2582,
     "planner": 2281,
-    "predict": 3288,
-    "recipes": 1968,
+    "predict": 3302,
+    "recipes": 1978,
     "shards": 3897,
 }
 

@@ -127,6 +127,7 @@ CASES = {
         "memory.host=2MiB",
         "memory.resident=true",
     ],
+    "llama-lora-stored-as-nf4": ["llama", "lora.rank=2", "memory.device=560KiB", "model.stored_as=nf4"],
     "llama-logits-in-slices": ["llama", "memory.logits=slices"],
     "gpt-in-tiles": ["partition.tile=8KiB"],
     "gpt-in-tiles-recomputed": ["partition.tile=8KiB", "memory.activations=recompute"],
