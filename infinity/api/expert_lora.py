@@ -161,7 +161,7 @@ class Factor(nn.Module):
         """Create the values, on the CPU or the meta device: zeros for ``lora_B``."""
         values = torch.zeros(self.weight.shape, device=device)
         if self.stored is not None and not values.is_meta:
-            values.copy_(self._of_matrix(self.stored.read(dtype=torch.float32).view(self.matrix_shape)))
+            values.copy_(self.of_matrix(self.stored.read(dtype=torch.float32).view(self.matrix_shape)))
         elif self._is_first and self._std is not None:
             values.normal_(std=self._std)
         elif self._is_first:
@@ -183,7 +183,8 @@ class Factor(nn.Module):
             return values.reshape(-1, values.shape[-1])
         return values.permute(1, 2, 0).reshape(values.shape[1], -1)  # of (experts, out, rank)
 
-    def _of_matrix(self, matrix: Tensor) -> Tensor:
+    def of_matrix(self, matrix: Tensor) -> Tensor:
+        """Return the factor whose values peft saved as ``matrix``."""
         if self.weight.ndim == 2:
             return matrix
         if self._is_first:

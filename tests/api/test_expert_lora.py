@@ -14,11 +14,13 @@ from torch import nn
 
 import infinity
 from infinity import RecipeError, add_lora, save_lora
+from infinity.api import merge as merging
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import optimizer_for, recipe, small_units, streaming
+from tests.shards.test_resume import same
 
 pytestmark = [  # what peft itself says to users of plain PyTorch
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -166,8 +168,8 @@ def test_adapters_of_experts_have_the_same_bits_in_memory_on_nvme_and_in_tiles(t
             assert any(unit.trainable for unit in tiles) == (number == 2 and options.get("rank") == LARGE)
             found.append((losses, saved(model, tmp_path / str(number))))
     (losses, weights), *others = found
-    for same, values in others:
-        assert same == losses
+    for again, values in others:
+        assert again == losses
         assert [name for name in weights if not torch.equal(values[name], weights[name])] == []
     assert all(weight.abs().sum() > 0 for name, weight in weights.items() if "lora_B" in name)
 
@@ -309,6 +311,68 @@ def trained_on(model: Any) -> float:
     """The loss of a batch, without training."""
     with torch.no_grad():
         return float(model(**batch(50)).loss)
+
+
+def state_of(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
+    return infinity.state_dict(model), optimizer.state_dict()["state"]
+
+
+def test_a_run_and_a_portable_checkpoint_go_on_with_adapters_of_experts_in_other_tiles(tmp_path):
+    def begun(tile: str, nvme: str) -> tuple[Any, Any]:
+        model = built("Qwen3Moe", streaming(tmp_path / nvme, tile, f"run.name={nvme}"), "bf16", rank=LARGE)
+        return model, optimizer_for(model, Rule(max_grad_norm=None))
+
+    model, optimizer = begun(TILED["bf16"], "a")
+    infinity.resume(model, optimizer)
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    infinity.save_checkpoint(model, optimizer, tmp_path / "portable")
+    was = state_of(model, optimizer)
+    infinity.close(model, keep=True)
+    losses = []
+    for nvme, tile in (("a", "partition.tile=never"), ("b", "partition.tile=4KiB")):
+        model, optimizer = begun(tile, nvme)
+        with closing(model):
+            if nvme == "a":
+                assert infinity.resume(model, optimizer) == 2
+            else:
+                infinity.load_checkpoint(model, optimizer, tmp_path / "portable")
+            same(state_of(model, optimizer), was)
+            losses.append(model(**batch(2)).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # the smaller tiles have linear layers, too
+
+
+# --- merging ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [None, 40])
+@pytest.mark.parametrize("family", few(("Qwen3Moe", "GptOss"), ("Qwen3Moe", "Mixtral", "GptOss", "Llama4")))
+def test_adapters_of_experts_are_merged_from_files_to_files_as_peft_merges_them(
+    tmp_path, family, block, monkeypatch
+):
+    if block is not None:
+        monkeypatch.setattr(merging, "_BLOCK_NUMEL", block * 32)  # rows of several experts, and parts of one
+    make(family).save_pretrained(tmp_path / "base")
+    named = {"target_parameters": ["gate.weight", "down_proj"]} if family == "Mixtral" else {}
+    with closing(built(family, streaming(tmp_path / "nvme"), **named)) as model:
+        trained(model, 2)
+        save_lora(model, tmp_path / "adapters")
+    with merging.MergedModel(tmp_path / "base", tmp_path / "adapters") as merged:
+        merging.merge(merged, tmp_path / "out")
+    plain = type(make(family)).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapters")).merge_and_unload()
+    ours = type(plain).from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    base = make(family).state_dict()
+    wanted = theirs.state_dict()
+    assert ours.keys() == wanted.keys()
+    changed = {name for name in wanted if not torch.equal(wanted[name], base[name])}
+    assert any("experts" in name for name in changed)
+    for name, value in wanted.items():
+        if name in changed:
+            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7, msg=name)
+        else:
+            assert torch.equal(ours[name], value), name
 
 
 # --- what is read --------------------------------------------------------------------------------
