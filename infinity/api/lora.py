@@ -79,11 +79,13 @@ def make_adapters(model: nn.Module, construction: Construction, config: LoraConf
 def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> Any:
     """Return peft's model around ``model``, with adapters whose first values follow from ``config``.
 
-    With ``saved`` the values that follow from the base's are not computed.
+    With ``saved``, or in a run that is resumed, values that follow from the base's are not computed.
     """
     patterns = {} if saved else {key: [*getattr(config, key)] for key in ("rank_pattern", "alpha_pattern")}
-    values = bool(config.trainable_token_indices) or (config.use_dora and saved is None)
-    with _serving_peft(model, values, saved is None), quiet_libraries():
+    servers = _servers(model)
+    later = saved is not None or any(server.resuming for server in servers)  # first values come from there
+    values = bool(config.trainable_token_indices) or config.use_dora
+    with _serving_peft(servers, values and not later, not later), quiet_libraries():
         from infinity.api.expert_lora import ParamWrapper
 
         try:
@@ -102,7 +104,7 @@ def _servers(model: nn.Module) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None]:
+def _serving_peft(servers: set[Any], values: bool, copies: bool) -> Iterator[None]:
     """Serve released parameters inside as peft needs them to make adapters.
 
     Parameters that it asks for have their shapes only, so that nothing is gathered; with ``values`` those of
@@ -115,7 +117,6 @@ def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None
         with server.values.gathered([param], modify=False):
             return nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
 
-    servers = _servers(model)
     with contextlib.ExitStack() as stack:
         for server in servers:
             if not values:
