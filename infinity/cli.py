@@ -283,22 +283,6 @@ def _export(args: argparse.Namespace) -> None:
     _report(f"exported {what} to {args.out}")
 
 
-@_command(
-    _argument("model", "DIR", "a Hugging Face checkpoint directory with plain weights"),
-    _argument("out", "OUT", "the new directory"),
-    _argument("--as", "FORM", "fp8, int8, mxfp4, nvfp4 or nf4", dest="form", required=True),
-)
-def _quantize(args: argparse.Namespace) -> None:
-    """Quantize the linear layers and experts of a checkpoint, and say how far they are from it.
-
-    Numbers are rounded to the nearest, without data. Embeddings, norms, routers and the head stay as they
-    are. Memory holds a piece of a matrix at a time. The directory is one that the form's own library reads.
-    """
-    import infinity
-
-    _report(f"{args.out}: {infinity.quantize(args.model, args.out, args.form)}")
-
-
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))
 def _save(args: argparse.Namespace) -> None:
     """Save an interrupted run's last step as a portable checkpoint.
@@ -329,6 +313,14 @@ def _report(line: str) -> None:
         "of a recipe: memory.device; of a run: plan for another budget of device memory for all that a step "
         "allocates, such as 2GiB",
     ),
+    _flag("--best", "of a recipe: find the fastest one that fits, which keeps all keys that it names"),
+    _argument(
+        "--tokens-per-step",
+        "N",
+        "with --best: tokens of a step on all ranks (default: those of the recipe)",
+        type=_at_least_one(int),
+    ),
+    _argument("--output", "FILE", "with --best: write the recipe, for infinity train, such as best.yaml"),
 )
 def _plan(args: argparse.Namespace) -> None:
     """Say what a recipe needs and takes on some hardware, or show a run's plan for activations.
@@ -339,11 +331,17 @@ def _plan(args: argparse.Namespace) -> None:
     from infinity.core.files import is_file
 
     if is_file(args.run):
-        _show_recipe(args.run, args, budget=args.budget)
+        if not args.best and (args.output, args.tokens_per_step) != (None, None):
+            raise RecipeError("--output and --tokens-per-step are for --best")
+        output = None if args.output is None else _new_file(args.output)
+        if output is not None and output.exists() and output.samefile(args.run):
+            raise RecipeError(f"--output {args.output}: that is the recipe itself, with its comments")
+        more = {"best": args.best, "tokens_per_step": args.tokens_per_step, "output": output}
+        _show_recipe(args.run, args, budget=args.budget, **more)
         return
-    if args.overrides or _hardware_options(args):
+    if args.overrides or _hardware_options(args) or args.best:
         raise RecipeError(
-            f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
+            f"{args.run}: no such file; key=value, --on, --ranks, --tokens and --best are for a recipe"
         )
     from infinity.predict.plan_run import show_plan
 
@@ -354,11 +352,22 @@ def _hardware_options(args: argparse.Namespace) -> list[str]:
     return [name for name in ("on", "ranks", "tokens") if getattr(args, name) is not None]
 
 
-def _show_recipe(path: str, args: argparse.Namespace, budget: str | None = None) -> None:
+def _show_recipe(path: str, args: argparse.Namespace, **more: Any) -> None:
     from infinity.predict.plan_recipe import show_recipe
 
     hardware = {"on": args.on, "ranks": args.ranks, "tokens": args.tokens}
-    show_recipe(path, args.overrides, _console(), budget=budget, **hardware)
+    show_recipe(path, args.overrides, _console(), **hardware, **more)
+
+
+def _new_file(name: str) -> Any:
+    """Return the path of a file that ``--output`` names, in a folder that exists."""
+    from infinity.core.files import user_path
+
+    output = user_path(name, "--output")
+    with library_errors(RecipeError, f"--output {name}"):
+        if output.is_dir() or not output.parent.is_dir():
+            raise RecipeError(f"--output {name}: wanted a file's path, in a folder that exists")
+    return output
 
 
 @_command(
@@ -370,13 +379,9 @@ def _probe(args: argparse.Namespace) -> None:
 
     What computes, host memory and the drives of the given directories are measured, in some seconds.
     """
-    from infinity.core.files import user_path
     from infinity.predict.machines import describe_machine, probe, write_machine
 
-    output = None if args.output is None else user_path(args.output, "--output")
-    with library_errors(RecipeError, f"--output {args.output}"):
-        if output is not None and (output.is_dir() or not output.parent.is_dir()):
-            raise RecipeError(f"--output {args.output}: wanted a file's path, in a folder that exists")
+    output = None if args.output is None else _new_file(args.output)
     machine = probe(args.dir)
     print(describe_machine(machine))
     if output is not None:

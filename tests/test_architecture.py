@@ -274,22 +274,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 492,
+    "": 495,
     "activations": 2365,
-    "api": 3585,
-    "app": 1213,
-    "checkpoint": 3837,
+    "api": 3122,
+    "app": 1202,
+    "checkpoint": 3524,
     "comm": 839,
     "core": 2189,
     "device": 1060,
-    "engine": 3003,
+    "engine": 3000,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
-    "partition": 2582,
+    "partition": 2581,
     "planner": 2281,
-    "predict": 3302,
-    "recipes": 1978,
+    "predict": 3815,
+    "recipes": 1989,
     "shards": 3897,
 }
 

@@ -56,6 +56,8 @@ from infinity.shards.tiers import Tiers
 #: Device memory that the runtime's context and libraries take beside budgets (bytes).
 CONTEXT_NBYTES = 2**30
 DAY_S = 86_400.0
+#: What a plan may lack.
+DEVICE_MEMORY, HOST_MEMORY, DRIVES = "of device memory", "of host memory", "on the drives of a node"
 
 
 class Layout:
@@ -178,10 +180,15 @@ class DryRun(Layout):
     """Holds the model, its budgets and its trace: all that a plan is made from, and what its step costs.
 
     ``trace`` is one micro-batch, or all of them where they go through each block together; ``profile`` one.
+
+    ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has.
     """
 
-    def __init__(self, model: ModelWithoutValues, recipe: Recipe, machine: Machine) -> None:
+    def __init__(
+        self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None
+    ) -> None:
         super().__init__(model, recipe, machine)
+        self._sequences = sequences or recipe.train.batch_size
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
             self.trace, recorded = self._record()
@@ -196,7 +203,7 @@ class DryRun(Layout):
             stored = tuple(self._stored(recorded))
             self.trace = replace(self.trace, stored=stored, peak_nbytes=self._planned_peak_nbytes())
         if self.layered:
-            self.trace = self.trace.scaled(recipe.train.accumulate)
+            self.trace = self.trace.scaled(recipe.train.accumulate, calls=recipe.train.accumulate)
         if self.budget.asks_what_a_step_leaves:
             left = self.device_nbytes - self.budget.division.total - self.trace.peak_nbytes
             states = left_for_states(left, self.device_nbytes, self.trace.peak_nbytes)
@@ -310,17 +317,20 @@ class DryRun(Layout):
 
     def missing(self) -> Iterator[str]:
         """Yield a line about each thing that the plan needs beyond what its machine has."""
+        for part, nbytes in self.lacks().items():
+            yield f"{format_nbytes(nbytes)} {part}"
+
+    def lacks(self) -> dict[str, int]:
+        """Return the bytes that the plan needs beyond what its machine has, by part."""
         drives, on_accelerator = self.machine.drives, self.machine.on_accelerator
-        if on_accelerator and (over := self.over_nbytes()) > 0:
-            yield f"{format_nbytes(over)} of device memory"
+        over = {DEVICE_MEMORY: self.over_nbytes() if on_accelerator else 0}
         host_nbytes = self.host_nbytes
         if not on_accelerator:  # what computes is there, too
             states = sum(unit.resident_nbytes for unit in self.units if not unit.on_nvme)
             host_nbytes = max(host_nbytes, states + self.division.total + self.trace.peak_nbytes)
-        if (over := host_nbytes * self.local - self.machine.host.memory) > 0:
-            yield f"{format_nbytes(over)} of host memory"
-        if (over := self.disk_nbytes() - drives.per_node * drives.memory) > 0:
-            yield f"{format_nbytes(over)} on the drives of a node"
+        over[HOST_MEMORY] = host_nbytes * self.local - self.machine.host.memory
+        over[DRIVES] = self.disk_nbytes() - drives.per_node * drives.memory
+        return {part: nbytes for part, nbytes in over.items() if nbytes > 0}
 
     def _choose_plan(self) -> ActivationPlan:
         profile, hardware, budget = self.profile, self.channels(), self.budget
@@ -361,7 +371,8 @@ class DryRun(Layout):
     def _record(self) -> tuple[StepTrace, Profile]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
-        batch = Batch((train.batch_size, self.recipe.model.seq_len), logits, self.recipe.data.packing)
+        tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.data.packing
+        batch = Batch(tokens, logits, packing, self.machine.on_accelerator)
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
         together = train.accumulate if self.layered else 1
@@ -373,7 +384,10 @@ class DryRun(Layout):
             model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
-        return trace, record.profile(times.tolist())
+        profile, more = record.profile(times.tolist()), train.batch_size / self._sequences
+        if more != 1:
+            trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
+        return trace, profile
 
     def _auto_logits(self) -> Mode | None:
         """Return how memory lets logits be computed; None: the recipe says it, or there is no head."""
@@ -406,19 +420,22 @@ def dry_run(
     """
     if ranks is not None:
         machine = machine.with_ranks(ranks)
-    model = _built(recipe, machine, ranks or machine.devices_in_all, like, here, built or recipe)
+    model = model_for(recipe, machine, ranks or machine.devices_in_all, like, here=here, built=built)
     return DryRun(model, recipe, machine)
 
 
 def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, ...]:
     """Return the units of :func:`dry_run`, without recording a step; errors as there."""
-    model = _built(recipe, machine, ranks, None, False, recipe)
+    model = model_for(recipe, machine, ranks)
     return Layout(model, recipe, machine).read_where_they_lie()
 
 
-def _built(
-    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None, here: bool, built: Recipe
-) -> ModelWithoutValues:
+def model_for(
+    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False,
+    built: Recipe | None = None,
+) -> ModelWithoutValues:  # fmt: skip
+    """Build the model of :func:`dry_run`, for plans of it; arguments and errors as there."""
+    built = built or recipe
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
     nbytes, on_accelerator = built.memory.device, machine.on_accelerator
     if nbytes is None and on_accelerator:

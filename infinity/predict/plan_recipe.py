@@ -3,36 +3,37 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from infinity.core.errors import BudgetError, RecipeError, StateError, quiet_libraries
+from infinity.core.errors import RecipeError, library_errors, quiet_libraries
+from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
 from infinity.planner.search import smallest_budget
+from infinity.predict.best import SPLIT, Best, find_best
+from infinity.predict.changes import changes, gain, ways_to_fit, written
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
 from infinity.predict.machines import Machine, describe_machine, load_machine, probe
 from infinity.predict.plan_run import make_table, print_line
 from infinity.predict.step import COMPUTE
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.recipe import Recipe, load_recipe, named_keys
 
-#: A change is shown if it makes a step faster by at least this share.
-_LEAST_GAIN = 0.01
 _YEAR_S = 365.25 * DAY_S
 
 
 @quiet_libraries()
 def show_recipe(
     path: str, overrides: Sequence[str], console: Console, *, on: str | None = None,
-    ranks: int | None = None, budget: str | None = None, tokens: float | None = None,
+    ranks: int | None = None, budget: str | None = None, tokens: float | None = None, best: bool = False,
+    tokens_per_step: int | None = None, output: Path | None = None,
 ) -> None:  # fmt: skip
-    """Print the plan of a recipe.
+    """Print the plan of a recipe, or of the best one that follows from it.
 
     Args:
         overrides: Overrides of the recipe, and of the hardware file.
@@ -40,6 +41,9 @@ def show_recipe(
         ranks: Ranks in all; None: one for each device, or as the launcher says.
         budget: ``memory.device``.
         tokens: Tokens to train on, for time and energy; None: as many as ``train.steps`` take.
+        best: Find the fastest recipe that fits; see :func:`infinity.predict.best.find_best`.
+        tokens_per_step: Its tokens of a step on all ranks; None: as many as the recipe has.
+        output: A file that it is written to.
     """
     if budget is not None:
         overrides = [*overrides, f"memory.device={budget}"]
@@ -50,12 +54,20 @@ def show_recipe(
             f"{of_machine[0]}: a key of hardware files; name one with --on, such as the file that infinity "
             "probe --output writes of this machine"
         )
-    recipe = load_recipe(path, [each for each in overrides if each not in of_machine])
+    overrides = [each for each in overrides if each not in of_machine]
+    recipe = load_recipe(path, overrides)
     machine = load_machine(on, of_machine) if on is not None else probe(_measurable(recipe.memory.nvme))
     if ranks is None and "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
     began_s = time.perf_counter()
-    planned = dry_run(recipe, machine, ranks, here=on is None)
+    if best:
+        named = named_keys(path, overrides)
+        fixed = named if tokens_per_step is None else named - SPLIT | named_keys(None, overrides)
+        found = find_best(recipe, machine, ranks, fixed, tokens=tokens_per_step, here=on is None)
+        planned = found.planned
+        _show_best(found, console)
+    else:
+        planned = dry_run(recipe, machine, ranks, here=on is None)
     _, planning_s = planned.cost, time.perf_counter() - began_s  # the step is played here, too
     for table in (_model_table(planned), _tier_table(planned), _channel_table(planned)):
         console.print(table)
@@ -63,14 +75,47 @@ def show_recipe(
     for line in cost_lines(planned, tokens):
         print_line(console, line)
     print_line(console, f"planned in {planning_s:.2g} s, without reading a weight")
+    if best and output is not None:
+        _write_best(found, named, output, path)
+        print_line(console, f"wrote {output}; train with: infinity train {output}")
+    if not best:
+        _show_changes(planned, console)
+
+
+def _show_changes(planned: DryRun, console: Console) -> None:
     for title, found in (("to fit", ways_to_fit(planned)), ("to be faster", changes(planned))):
         rows = [
-            (what, f"{run.tokens_per_s:,.0f}", _gain(run, planned), run.cost.bottleneck)
-            for what, run in found
+            (what, f"{run.tokens_per_s:,.0f}", gain(run, planned), run.cost.bottleneck) for what, run in found
         ]
         if rows:
             console.print()
             console.print(make_table([title, "tokens/s", "gain", "bottleneck then"], rows))
+
+
+def _show_best(found: Best, console: Console) -> None:
+    rows = [(written(each.keys), written(each.was), each.without) for each in found.effects]
+    if rows:
+        console.print(make_table(["changed to", "from", "without this change"], rows))
+    else:
+        print_line(console, "nothing is changed: no candidate is faster than the recipe as written")
+    print_line(
+        console,
+        f"best of {found.tried}: {found.planned.tokens_per_s:,.0f} tokens/s; as written: {found.as_written}",
+    )
+    console.print()
+
+
+def _write_best(found: Best, named: Collection[str], output: Path, path: str) -> None:
+    """Write the recipe, with the keys that were named and those that differ from their defaults."""
+    planned = found.planned
+    rate, where = f"{planned.tokens_per_s:,.0f} tokens/s", planned.machine.nodes.name
+    lines = [
+        f"# Found by infinity plan {path} --best for {where}: {rate}. As written: {found.as_written}.",
+        *(f"# {written(each.keys)}: without, {each.without}" for each in found.effects),
+        planned.recipe.to_yaml(named),
+    ]
+    with library_errors(RecipeError, f"--output {output}"):
+        write_file(output, "\n".join(lines))
 
 
 @quiet_libraries()
@@ -89,7 +134,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     built = replace(recipe, train=replace(recipe.train, dtype=dtype))
     planned = dry_run(replace(built, memory=memory), machine, ranks, here=True, built=built)
     best, cost = next(iter(changes(planned)), None), planned.cost
-    advice = None if best is None else f"{best.what}: {_gain(best.planned, planned)} tokens/s"
+    advice = None if best is None else f"{best.what}: {gain(best.planned, planned)} tokens/s"
     return PredictedStep(
         step_s=cost.step_s, nbytes_read=cost.nbytes.get("NVMe read", 0),
         nbytes_written=cost.nbytes.get("NVMe write", 0), bottleneck=cost.bottleneck, advice=advice,
@@ -109,127 +154,6 @@ def _measurable(directories: Sequence[str]) -> list[Path]:
             )
         found.append(path)
     return found
-
-
-#: Keys of a recipe and of a hardware file, with new values.
-Keys = Mapping[str, int | str | None]
-
-
-class Change(NamedTuple):
-    """Pairs a change of keys of a recipe or a machine, in words, with the plan that has it."""
-
-    what: str
-    planned: DryRun
-
-
-def _gain(changed: DryRun, planned: DryRun) -> str:
-    return f"{changed.tokens_per_s / planned.tokens_per_s - 1:+.0%}"
-
-
-def changes(planned: DryRun) -> list[Change]:
-    """Return changes that make the plan better, the best first."""
-    found = []
-    for what, keys in _faster(planned):
-        changed = _changed(planned, keys)
-        if changed is None or changed.over_nbytes() > max(0, planned.over_nbytes()):
-            continue
-        if changed.tokens_per_s > (1 + _LEAST_GAIN) * planned.tokens_per_s:
-            found.append(Change(f"{what} ({_written(keys)})", changed))
-    return sorted(found, key=lambda change: -change.planned.tokens_per_s)
-
-
-def ways_to_fit(planned: DryRun) -> list[Change]:
-    """Return changes that make a plan fit, the fastest first; several together where no single one does."""
-    single = list(_smaller(planned))
-    together = {key: value for keys in single for key, value in keys.items()}
-    for tried in (single, [together] if len(single) > 1 else []):
-        plans = [(_written(keys), _changed(planned, keys)) for keys in tried]
-        found = [Change(what, plan) for what, plan in plans if plan is not None and not any(plan.missing())]
-        if found:
-            return sorted(found, key=lambda change: -change.planned.tokens_per_s)
-    return []
-
-
-def _changed(planned: DryRun, keys: Keys) -> DryRun | None:
-    sections: dict[str, Any] = {"recipe": planned.recipe, "machine": planned.machine}
-    for key, value in keys.items():
-        section, name = key.split(".")
-        whole = "machine" if hasattr(sections["machine"], section) else "recipe"
-        changed = replace(getattr(sections[whole], section), **{name: value})
-        sections[whole] = replace(sections[whole], **{section: changed})
-    try:
-        return planned.changed(**sections)
-    except (BudgetError, StateError):  # or no blocks were found for a layer schedule
-        return None
-
-
-def _written(keys: Keys) -> str:
-    found = []
-    for key, value in keys.items():
-        text = "null" if value is None else str(value)
-        if key in ("memory.host", "memory.device", "host.memory") and isinstance(value, int):
-            units = ((2**30, "GiB"), (2**20, "MiB"))
-            text = next((f"{value // unit}{name}" for unit, name in units if value % unit == 0), text)
-        found.append(f"{key}={text}")
-    return " ".join(found)
-
-
-def _whole(nbytes: int) -> int:
-    """Return the next smaller size that a person writes: whole GiB, or MiB if it is small."""
-    unit = 2**30 if nbytes >= 2**33 else 2**20 if nbytes >= 2**20 else 1
-    return nbytes // unit * unit
-
-
-def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
-    recipe, machine, drives = run.recipe, run.machine, run.machine.drives
-    memory, train = recipe.memory, recipe.train
-    if memory.nvme and drives.per_node:
-        for more in sorted({1, drives.per_node}):
-            what = "one more drive in each node" if more == 1 else f"{more} more drives in each node"
-            what += f", {more * drives.price:,.0f} a node" if drives.price else ""
-            yield what, {"drives.per_node": drives.per_node + more}
-    if memory.nvme and memory.resident and any(unit.on_nvme for unit in run.units):
-        half = machine.host.memory // run.local // 2
-        if run.host_nbytes < half:
-            yield "half of the host memory", {"memory.host": _whole(half)}
-        host = _whole(2 * max(half, run.host_nbytes))
-        yield "twice the host memory", {"host.memory": 2 * machine.host.memory, "memory.host": host}
-    if machine.on_accelerator and memory.device is None and 4 * run.division.total < 3 * run.device_nbytes:
-        # Planned activations have a part of it; others are beside it.
-        beside = 0 if memory.activations in (None, "plan") and not run.layered else run.trace.peak_nbytes
-        most = _whole(max(run.division.total, run.device_nbytes - beside))
-        yield "all of the device's memory", {"memory.device": most}
-    yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
-    yield "more micro-batches a step", {"train.accumulate": 2 * train.accumulate}
-    if train.accumulate > 1 and train.schedule == "step":
-        layers: Keys = {"memory.activations": None, "train.schedule": "layer"}
-        yield "weights read once for all micro-batches", layers
-    if recipe.optim.max_grad_norm is not None:
-        yield "no clipping", {"optim.max_grad_norm": None}
-    if run.model.ranks > 1 and recipe.partition.reduce_dtype == "fp32" and run.model.dtype != "fp32":
-        yield "gradients added in the compute dtype", {"partition.reduce_dtype": "compute"}
-
-
-def _smaller(planned: DryRun) -> Iterator[Keys]:
-    recipe, machine = planned.recipe, planned.machine
-    memory, train = recipe.memory, recipe.train
-    missing = " ".join(planned.missing())
-    if "device memory" in missing or (not machine.on_accelerator and "host memory" in missing):
-        if planned.policy not in ("recompute", "plan"):
-            yield {"memory.activations": "recompute"}
-        if not planned.layered:
-            share = 1 if machine.on_accelerator else 2  # beside the cores there are states in host memory
-            yield {"memory.activations": "plan", "memory.device": _whole(planned.device_nbytes // share)}
-        if train.batch_size > 1:
-            yield {"train.batch_size": train.batch_size // 2}
-        elif recipe.model.seq_len > 1:
-            yield {"model.seq_len": recipe.model.seq_len // 2}
-    if "host memory" in missing and memory.nvme:
-        yield {"memory.host": _whole(machine.host.memory // planned.local // 2)}
-    if "drives" in missing and memory.versions == 2:
-        yield {"memory.versions": 1}
-    if "drives" in missing and machine.drives.per_node:
-        yield {"drives.per_node": -(-planned.disk_nbytes() // machine.drives.memory)}
 
 
 def _model_table(run: DryRun) -> Table:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -63,6 +64,7 @@ class Batch(NamedTuple):
     tokens: tuple[int, int]  # its shape
     logits: Mode = "whole"
     packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
+    on_accelerator: bool = False  # some kernels differ from those of the CPU
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,6 +85,21 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         groups = [len(a)] if a.dim() == 3 else [] if offs is None else [len(offs)]
         groups = groups if a.dim() == b.dim() else []  # else rows of one belong to matrices of the other
         return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+_attention = functional.scaled_dot_product_attention
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Attend in one kernel also where values are narrower than keys, as accelerators do, not the CPU.
+
+    Values are padded to the width of keys, so it is planned with a little more work and memory.
+    """
+    width = value.shape[-1]
+    if (missing := key.shape[-1] - width) > 0:
+        value = functional.pad(value, (0, missing))
+    attended = _attention(query, key, value, *args, **options)
+    return attended[..., :width] if missing > 0 else attended
 
 
 class Record(Profiler):  # type: ignore[no-untyped-call]
@@ -292,6 +309,8 @@ def record(
         tokens = torch.zeros(batch.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
         positions, mask = (tokens if packing is each else None for each in (True, False))
+        if batch.on_accelerator:
+            stack.enter_context(patched(functional, "scaled_dot_product_attention", _fused_attention))
         if dtype != torch.bfloat16:
             stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         with made, library_errors(CheckpointError, _WHY):

@@ -137,15 +137,17 @@ class StepTrace:
     peak_nbytes: int  # the most that the step's own storages take of device memory at one time
     stored: tuple[Stored, ...] = ()
     measured_s: np.ndarray | None = None  # on the machine that is planned for; not a number: unknown
+    calls: int = 1  # of each operator, which together have these flops, bytes and seconds
 
     def operator_s(self, rates: RankRates) -> np.ndarray:
         """Return the seconds of each operator: as measured, or by the roofline."""
         rate = np.where(self.fp32, rates.fp32_flops_per_s, rates.flops_per_s)
         each = np.maximum(self.flops / rate, self.nbytes / rates.memory_bytes_per_s)
-        each = np.maximum(each, rates.operator_s)
+        each = np.maximum(each, self.calls * rates.operator_s)
         if self.measured_s is None:
             return each
-        return np.where(np.isnan(self.measured_s), each, self.measured_s + rates.operator_s)
+        launched_s = self.measured_s + self.calls * rates.operator_s
+        return np.where(np.isnan(self.measured_s), each, launched_s)
 
     def times_s(self, rates: RankRates) -> np.ndarray:
         """Return the seconds of compute at each position, ``(events + 1,)``."""
@@ -168,15 +170,16 @@ class StepTrace:
             places.append(len(events))
         return tuple(events), places
 
-    def scaled(self, factor: int) -> "StepTrace":
-        """Return the trace of ``factor`` times as many tokens, where every operator takes so much longer."""
+    def scaled(self, factor: float, calls: int = 1) -> "StepTrace":
+        """Return the trace of ``factor`` times as many tokens, with ``calls`` calls of each operator."""
         return replace(
             self,
             flops=self.flops * factor,
             nbytes=self.nbytes * factor,
             model_flops=self.model_flops * factor,
-            tokens=self.tokens * factor,
+            tokens=round(self.tokens * factor),
             measured_s=None if self.measured_s is None else self.measured_s * factor,
+            calls=self.calls * calls,
         )
 
 

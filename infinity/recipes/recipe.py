@@ -2,7 +2,7 @@
 
 import difflib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -135,10 +135,6 @@ class Recipe:
             value = getattr(self.lora, name)
             if value is not None and self.model.path is None:
                 raise SettingError(f"lora.{name}", value, "null without model.path, the frozen base")
-        form = self.model.stored_as
-        if form is not None and not (self.lora.active and self.memory.nvme):
-            wanted = "null without adapters (lora.rank), for which the base is frozen, and memory.nvme"
-            raise SettingError("model.stored_as", form, wanted)
 
     @property
     def engine(self) -> EngineConfig:
@@ -170,9 +166,22 @@ class Recipe:
                     recipe = replace(recipe, **{section: replace(config, **{each.name: value})})
         return recipe
 
-    def to_yaml(self) -> str:
-        """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""
-        return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
+    def to_yaml(self, keys: Collection[str] | None = None) -> str:
+        """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe.
+
+        With ``keys``: those and all that differ from their default, which give an equal recipe, too.
+        """
+        given = asdict(self)
+        if keys is not None:
+            default = asdict(Recipe())
+            for section, values in given.items():
+                given[section] = {
+                    name: value
+                    for name, value in values.items()
+                    if f"{section}.{name}" in keys or value != default[section][name]
+                }
+            given = {section: values for section, values in given.items() if values}
+        return OmegaConf.to_yaml(OmegaConf.create(given))
 
 
 def _absolute(value: Any, setting: str) -> Any:
@@ -243,6 +252,14 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             wrong type or is out of range. Names the key, where it was written, and what is accepted.
     """
     return load_sections(Recipe, path, overrides)
+
+
+def named_keys(path: str | Path | None, overrides: Sequence[str]) -> frozenset[str]:
+    """Return the keys that a file or overrides name; arguments and errors as of :func:`load_recipe`."""
+    given = {} if path is None else _read(user_path(path, "the recipe"), Recipe)
+    for override in overrides:
+        _put(given, override, str(path))
+    return frozenset(f"{section}.{name}" for section, values in given.items() for name in values or ())
 
 
 def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:

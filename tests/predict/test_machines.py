@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_shipped_file_is_a_machine_and_lies_in_configs_too() -> None:
     names = machine_names()
     assert names == [
-        "desktop-4090", "dgx-2", "dgx-a100", "gh200", "hgx-h100", "hgx-h200", "vm-2core",
+        "desktop-4090", "desktop-4090-64g", "dgx-2", "dgx-a100", "gh200", "hgx-h100", "hgx-h200", "vm-2core",
     ]  # fmt: skip
     assert sorted(path.stem for path in (ROOT / "configs/hardware").glob("*.yaml")) == names
     for name in names:
@@ -61,7 +61,7 @@ def test_an_all_to_all_over_nodes_waits_for_the_network_of_all_ranks_of_a_node()
     ("name", "overrides", "words"),
     [
         ("hgx-h10", [], "did you mean hgx-h100"),
-        ("nowhere/x.yaml", [], "shipped are desktop-4090, dgx-2"),
+        ("nowhere/x.yaml", [], "shipped are desktop-4090, desktop-4090-64g, dgx-2"),
         ("dgx-2", ["drives.per_nod=3"], "drives.per_nod .*unknown key; did you mean drives.per_node"),
         ("dgx-2", ["drives.per_node=-3"], "drives.per_node .*got -3; wanted int, 0 to 1,000,000"),
         ("dgx-2", ["devices.memory=null"], "devices.memory .*wanted a size"),

@@ -1,0 +1,421 @@
+"""Finds the fastest recipe that fits a machine, for ``infinity plan RECIPE --best``.
+
+[Note: what may change]
+Keys of :data:`FREE`, which say in what order micro-batches come, where states, activations and updates are,
+and in what pieces weights travel. A step takes the same sequences. Keys that the recipe names stay; only if
+nothing fits with them they may change, too. What no key can mend, one part of the machine may.
+
+[Note: one record for all candidates]
+To record a step on fake tensors takes most of the time of a plan. So a candidate with more sequences in a
+micro-batch is planned from the record of the smallest one, scaled, and one with another ``memory.device``
+from units that were cut for the first. The best is planned anew, from its own record and units, and must fit;
+else the next one is. What single changes gain follows from the scaled records.
+
+[Note: bounds]
+A step takes at least its compute, and at least what each channel takes for its bytes: weights that do not fit
+the window come once for each pass, states once a step. A candidate that cannot be faster than the best one so
+far is not played.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from infinity.core.config import SettingError
+from infinity.core.errors import BudgetError, RecipeError, StateError
+from infinity.core.nbytes import parse_nbytes
+from infinity.predict.changes import LEAST_GAIN, Keys, whole, with_keys, written
+from infinity.predict.dry_run import (
+    DEVICE_MEMORY,
+    DRIVES,
+    HOST_MEMORY,
+    DryRun,
+    Layout,
+    dry_run,
+    model_for,
+)
+from infinity.predict.machines import Machine
+from infinity.predict.model import ModelWithoutValues
+from infinity.recipes.recipe import Recipe
+
+#: Keys that may change: see [Note: what may change].
+SPLIT = frozenset({"train.batch_size", "train.accumulate"})
+FREE = SPLIT | {
+    "train.schedule", "memory.activations", "memory.device", "memory.resident", "memory.versions",
+    "memory.updates", "partition.tile",
+}  # fmt: skip
+#: Keys that change together, first those that matter most.
+_TOGETHER = (
+    ("train.schedule", "memory.activations"), ("train.batch_size", "train.accumulate"), ("partition.tile",),
+    ("memory.device",), ("memory.versions",), ("memory.resident",), ("memory.updates",),
+)  # fmt: skip
+#: Sizes of tiles that are tried where larger ones do not fit.
+_TILES = ("1GiB", "256MiB", "64MiB")
+#: Activations that are not recomputed are looked at if they could make a step faster by this share.
+_WORTH_A_RECORD = 0.05
+#: Of the fastest candidates so many are planned from records of their own.
+_VERIFIED = 3
+
+
+class Effect(NamedTuple):
+    """Says what a step would be without one of the changes."""
+
+    keys: Keys  # the change
+    was: Keys
+    without: str  # for people
+
+
+class Best(NamedTuple):
+    """Holds the fastest recipe that fits, planned, beside what was written."""
+
+    planned: DryRun
+    as_written: str  # for people: what the recipe as written takes, or lacks
+    effects: tuple[Effect, ...]
+    tried: int  # candidates
+
+
+def find_best(
+    recipe: Recipe, machine: Machine, ranks: int | None, fixed: Collection[str], *,
+    tokens: int | None = None, here: bool = False,
+) -> Best:  # fmt: skip
+    """Return the fastest recipe for a machine that has the values of ``recipe`` for the keys ``fixed``.
+
+    Args:
+        tokens: Tokens of a step on all ranks; None: as many as ``recipe`` has.
+        ranks: None: one for each device. ``here``: as for :func:`dry_run`.
+
+    Raises:
+        RecipeError: No number of sequences has as many tokens, or the fixed keys give another number.
+        BudgetError: Nothing fits; names the part of the machine that would have to be larger.
+        CheckpointError: As :func:`dry_run`.
+    """
+    if ranks is not None:
+        machine = machine.with_ranks(ranks)
+    ranks = ranks or machine.devices_in_all
+    sequences = recipe.train.batch_size * recipe.train.accumulate
+    if tokens is not None:
+        least = ranks * recipe.model.seq_len
+        if tokens % least:
+            near = max(1, round(tokens / least)) * least
+            raise RecipeError(
+                f"--tokens-per-step {tokens}: {ranks} ranks take whole sequences of {recipe.model.seq_len} "
+                f"tokens (model.seq_len), {least} together; wanted a multiple of that, such as {near}"
+            )
+        sequences = tokens // least
+    return _Search(recipe, machine, ranks, frozenset(fixed) & FREE, sequences, here).run()
+
+
+class _Tried(NamedTuple):
+    """Holds a candidate: its plan, or the error that there is none."""
+
+    keys: Keys
+    planned: DryRun | None
+    lacks: dict[str, int]  # bytes, by part of the machine; 0: not known
+    error: str = ""
+
+
+class _Search:
+    """Tries candidates; see the module's notes."""
+
+    def __init__(
+        self, recipe: Recipe, machine: Machine, ranks: int, fixed: frozenset[str], sequences: int, here: bool
+    ) -> None:
+        self.recipe, self.machine, self.ranks, self.here = recipe, machine, ranks, here
+        self.fixed, self.sequences = fixed, sequences
+        self._models: dict[str, ModelWithoutValues] = {}  # by size of tiles
+        self._tried: dict[str, _Tried] = {}
+        self._fitting: list[DryRun] = []  # played ones
+        if not self._splits():
+            given = " and ".join(f"{key}={_value(recipe, key)}" for key in sorted(SPLIT & fixed))
+            raise RecipeError(f"{given}: wanted values that give {sequences} sequences a rank and step")
+        self._recorded = self._splits()[0][0]
+
+    def run(self) -> Best:
+        as_written = self._try({})
+        if self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences:
+            self._offer({})  # what is not faster changes nothing
+        self._look({})
+        if not self._fitting and self.fixed:  # nothing fits as it is named
+            self.fixed = frozenset()
+            self._look({})
+        while self._fitting:
+            found = self._verified()
+            if found is not None:
+                keys = self._changes(found.recipe)
+                return Best(found, _said(as_written), tuple(self._effects(keys, found)), len(self._tried))
+        raise BudgetError(self._what_to_buy())
+
+    # --- candidates ---------------------------------------------------------------------------------
+
+    def _splits(self) -> list[tuple[int, int]]:
+        """Return sequences of a micro-batch with the number of micro-batches, the smallest first."""
+        n, train = self.sequences, self.recipe.train
+        found = ((size, n // size) for size in range(1, n + 1) if n % size == 0)
+        return [
+            (size, count)
+            for size, count in found
+            if ("train.batch_size" not in self.fixed or size == train.batch_size)
+            and ("train.accumulate" not in self.fixed or count == train.accumulate)
+        ]
+
+    def _orders(self) -> Iterator[Keys]:
+        """Yield schedules with what they do with activations, the most promising first."""
+        memory, train = self.recipe.memory, self.recipe.train
+        free = "memory.activations" not in self.fixed
+        if ("train.schedule" not in self.fixed or train.schedule == "layer") and (
+            free or memory.activations in (None, "keep", "recompute")
+        ):
+            yield {"train.schedule": "layer", "memory.activations": "keep"}  # it recomputes by itself
+        if "train.schedule" in self.fixed and train.schedule == "layer":
+            return
+        for policy in ("recompute", "keep", "plan") if free else (memory.activations,):
+            yield {"train.schedule": "step", "memory.activations": policy}
+
+    def _look(self, common: dict[str, int | str | None]) -> None:
+        """Try all orders, each with as many sequences in a micro-batch as fit; if none do, smaller things."""
+        for order in self._orders():
+            if self._is_worth_it(order):
+                self._try_splits({**common, **order})
+        if self._fitting:
+            self._refine()
+        elif more := self._smaller(common):
+            self._look({**common, **more})
+
+    def _try_splits(self, keys: Keys) -> None:
+        splits = self._splits()
+        if keys["train.schedule"] == "layer":
+            splits = [(size, count) for size, count in splits if count > 1]  # else it is the ordinary one
+
+        def fits(index: int) -> bool:
+            size, count = splits[index]
+            return self._offer({**keys, "train.batch_size": size, "train.accumulate": count})
+
+        low, high = 0, len(splits) - 1
+        if splits and fits(0):
+            while low < high:  # the largest that fits; those on the way are candidates, too
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if fits(middle) else (low, middle - 1)
+
+    def _offer(self, keys: Keys) -> bool:
+        """Try a candidate, with less device memory for units if it lacks some; return whether it fits."""
+        tried = self._try(keys)
+        if DEVICE_MEMORY in tried.lacks or (HOST_MEMORY in tried.lacks and not self.machine.on_accelerator):
+            nbytes = self._left_for_units(tried)
+            if nbytes is not None and "memory.device" not in self.fixed:
+                tried = self._try({**keys, "memory.device": nbytes})
+        planned = tried.planned
+        if planned is None or tried.lacks:
+            return False
+        if planned not in self._fitting and least_s(planned) < (1 - LEAST_GAIN) * self._best_s:
+            self._fitting.append(planned)
+            self._fitting.sort(key=lambda each: each.cost.step_s)
+        return True
+
+    @property
+    def _best_s(self) -> float:
+        return self._fitting[0].cost.step_s if self._fitting else float("inf")
+
+    def _try(self, keys: Keys) -> _Tried:
+        changed = {key: value for key, value in keys.items() if value != _value(self.recipe, key)}
+        keeps = changed.get("memory.activations") == "keep" and self.recipe.memory.activations is None
+        if keeps and keys.get("memory.device", self.recipe.memory.device) is None:
+            del changed["memory.activations"]  # that is what null stands for
+        name = written(dict(sorted(changed.items())))
+        if name not in self._tried:
+            self._tried[name] = self._planned(changed)
+        return self._tried[name]
+
+    def _planned(self, keys: Keys) -> _Tried:
+        try:
+            recipe, _ = with_keys(self.recipe, self.machine, keys)
+            model = self._model(recipe)
+            memory, layered = recipe.memory, recipe.train.schedule == "layer"
+            by_plan = memory.activations is None and memory.device is not None and not layered
+            by_plan |= memory.activations in ("plan", "offload")  # from activations of their true size
+            planned = DryRun(model, recipe, self.machine, None if by_plan else self._recorded)
+        except BudgetError as error:
+            text = str(error)
+            of_device = text.find("memory.device") >= 0 and "memory.host" not in text.partition(";")[0]
+            return _Tried(keys, None, {DEVICE_MEMORY if of_device else HOST_MEMORY: 0}, text)
+        except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
+            return _Tried(keys, None, {"": 0}, str(error))
+        return _Tried(keys, planned, planned.lacks())
+
+    def _model(self, recipe: Recipe) -> ModelWithoutValues:
+        tile = recipe.partition.tile
+        if tile not in self._models:
+            built, _ = with_keys(self.recipe, self.machine, {"partition.tile": tile})
+            self._models[tile] = model_for(built, self.machine, self.ranks, here=self.here)
+        return self._models[tile]
+
+    def _left_for_units(self, tried: _Tried) -> int | None:
+        """Return the device memory that activations leave to units; None: no plan says what they take."""
+        like = tried.planned or next((each.planned for each in self._tried.values() if each.planned), None)
+        if like is None or like.policy == "plan":
+            return None
+        size = tried.keys.get("train.batch_size", self.recipe.train.batch_size)
+        assert isinstance(size, int)
+        peak_nbytes = like.trace.peak_nbytes
+        if tried.planned is None and not like.layered:
+            peak_nbytes = peak_nbytes * size // like.recipe.train.batch_size
+        left = like.device_nbytes - peak_nbytes
+        if not self.machine.on_accelerator:  # states are there, too
+            left -= sum(unit.resident_nbytes for unit in like.units if not unit.on_nvme)
+        return whole(left) if left > 0 else None
+
+    def _is_worth_it(self, order: Keys) -> bool:
+        """Return whether an order that recomputes nothing could be faster than what was found."""
+        if not self._fitting or order["memory.activations"] in ("recompute", None):
+            return True
+        if order["train.schedule"] == "layer":
+            return True
+        best = self._fitting[0]
+        kept = replace(best.trace, flops=best.trace.flops * best.trace.model_flops / best.trace.flops.sum())
+        return least_s(best, kept.times_s(best.rates).sum(), passes=2) < (1 - _WORTH_A_RECORD) * self._best_s
+
+    def _refine(self) -> None:
+        """Try what is left to change of the best one."""
+        best = self._fitting[0]
+        keys = self._changes(best.recipe)
+        free = FREE - self.fixed
+        if "memory.device" in free and best.recipe.memory.device is None and best.policy != "plan":
+            left = self._left_for_units(_Tried(keys, best, {}))
+            if left is not None and left > best.division.total:
+                policy = "keep" if best.layered else best.policy
+                self._offer({**keys, "memory.activations": policy, "memory.device": left})
+        if "memory.updates" in free and best.division.on_device:
+            self._offer({**keys, "memory.updates": "host"})
+
+    def _smaller(self, common: Keys) -> dict[str, int | str | None]:
+        """Return more changes with which something may fit; none: there are none."""
+        nearest, free = self._nearest(), FREE - self.fixed
+        memory, lacks = self.recipe.memory, nearest.lacks
+        if DRIVES in lacks and "memory.versions" in free - common.keys() and memory.versions == 2:
+            return {"memory.versions": 1}
+        if HOST_MEMORY in lacks and "memory.resident" in free - common.keys() and memory.resident:
+            return {"memory.resident": False} if memory.nvme else {}
+        if DEVICE_MEMORY in lacks and "partition.tile" in free - common.keys():
+            for tile in _TILES:
+                if self._would_fit({**nearest.keys, "partition.tile": tile}):
+                    return {"partition.tile": tile}
+        return {}
+
+    def _would_fit(self, keys: Keys) -> bool:
+        """Return whether units in smaller tiles would leave activations their room, without a record."""
+        recipe, _ = with_keys(self.recipe, self.machine, {**keys, "memory.device": None})
+        now, tile = self.recipe.partition.tile, parse_nbytes(recipe.partition.tile)
+        if now not in ("auto", "never") and parse_nbytes(now) <= tile:
+            return False
+        like = next((each.planned for each in self._tried.values() if each.planned), None)
+        layout = Layout(self._model(recipe), recipe, self.machine)
+        peak_nbytes = 0 if like is None else like.trace.peak_nbytes
+        return layout.budget.division.least + peak_nbytes <= layout.device_nbytes
+
+    def _nearest(self) -> _Tried:
+        """Return the candidate that lacks fewest parts, and least of those."""
+
+        def distance(tried: _Tried) -> tuple[bool, int, int]:
+            return tried.planned is None, len(tried.lacks), sum(tried.lacks.values())
+
+        return min(self._tried.values(), key=distance)
+
+    # --- what was found -----------------------------------------------------------------------------
+
+    def _verified(self) -> DryRun | None:
+        """Return the plan of the fastest candidate from a record of its own; None: it does not fit."""
+        estimate = self._fitting.pop(0)
+        try:
+            planned = dry_run(estimate.recipe, self.machine, None, estimate, here=self.here)
+        except BudgetError:
+            return None
+        return None if planned.lacks() else planned
+
+    def _changes(self, recipe: Recipe) -> dict[str, int | str | None]:
+        """Return what differs in ``recipe`` from what was written."""
+        return {
+            key: _value(recipe, key)
+            for key in sorted(FREE)
+            if _value(recipe, key) != _value(self.recipe, key)
+        }
+
+    def _effects(self, keys: Keys, best: DryRun) -> Iterator[Effect]:
+        """Yield each change, with what a step would take without it."""
+        estimate = self._try(keys).planned or best
+        for group in _TOGETHER:
+            mine = {key: keys[key] for key in group if key in keys}
+            if not mine:
+                continue
+            without = self._try({key: value for key, value in keys.items() if key not in mine})
+            said = _said(without)
+            if without.planned is not None and not without.lacks:
+                said = f"{without.planned.tokens_per_s / estimate.tokens_per_s - 1:+.0%} tokens/s"
+            yield Effect(mine, {key: _value(self.recipe, key) for key in mine}, said)
+
+    def _what_to_buy(self) -> str:
+        nearest, machine = self._nearest(), self.machine
+        what = written(nearest.keys) or "the recipe as written"
+        if nearest.planned is None:
+            return f"nothing that may change makes it fit {machine.nodes.name}: {nearest.error}"
+        missing = ", ".join(nearest.planned.missing())
+        parts = {
+            DEVICE_MEMORY: ("devices.memory", machine.devices.memory or 0),
+            HOST_MEMORY: ("host.memory", machine.host.memory),
+            DRIVES: ("drives.per_node", 0),
+        }
+        wanted = []
+        for part, nbytes in nearest.lacks.items():
+            key, there = parts[part]
+            value = _drives(nearest.planned) if part == DRIVES else f"{-(-(there + nbytes) // 2**30)}GiB"
+            wanted.append(f"{key}={value}")
+        return (
+            f"nothing that may change makes it fit {machine.nodes.name}; nearest is {what}, which lacks "
+            f"{missing}: it fits with {' and '.join(wanted)}"
+        )
+
+
+def _drives(planned: DryRun) -> int:
+    return -(-planned.disk_nbytes() // planned.machine.drives.memory)
+
+
+def _value(recipe: Recipe, key: str) -> int | str | None:
+    section, name = key.split(".")
+    value: int | str | None = getattr(getattr(recipe, section), name)
+    return value
+
+
+def _said(tried: _Tried) -> str:
+    """Return what a candidate takes, or why it does not fit."""
+    if tried.planned is None:
+        return f"does not fit: {tried.error.partition('. ')[0]}"
+    if tried.lacks:
+        return f"does not fit: lacks {', '.join(tried.planned.missing())}"
+    return f"{tried.planned.tokens_per_s:,.0f} tokens/s"
+
+
+def least_s(run: DryRun, compute_s: float | None = None, passes: int | None = None) -> float:
+    """Return the least seconds of a step; see [Note: bounds].
+
+    ``compute_s``: of a micro-batch, None: that of the plan; ``passes``: over the weights, None: two for each.
+    """
+    rates, units, times = run.rates, run.units, run.micro_batches
+    if compute_s is None:
+        compute_s = float(run.trace.times_s(rates).sum())
+    streaming = [unit for unit in units if unit.streams]
+    all_nbytes = sum(unit.gathered_nbytes for unit in streaming) or 1
+    # Between two passes what fits the window stays.
+    each = max(0.0, 1 - run.division.window / all_nbytes)
+    weights = each * (passes or 2 * times)
+    trained = [unit for unit in units if unit.trainable and unit.on_nvme]
+    states = sum(unit.state_nbytes for unit in trained)
+    read = weights * sum(unit.read_nbytes for unit in streaming if unit.on_nvme) + states
+    wrote = states + sum(unit.weight_nbytes for unit in trained)
+    found = [compute_s * times]
+    channels = [
+        (read, rates.channels.read_bytes_per_s),
+        (wrote, rates.channels.write_bytes_per_s),
+        (weights * sum(unit.stored_nbytes or unit.nbytes for unit in streaming), rates.gather_bytes_per_s),
+    ]
+    if run.machine.on_accelerator and not run.division.on_device:
+        channels.append((weights * sum(u.moved_nbytes for u in streaming), rates.channels.host_bytes_per_s))
+    found += [nbytes / rate for nbytes, rate in channels if rate > 0]
+    return max(found)
