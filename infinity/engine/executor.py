@@ -245,7 +245,11 @@ class StepExecutor:
         else:
             free, pools = free_host_nbytes(), [*pools, host_pool]
         free -= sum(pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes for pool in pools)
-        host = (host_pool.capacity_nbytes - host_pool.peak_nbytes) // 2 if Place.HOST in stores else 0
+        host = 0
+        if Place.HOST in stores:
+            storage = self.tiers.storage
+            chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
+            host = max(0, host_pool.capacity_nbytes - host_pool.peak_nbytes - chunks) // 2
         return Rooms(0 if wanted == "offload" else max(0, free) // 2, host, Place.NVME in stores)
 
     def _begin_forward(self) -> None:

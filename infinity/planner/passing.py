@@ -10,6 +10,7 @@ memory is written once and read once, a value twice if it leaves before the next
 
 from dataclasses import dataclass
 
+from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Place
 
 #: Micro-batches with room beside those that wait: two on their way out, and two that come ahead of their use.
@@ -29,12 +30,26 @@ class Rooms:
 class PassingPlan:
     """Says where values and gradients wait, counted in micro-batches of blocks."""
 
+    values: int  # of all blocks
     slices: int  # micro-batches
     nbytes: int  # of what a block returns for one of them
     held: int  # of a block's values and gradients, that stay for the next block: those of the last ones
     early: int  # values, the first ones, that wait on NVMe for backward
     late: int  # the number of the first value that waits in device memory for it
     gradients: int  # of a block, in host memory
+
+    @property
+    def leaves(self) -> bool:
+        """Return whether anything leaves device memory."""
+        return self.late > 0 or self.held < self.slices
+
+    def describe(self) -> str:
+        """Return in words how much waits for backward, and where."""
+        numbers = self.early, self.late - self.early, self.values - self.late
+        places = zip(numbers, ("on NVMe", "in host memory", "on the device"), strict=True)
+        where = ", ".join(f"{format_nbytes(n * self.nbytes)} {place}" for n, place in places if n)
+        between = f"; {self.held} of {self.slices} micro-batches stay on the device between blocks"
+        return f"what blocks return waits for backward: {where}{between * self.leaves}"
 
     def is_held(self, index: int) -> bool:
         """Return whether the value of micro-batch ``index`` waits in device memory for the next block."""
@@ -61,7 +76,7 @@ def plan_passing(blocks: int, slices: int, nbytes: int, rooms: Rooms) -> Passing
     """
     values, room = blocks * slices, None if rooms.device is None else rooms.device // max(1, nbytes)
     if room is None or room >= values + slices or not (rooms.nvme or rooms.host):
-        return PassingPlan(slices, nbytes, slices, 0, 0, 0)
+        return PassingPlan(values, slices, nbytes, slices, 0, 0, 0)
     room, host = max(0, room - ON_THEIR_WAY), rooms.host // max(1, nbytes)
     held, kept = min(slices, room), max(0, room - slices)
     # Those that come to the place in which others still wait have room, too.
@@ -71,4 +86,4 @@ def plan_passing(blocks: int, slices: int, nbytes: int, rooms: Rooms) -> Passing
     if not rooms.nvme:
         kept, held = values - host_values, slices - host_gradients
     late = values - kept
-    return PassingPlan(slices, nbytes, held, late - host_values, late, host_gradients)
+    return PassingPlan(values, slices, nbytes, held, late - host_values, late, host_gradients)

@@ -8,6 +8,7 @@ in a Python loop) cannot be planned.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
+from infinity.activations.tensor_cache import LEAST_NBYTES
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
@@ -31,14 +33,16 @@ from infinity.engine.executor import EngineConfig, reduction_dtype
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
+from infinity.planner.passing import PassingPlan, Rooms, plan_passing
 from infinity.planner.search import device_error, simple_plan
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
+from infinity.predict.between import moves
 from infinity.predict.machines import Machine, RankRates, rank_rates
 from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
 from infinity.predict.play import play_step
-from infinity.predict.recording import Batch
+from infinity.predict.recording import Batch, Record
 from infinity.predict.recording import play as play_record
 from infinity.predict.step import (
     StepCost,
@@ -184,6 +188,9 @@ class DryRun(Layout):
     ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has.
     """
 
+    passing: PassingPlan | None = None  # where what blocks return waits, in a layer schedule
+    _micro_batch: Record
+
     def __init__(
         self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None
     ) -> None:
@@ -203,7 +210,7 @@ class DryRun(Layout):
             stored = tuple(self._stored(recorded))
             self.trace = replace(self.trace, stored=stored, peak_nbytes=self._planned_peak_nbytes())
         if self.layered:
-            self.trace = self.trace.scaled(recipe.train.accumulate, calls=recipe.train.accumulate)
+            self.trace = self._taken_together(self.trace)
         if self.budget.asks_what_a_step_leaves:
             left = self.device_nbytes - self.budget.division.total - self.trace.peak_nbytes
             states = left_for_states(left, self.device_nbytes, self.trace.peak_nbytes)
@@ -290,7 +297,8 @@ class DryRun(Layout):
             return 0
         stays = any(not unit.on_nvme and unit.trainable for unit in self.units)
         places = memory.versions + (stays and memory.versions == 2)
-        total = self.spilled_nbytes + sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
+        stored = (each for each in self.trace.stored if each.on_nvme and each.has_room)
+        total = self.spilled_nbytes + sum(aligned(each.nbytes) for each in stored)
         for unit in self.units:
             if not unit.trainable:
                 total += unit.weight_nbytes * (unit.on_nvme and not unit.in_checkpoint)
@@ -375,9 +383,9 @@ class DryRun(Layout):
         batch = Batch(tokens, logits, packing, self.machine.on_accelerator)
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
-        together = train.accumulate if self.layered else 1
         of_leaves = frozenset(unit.index for leaf in model.leaves.values() for unit in leaf)
-        trace = play_record(record, model.units, of_leaves, streaming, self.divide().window, together)
+        trace = play_record(record, model.units, of_leaves, streaming, self.divide().window)
+        self._micro_batch = record
         times = trace.operator_s(self.rates)
         if model.times is not None:
             operations = [operation for *_, operation in record.rows]
@@ -388,6 +396,35 @@ class DryRun(Layout):
         if more != 1:
             trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
         return trace, profile
+
+    def _taken_together(self, trace: StepTrace) -> StepTrace:
+        """Return the trace of all micro-batches, which go through each block together."""
+        record, micro_batches = self._micro_batch, self.recipe.train.accumulate
+        spans, more = record.block_spans, trace.tokens / math.prod(record.batch.tokens)
+        nbytes = round(more * max((span.returned for span in spans), default=0))
+        rooms = self._rooms_between_blocks() if nbytes >= LEAST_NBYTES else Rooms(None)
+        self.passing = passing = plan_passing(len(spans), micro_batches, nbytes, rooms)
+        positions = trace.position.tolist()
+        made = moves(spans, passing, positions.__getitem__, on_accelerator=self.machine.on_accelerator)
+        return replace(
+            trace.scaled(micro_batches, calls=micro_batches), stored=tuple(made),
+            peak_nbytes=round(more * record.peak_nbytes(replace(passing, nbytes=round(nbytes / more)))),
+        )  # fmt: skip
+
+    def _rooms_between_blocks(self) -> Rooms:
+        """Return the room for what blocks return, as the runtime's executor does."""
+        memory, storage, host = self.recipe.memory, self.storage, self.budget.host
+        if memory.activations in ("keep", "plan"):
+            return Rooms(None)
+        device, free = self.device_nbytes - self.budget.division.total, 0
+        if host is None:
+            device -= self.host_nbytes
+        else:
+            chunks = STAGED_CHUNKS * storage.chunk_nbytes if memory.nvme else 0
+            residents = sum(unit.resident_nbytes for unit in self.placed if not unit.on_nvme)
+            free = self.host_nbytes - host.gradients - host.weights - host.staging - residents - chunks
+        device = 0 if memory.activations == "offload" else max(0, device) // 2
+        return Rooms(device, max(0, free) // 2, bool(memory.nvme))
 
     def _auto_logits(self) -> Mode | None:
         """Return how memory lets logits be computed; None: the recipe says it, or there is no head."""

@@ -125,9 +125,9 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     ``dtype`` is the one that the run had: measured again, ``auto`` may be another one.
     """
     memory = recipe.memory
-    policy = memory.activations or ("keep" if memory.device is None else "plan")
-    if recipe.train.schedule == "layer":
-        policy = "keep"
+    policy = memory.activations
+    if recipe.train.schedule == "step":
+        policy = policy or ("keep" if memory.device is None else "plan")
     host, device = budgets.get("host") or memory.host, memory.device or budgets.get("device")
     memory = replace(memory, host=host, device=device, activations=policy)
     machine = probe(_measurable(memory.nvme))
@@ -242,6 +242,8 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
             f"{format_nbytes(run.spilled_nbytes)} of gradients wait on NVMe in each step; "
             f"{'memory.host' if run.machine.on_accelerator else 'memory.device'} is too small for them"
         )
+    if run.passing is not None and run.passing.nbytes:
+        yield run.passing.describe()
     nodes, devices, drives = run.machine.nodes, run.machine.devices, run.machine.drives
     total = tokens or run.tokens * run.recipe.train.steps
     total_s = total / run.tokens_per_s

@@ -95,7 +95,8 @@ class _Player:
             work_s[position] += time_s
         for each in trace.stored:
             before[at[each.load_at]].append(partial(self._load, each))
-            after[at[each.packed_at]].append(partial(self._pack, each))
+            if each.packed_at is not None:
+                after[at[each.packed_at]].append(partial(self._pack, each))
         for each in trace.stored:
             before[at[each.asked_at]].append(partial(self._ask, each))
         for position, unit in trace.begun:

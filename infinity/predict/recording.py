@@ -8,7 +8,8 @@ the sizes, homes and window of a run. So one record serves plans for any budget.
 [Note: micro-batches in a block]
 A layer schedule takes all micro-batches of a step through a block before the next one. So a block's inputs
 exist for all of them until its backward; and while one is in the block's backward, or in what follows the
-last block, so do the gradients of the block's outputs and inputs. What is inside a block exists for one. Only
+last block, so do the gradients of what it returned, then those of what it was given. What of this waits in
+device memory a plan says (:mod:`infinity.planner.passing`). What is inside a block exists for one. Only
 one micro-batch is recorded, and a block is taken to return as many bytes as the next one is given. What all
 blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
 """
@@ -44,7 +45,9 @@ from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.planner.passing import PassingPlan
 from infinity.planner.updates import Completions
+from infinity.predict.between import BlockSpan, kept_of, waiting
 from infinity.predict.operators import Operation, Touches
 from infinity.predict.step import StepTrace
 from infinity.recipes.models import CausalLoss
@@ -147,33 +150,56 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         """Return the profile of a step whose operators take ``seconds``."""
         return self._recorded.profile(seconds, 0.0)
 
-    def peak_nbytes(self, micro_batches: int = 1) -> int:
-        """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block]."""
+    def peak_nbytes(self, passing: PassingPlan | None = None) -> int:
+        """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block].
+
+        ``passing``: where what waits between blocks is; None: there is one micro-batch.
+        """
         lives = self._recorded.storages.lives
         spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
-        spans += [(born, died, (micro_batches - 1) * nbytes) for born, died, nbytes in self._waiting()]
+        if passing is not None:
+            spans += [*self._kept(passing), *waiting(self.block_spans, passing)]
         changes = [(born, nbytes) for born, _, nbytes in spans]
         changes += [(died, -nbytes) for _, died, nbytes in spans if died is not None]
         return max(itertools.accumulate((nbytes for _, nbytes in sorted(changes)), initial=0))
 
-    def _waiting(self) -> Iterator[tuple[int, int | None, int]]:
-        """Yield begin, end and bytes of what a micro-batch keeps while another one is in a block."""
+    @property
+    def _takers(self) -> Counter[int]:
+        """Return how many blocks are given each of the step's own storages."""
         lives, marks = self._recorded.storages.lives, self._recorded.regions
-        takers = Counter(index for mark in marks for index in mark.inputs if lives[index].kind in _OWN)
+        return Counter(index for mark in marks for index in mark.inputs if lives[index].kind in _OWN)
+
+    @property
+    def block_spans(self) -> list[BlockSpan]:
+        """Return the calls of blocks in order; each is taken to return what the next one is given."""
+        lives, marks, takers = self._recorded.storages.lives, self._recorded.regions, self._takers
         given = [sum(lives[i].nbytes for i in mark.inputs if takers[i] == 1) for mark in marks]
-        returned = [*given[1:], *given[-1:]]
-        forward_end = sum(call.phase is Phase.FORWARD for call in self._recorded.calls)
         backward = {block.region: block.backward[0] for block in self._recorded.blocks()}
-        began = [backward.get(mark.region, len(self.rows)) for mark in marks]
-        for index, count in takers.items():
-            life = lives[index]
-            if count == 1 or self.batch.packing is not None:  # else all micro-batches have the same one
-                yield life.born, None if life.died is None else max(life.died, began[-1]), life.nbytes
-        for at, ended in enumerate([len(self.rows), *began][: len(marks)]):
-            yield began[at], ended, given[at] + returned[at]  # gradients
-        if marks:
-            yield marks[-1].end, began[-1], returned[-1]
-            yield forward_end, began[-1], returned[-1]  # its gradient
+        began = [backward.get(mark.region, len(self.rows) - 1) for mark in marks]
+        done, returned = [len(self.rows), *began], [*given[1:], *given[-1:]]
+        return [
+            BlockSpan(mark.begin, mark.end, began[i], done[i], given[i], returned[i])
+            for i, mark in enumerate(marks)
+        ]
+
+    def _kept(self, passing: PassingPlan) -> Iterator[tuple[int, int | None, int]]:
+        """Yield begin, end and bytes of what stays for backward of that which blocks are given.
+
+        Of all micro-batches but the recorded one.
+        """
+        lives, spans, others = self._recorded.storages.lives, self.block_spans, passing.slices - 1
+        takers, seen = self._takers, set[int]()
+        for block, mark in enumerate(self._recorded.regions):
+            for index in takers.keys() & {*mark.inputs} - seen:
+                seen.add(index)
+                life, alone = lives[index], takers[index] == 1
+                if not alone and self.batch.packing is None:
+                    continue  # all micro-batches have the same one
+                number = min(others, kept_of(passing, block - 1)) if alone and block else others
+                yield (
+                    life.born, None if life.died is None else max(life.died, spans[-1].backward),
+                    number * life.nbytes,
+                )  # fmt: skip
 
     def again_flops(self) -> float:
         """Return the flops of forwards that run again."""
@@ -352,12 +378,11 @@ def _never(param: nn.Parameter) -> nn.Parameter:
 
 def play(
     record: Record, units: UnitIndex, of_leaves: frozenset[int], nbytes: Mapping[int, int],
-    window_nbytes: int, micro_batches: int = 1,
+    window_nbytes: int,
 ) -> StepTrace:  # fmt: skip
     """Replay the calls of a record on the runtime's own prefetcher and pins; return the trace.
 
-    ``of_leaves`` are gathered as parts of a leaf, ``nbytes`` has streaming units, and ``micro_batches`` go
-    through a block together.
+    ``of_leaves`` are gathered as parts of a leaf, and ``nbytes`` has streaming units.
     """
     mover: Any = SimpleNamespace(start=_nothing, finish=_nothing, release=_nothing, stored_nbytes=_nothing)
     prefetcher = Prefetcher(mover, nbytes, window_nbytes)
@@ -404,7 +429,7 @@ def play(
         completed=tuple(completed), position=position, flops=flops,
         nbytes=nbytes_moved, fp32=fp32,
         model_flops=float(flops.sum()) - record.again_flops(), tokens=math.prod(record.batch.tokens),
-        peak_nbytes=record.peak_nbytes(micro_batches),
+        peak_nbytes=record.peak_nbytes(),
     )  # fmt: skip
 
 

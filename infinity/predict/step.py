@@ -112,10 +112,11 @@ class Stored:
     """Describes an activation that leaves device memory; positions count the events before."""
 
     nbytes: int
-    packed_at: int  # forward has made it
+    packed_at: int | None  # forward has made it; None: it has left already, and is loaded once more
     load_at: int  # its load starts
     asked_at: int  # backward needs it
     on_nvme: bool  # else it goes to host memory
+    has_room: bool = True  # of its own there; else that of one that was used before
 
 
 @dataclass(frozen=True, slots=True)

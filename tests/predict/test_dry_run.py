@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.activations.profiler import MemoryMeter
+from infinity.activations.store import directly_moved_nbytes
 from infinity.app.train import built
 from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
@@ -354,6 +355,49 @@ def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[s
         peaks.append(planned.trace.peak_nbytes)
     given = 2 * 128 * 64 * 2  # what a block is given of a micro-batch
     assert peaks[1] - peaks[0] >= 3 * (len(planned.profile.blocks) + 1) * given
+
+
+@pytest.mark.parametrize("activations", ["offload", pytest.param("keep", marks=pytest.mark.slow)])
+def test_what_blocks_return_is_planned_where_it_waits(activations: str, tmp_path: Path) -> None:
+    more = ["model.n_layers=5", "model.d_model=128", "model.n_heads=2", "model.seq_len=256"]
+    more += ["train.batch_size=4", "train.schedule=layer", f"memory.activations={activations}"]
+    value = 4 * 256 * 128 * 2
+    for accumulate in (2, 5):
+        recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
+        planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
+        on_their_way = 8 * value * (activations == "offload")  # if drives are slow
+        assert 0.94 * real.peak_nbytes <= planned.trace.peak_nbytes <= 1.06 * real.peak_nbytes + on_their_way
+        assert planned.passing is not None
+        assert planned.passing.nbytes == value
+        cost = play_step(planned.trace, planned.setup)
+        moves = 5 * accumulate * (activations == "offload") * directly_moved_nbytes(value)
+        weights = real.moved
+        assert cost.nbytes["NVMe write"] - weights[1] == 2 * moves
+        assert cost.nbytes["NVMe read"] - weights[0] == 3 * moves  # a value for the next block, too
+        assert sum(each.nbytes for each in planned.trace.stored if each.has_room) == moves
+
+
+def test_micro_batches_that_device_memory_cannot_hold_between_blocks_leave_it() -> None:
+    def made(accumulate: int, *more: str) -> DryRun:
+        shape = ["model.n_layers=6", "model.d_model=4096", "model.n_heads=32", "model.seq_len=1024"]
+        step = ["train.batch_size=1", "train.schedule=layer", f"train.accumulate={accumulate}"]
+        recipe = load_recipe(None, [*shape, *step, "train.dtype=fp16", "memory.nvme=[nvme]", *more])
+        return dry_run(recipe, load_machine("dgx-2"), like=like)
+
+    like = None
+    like = small = made(4)
+    large, kept = made(600), made(600, "memory.activations=keep")
+    assert small.passing is not None
+    assert large.passing is not None
+    assert not small.passing.leaves
+    assert not small.trace.stored
+    assert large.passing.leaves
+    assert "in host memory" in large.passing.describe()
+    assert any("device" in line for line in kept.missing())
+    assert not any("device" in line for line in large.missing())
+    assert large.tokens_per_s > small.tokens_per_s
+    moved = large.cost.nbytes["device to host"] - kept.cost.nbytes["device to host"]
+    assert moved == sum(each.nbytes for each in large.trace.stored if each.packed_at is not None)
 
 
 def test_a_window_that_cannot_keep_a_block_is_the_error_of_a_run_and_of_its_plan(tmp_path: Path) -> None:
