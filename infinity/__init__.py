@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from infinity.api.offload_activations import offload_activations as offload_activations
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
+    from infinity.api.quantize import quantize as quantize
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -50,6 +51,7 @@ _HOMES = {
         "api.lora": "add_lora lora_groups save_lora",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
+        "api.quantize": "quantize",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
         "recipes.recipe": "Recipe load_recipe",

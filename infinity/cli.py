@@ -283,6 +283,22 @@ def _export(args: argparse.Namespace) -> None:
     _report(f"exported {what} to {args.out}")
 
 
+@_command(
+    _argument("model", "DIR", "a Hugging Face checkpoint directory with plain weights"),
+    _argument("out", "OUT", "the new directory"),
+    _argument("--as", "FORM", "fp8, int8, mxfp4, nvfp4 or nf4", dest="form", required=True),
+)
+def _quantize(args: argparse.Namespace) -> None:
+    """Quantize the linear layers and experts of a checkpoint, and say how far they are from it.
+
+    Numbers are rounded to the nearest, without data. Embeddings, norms, routers and the head stay as they
+    are. Memory holds a piece of a matrix at a time. The directory is one that the form's own library reads.
+    """
+    import infinity
+
+    _report(f"{args.out}: {infinity.quantize(args.model, args.out, args.form)}")
+
+
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))
 def _save(args: argparse.Namespace) -> None:
     """Save an interrupted run's last step as a portable checkpoint.

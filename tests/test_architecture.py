@@ -274,22 +274,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 495,
+    "": 513,
     "activations": 2365,
-    "api": 3122,
-    "app": 1202,
-    "checkpoint": 3524,
+    "api": 3585,
+    "app": 1213,
+    "checkpoint": 3837,
     "comm": 839,
     "core": 2189,
     "device": 1060,
-    "engine": 3004,
+    "engine": 3007,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
-    "partition": 2581,
+    "partition": 2582,
     "planner": 2294,
-    "predict": 3964,
-    "recipes": 1989,
+    "predict": 3975,
+    "recipes": 1999,
     "shards": 3897,
 }
 

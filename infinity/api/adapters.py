@@ -25,9 +25,9 @@ from infinity.core.files import user_path
 CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
 #: Keys of ``peft``'s config that adapters may have here; others must have their defaults.
 _KNOWN = {
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "r", "lora_alpha",
-    "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights", "modules_to_save", "trainable_token_indices", "task_type",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
+    "fan_in_fan_out", "init_lora_weights", "modules_to_save", "trainable_token_indices", "task_type",
 }  # fmt: skip
 #: Keys that say how an adapter was made, or nothing.
 _NEEDLESS = {
@@ -49,7 +49,10 @@ class LoraConfig(Config):
     rank: int | None = setting(None, "rank of each adapter; null: train all weights", _RANKS)
     alpha: float = setting(16.0, "adapters are scaled by alpha / rank", _ALPHAS)
     target_modules: tuple[str, ...] = setting(
-        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head"
+        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head, and experts"
+    )
+    target_parameters: tuple[str, ...] = setting(
+        (), "parameters that do and are no layer: packed experts, such as mlp.experts.down_proj"
     )
     dropout: float = setting(0.0, "dropout on the input of each adapter", Valid(least=0, below=1))
     rank_pattern: Mapping[str, int] | None = setting(
@@ -95,9 +98,11 @@ class LoraConfig(Config):
 
     def for_peft(self, model: nn.Module) -> Any:
         """Return ``peft.LoraConfig`` of new adapters for ``model``."""
-        return peft().LoraConfig(
+        named = bool(self.target_modules or self.target_parameters)
+        config = peft().LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout,
-            target_modules=list(self.target_modules) or "all-linear",
+            target_modules=list(self.target_modules) if named else "all-linear",
+            target_parameters=list(self.target_parameters) or None,
             rank_pattern=self.rank_pattern or {}, alpha_pattern=self.alpha_pattern or {},
             use_rslora=self.rslora, use_dora=self.dora,
             init_lora_weights=True if self.init == "default" else self.init,
@@ -105,6 +110,12 @@ class LoraConfig(Config):
             trainable_token_indices=list(self.trainable_token_indices) or None,
             task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         )  # fmt: skip
+        from infinity.api.expert_lora import check_parameters, name_experts
+
+        if not named:
+            name_experts(config, model)
+        check_parameters(config, model)
+        return config
 
 
 def peft() -> Any:
@@ -133,11 +144,14 @@ def check_used(adapted: nn.Module, config: Any, patterns: Mapping[str, Sequence[
     So with ``patterns`` for layers, by their setting, some of which peft adds to those that it was given.
     """
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     layers, copied, tokens = list[str](), list[str](), list[Any]()
     for name, module in adapted.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, ParamWrapper):
+            layers.append(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
             layers.append(name)
         elif isinstance(module, ModulesToSaveWrapper):
             copied.append(name)
@@ -228,14 +242,20 @@ class SavedAdapters:
         Raises a CheckpointError that names the keys of the one that the other has not, or that have another
         shape: the adapters are those of another model.
         """
-        wanted = saved_names(adapted)
+        from infinity.api.expert_lora import factors_of
+
+        wanted, factors = saved_names(adapted), factors_of(adapted)
+        shapes = {
+            key: factors[id(tensor)].matrix_shape if id(tensor) in factors else tensor.shape
+            for key, tensor in wanted.items()
+        }
         kind = type(adapted.get_base_model()).__name__  # type: ignore[operator]
         wrong = [f"{key} is not in the file" for key in wanted if key not in self.tensors]
         wrong += [f"{key} is not in the model" for key in self.tensors if key not in wanted]
         wrong += [
-            f"{key} has shape {tuple(self.tensors[key].shape)}, in the model {tuple(tensor.shape)}"
-            for key, tensor in wanted.items()
-            if key in self.tensors and self.tensors[key].shape != tensor.shape
+            f"{key} has shape {tuple(self.tensors[key].shape)}, in the model {tuple(shape)}"
+            for key, shape in shapes.items()
+            if key in self.tensors and self.tensors[key].shape != shape
         ]
         if wrong:
             more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
@@ -248,9 +268,17 @@ class SavedAdapters:
 
     @torch.no_grad()
     def fill(self, adapted: nn.Module) -> None:
-        """Copy the stored values into the adapters of ``adapted``, but those on the meta device."""
+        """Copy the stored values into the adapters of ``adapted``, but those on the meta device.
+
+        Adapters of parameters read theirs later, while this is open.
+        """
+        from infinity.api.expert_lora import factors_of
+
+        factors = factors_of(adapted)
         for tensor, stored in self.match(adapted):
-            if not tensor.is_meta:
+            if id(tensor) in factors:
+                factors[id(tensor)].stored = stored
+            elif not tensor.is_meta:
                 tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.api.adamw import AdamW
+from infinity.api.quantize import quantized_base
 from infinity.checkpoint.directory import Checkpoint, readable
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
@@ -168,6 +169,7 @@ def from_pretrained(
     new: Sequence[str] = (),
     ignore: Sequence[str] = (),
     frozen: bool = False,
+    stored_as: str | None = None,
     on_progress: OnProgress | None = None,
     **config_overrides: Any,
 ) -> Any:
@@ -191,6 +193,9 @@ def from_pretrained(
             lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
         frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.
+        stored_as: With ``frozen``, the form in which linear layers are kept: fp8, int8, mxfp4, nvfp4 or nf4
+            (:func:`infinity.quantize`). They are encoded once, into a directory in ``memory.nvme`` that later
+            runs find; a line says how far they are from the checkpoint's.
         on_progress: Called with the bytes that this rank has read, and all that it will.
         config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
 
@@ -203,29 +208,52 @@ def from_pretrained(
     for name in config_overrides:
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
+    if stored_as is not None and not frozen:
+        raise CheckpointError(f"stored_as={stored_as} is for a base that is not trained: add frozen=True")
     values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
-    return _load(user_path(path, "path"), recipe, auto_class, config_overrides, values, frozen).eval()
+    init, given = Init(recipe), user_path(path, "path")
+    source, lines = _source(given, stored_as, init.runtime, auto_class, config_overrides)
+    model = _load(source, init, auto_class, config_overrides, values, frozen, lines).eval()
+    if source != given:
+        model.config.name_or_path = str(given)  # that of the base, where adapters are used
+    return model
+
+
+def _source(
+    path: Path, stored_as: str | None, runtime: Runtime, auto_class: Any, config_overrides: dict[str, Any]
+) -> tuple[Path, list[str]]:
+    """Return the directory that is read for ``path``, and lines about it; an error closes the model."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(runtime.close)
+        if not path.exists():
+            raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
+        lines = list[str]()
+        if stored_as is not None:
+            path, line = quantized_base(path, stored_as, runtime, auto_class, config_overrides)
+            lines.append(line)
+        stack.pop_all()
+    return path, lines
 
 
 def _load(
-    path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
+    path: Path, init: Init, auto_class: Any,
     config_overrides: dict[str, Any], make_values: Callable[[Checkpoint], CheckpointValues], frozen: bool,
+    lines: list[str],
 ) -> Any:  # fmt: skip
     with contextlib.ExitStack() as files:
-        with Init(recipe) as init:
+        with init:
             runtime = init.runtime
-            if not path.exists():
-                raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
-            quantization, lines = read_quantization(path), list[str]()
+            quantization = read_quantization(path)
             if quantization is not None:
                 decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
                 compute = str(runtime.dtype).removeprefix("torch.")
-                lines.append(
+                line = (
                     f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
                     f"{compute}, not quantized; stored_as, or infinity export --stored, quantizes them again"
                 )
+                lines = lines or [line]
             values = make_values(checkpoint)
             runtime.construction.late = values
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))

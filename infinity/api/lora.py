@@ -32,7 +32,7 @@ _SHARE = 16
 
 
 def add_lora(model: nn.Module, **settings: Any) -> Any:
-    """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
+    """Freeze ``model`` and give layers and experts trainable adapters; every rank calls, with one seed.
 
     Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
     before ``infinity.AdamW``. Returns ``peft.get_peft_model``'s, to be trained in place of ``model``.
@@ -44,8 +44,7 @@ def add_lora(model: nn.Module, **settings: Any) -> Any:
 
     Raises:
         StateError: The model is not finished, or runs already.
-        RecipeError: A setting is wrong; peft is not installed, finds no such layers, or would adapt experts
-            in one parameter.
+        RecipeError: A setting is wrong; peft is not installed, or finds no such layers or parameters.
         CheckpointError: ``adapter`` cannot be read, or has adapters of another model; names the keys.
     """
     runtime = runtime_of(model)
@@ -70,50 +69,32 @@ def make_adapters(model: nn.Module, construction: Construction, config: LoraConf
         if saved is not None:
             stack.callback(saved.close)
         adapted = wrap(model, config.for_peft(model) if saved is None else saved.config, saved)
-        _refuse_packed(adapted, type(model).__name__)
         if saved is not None:
             with _placeholders_in_state_dict(model):
                 saved.fill(adapted)
-    _cut_into_units(adapted, construction)
+        _cut_into_units(adapted, construction)
     return adapted
 
 
 def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> Any:
     """Return peft's model around ``model``, with adapters whose first values follow from ``config``.
 
-    With ``saved`` the values that follow from the base's are not computed.
+    With ``saved``, or in a run that is resumed, values that follow from the base's are not computed.
     """
     patterns = {} if saved else {key: [*getattr(config, key)] for key in ("rank_pattern", "alpha_pattern")}
-    values = bool(config.trainable_token_indices) or (config.use_dora and saved is None)
-    with _serving_peft(model, values, saved is None), quiet_libraries():
+    servers = _servers(model)
+    later = saved is not None or any(server.resuming for server in servers)  # first values come from there
+    values = bool(config.trainable_token_indices) or config.use_dora
+    with _serving_peft(servers, values and not later, not later), quiet_libraries():
+        from infinity.api.expert_lora import ParamWrapper
+
         try:
-            adapted = peft().get_peft_model(model, config)
+            with patched(peft().tuners.lora.layer, "ParamWrapper", ParamWrapper):
+                adapted = peft().get_peft_model(model, config)
             check_used(adapted, config, patterns)
         except (ValueError, TypeError, IndexError, re.error) as error:
             raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
     return adapted
-
-
-def _refuse_packed(adapted: nn.Module, kind: str) -> None:
-    """Raise where peft would write into a frozen parameter: packed experts, or a router."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
-
-    layers = {name: each for name, each in adapted.named_modules() if isinstance(each, LoraLayer)}
-    packed = {name: each for name, each in layers.items() if isinstance(each, ParamWrapper)}
-    if not packed:
-        return
-    blocks = tuple(f"{name.rpartition('.')[0]}." for name in packed)
-    others = {name: name.rpartition(".")[2] for name in layers}
-    inside = {other for name, other in others.items() if name.startswith(blocks)}
-    free = sorted({other for name, other in others.items() if name not in packed} - inside)
-    name, first = next(iter(packed.items()))
-    name = f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.{first.parameter_name}"
-    choose = f": lora.target_modules=[{','.join(free)}]" if free else " in lora.target_modules"
-    raise RecipeError(
-        f"adapters for {kind}: peft writes those of {name}, which is a parameter, no layer (packed experts "
-        f"or a router), into the frozen weight itself. Name other layers{choose}"
-    )
 
 
 def _servers(model: nn.Module) -> set[Any]:
@@ -123,7 +104,7 @@ def _servers(model: nn.Module) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None]:
+def _serving_peft(servers: set[Any], values: bool, copies: bool) -> Iterator[None]:
     """Serve released parameters inside as peft needs them to make adapters.
 
     Parameters that it asks for have their shapes only, so that nothing is gathered; with ``values`` those of
@@ -136,7 +117,6 @@ def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None
         with server.values.gathered([param], modify=False):
             return nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
 
-    servers = _servers(model)
     with contextlib.ExitStack() as stack:
         for server in servers:
             if not values:
@@ -158,7 +138,10 @@ def _placeholders_in_state_dict(model: nn.Module) -> Iterator[None]:
 
 def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
     """Cut the new modules of ``adapted`` into units, as if they had been built in the model's own block."""
+    from infinity.api.expert_lora import Factor
+
     full = construction.builder.sizes.full_nbytes
+    device = torch.device("meta" if construction.device.type == "meta" else "cpu")
     with construction:
         construction.late = None  # adapters have their values
         construction.add_root(adapted)
@@ -173,6 +156,8 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
             if nbytes >= (full if inside == block else full / _SHARE):
                 construction.builder.close()
                 nbytes = 0
+            if isinstance(module, Factor):
+                module.draw(device)
             construction.builder.join(module)
             nbytes += sum(param.numel() for param in fresh) * construction.builder.dtype.itemsize
             block = inside
@@ -181,7 +166,9 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
 
 def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
     """Return what is saved with adapters, on the CPU, by full name; every rank must call."""
-    runtime = runtime_of(model)
+    from infinity.api.expert_lora import factors_of
+
+    runtime, factors = runtime_of(model), factors_of(model)
     with _placeholders_in_state_dict(model):
         wanted = {id(tensor) for tensor in saved_names(model).values()}
     named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
@@ -190,7 +177,11 @@ def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
         inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
         if inside:
             with gathered([p for p in named.values() if id(p) in inside]):
-                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
+                for name in [name for name, param in named.items() if id(param) in inside]:
+                    value = named[name].detach()
+                    if (factor := factors.get(id(named[name]))) is not None:
+                        value = factor.as_matrix(value)
+                    values[name] = value.cpu().clone()
     return values
 
 

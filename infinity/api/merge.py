@@ -78,6 +78,48 @@ class LowRank:
 
 
 @dataclass(eq=False, slots=True)
+class PackedLowRank:
+    """The change of all experts' matrices, ``(experts, rows, columns)``, by one adapter each.
+
+    ``a`` and ``b`` are stored as peft's matrices of all experts; ``layer`` says how. Both are in memory, in
+    fp32, for the weight that was read last.
+    """
+
+    a: Stored
+    b: Stored
+    layer: Any  # infinity.api.expert_lora.ParamWrapper
+    scaling: float
+    rows: int  # of an expert
+    kept: dict["PackedLowRank", tuple[Tensor, Tensor]]
+    needs_all_rows: bool = False
+
+    def apply(self, values: Tensor, first: int) -> Tensor:
+        """Return the merged rows from ``first`` on, of all experts' rows; ``values`` are fp32."""
+        left, right = self._factors()
+        values, at, last = values.clone(), first, first + len(values)
+        while at < last:
+            expert, row = divmod(at, self.rows)
+            taken = min(last - at, self.rows - row)
+            product = left[expert, row : row + taken] @ right[expert]
+            values[at - first : at - first + taken] += product * self.scaling
+            at += taken
+        return values
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return the factors ``(experts, rows, rank)`` and ``(experts, rank, columns)``."""
+        if self not in self.kept:
+            self.kept.clear()
+            pair = self.layer.lora_A["default"], self.layer.lora_B["default"]
+            a, b = (
+                factor.of_matrix(_read(stored)) for factor, stored in zip(pair, (self.a, self.b), strict=True)
+            )
+            left, right = (a, b) if self.layer.is_left_first else (b, a)
+            rank = left.shape[-1]
+            self.kept[self] = left.reshape(-1, self.rows, rank), right.reshape(-1, rank, right.shape[-1])
+        return self.kept[self]
+
+
+@dataclass(eq=False, slots=True)
 class Rows:
     """The change of a matrix whose rows ``numbers`` are others, those of ``rows``, ``(n, columns)``."""
 
@@ -104,17 +146,18 @@ def _read(stored: Stored, first: int = 0, last: int | None = None) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class MergedWeight(Stored):
-    """Represents a matrix of the base as adapters change it, in the compute dtype ``dtype``."""
+    """Represents matrices of the base as adapters change them, in the compute dtype ``dtype``."""
 
     base: Stored
-    change: LowRank | Rows
+    change: LowRank | PackedLowRank | Rows
     name: str
     shape: torch.Size
     dtype: torch.dtype
     kept: dict[tuple["MergedWeight", int], Tensor]  # the block merged last, of all weights of a model
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        rows, columns = self.shape
+        columns = self.shape[-1]
+        rows = self.shape.numel() // columns
         at_once = rows if self.change.needs_all_rows else max(1, _BLOCK_NUMEL // columns)
         at, stop = start, start + len(out)
         while at < stop:
@@ -128,7 +171,7 @@ class MergedWeight(Stored):
         """Return rows ``[first, last)``, flat."""
         if (self, first) not in self.kept:
             self.kept.clear()
-            columns = self.shape[1]
+            columns = self.shape[-1]
             values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
             fill_rounded(self.base, first * columns, values)
             merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
@@ -184,6 +227,7 @@ class MergedModel:
     def _changed(self, saved: SavedAdapters, values: CheckpointValues) -> dict[int, Stored]:
         """Return what adapters change, by id of the tensor of the base; the model stays without adapters."""
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         names = {id(tensor): name for name, tensor in self.named.items()}
@@ -194,7 +238,9 @@ class MergedModel:
         found: dict[int, Stored] = {}
         kept: dict[tuple[MergedWeight, int], Tensor] = {}
 
-        def change(weight: Tensor, how: LowRank | Rows) -> None:
+        packed: dict[PackedLowRank, tuple[Tensor, Tensor]] = {}
+
+        def change(weight: Tensor, how: LowRank | PackedLowRank | Rows) -> None:
             base = values.stored(weight)
             if base is None:
                 raise CheckpointError(f"{names[id(weight)]} has adapters, and is not in the base")
@@ -202,7 +248,13 @@ class MergedModel:
             found[id(weight)] = merged
 
         for name, module in adapted.named_modules():
-            if isinstance(module, LoraLayer):
+            if isinstance(module, ParamWrapper):
+                weight = module.get_param()
+                _refuse_tied(names[id(weight)], uses[id(weight)])
+                a, b = (stored[id(each["default"].weight)] for each in (module.lora_A, module.lora_B))
+                scaling, rows = module.scaling["default"], weight.shape[-2]
+                change(weight, PackedLowRank(a, b, module, scaling, rows, packed))
+            elif isinstance(module, LoraLayer):
                 weight = module.get_base_layer().weight
                 _refuse_tied(names[id(weight)], uses[id(weight)])
                 change(weight, _low_rank(name, module, stored))

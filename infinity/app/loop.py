@@ -65,7 +65,7 @@ class Loop:
             )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
-            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
+            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss.sum)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
 
     @property
@@ -123,7 +123,8 @@ class Loop:
         total = torch.zeros((), device=self.loss.device)
         with enough_memory(self._recipe):
             if self._scheduled is not None:  # all micro-batches through a block before the next block
-                total = self._scheduled(join(batches)).losses.sum() / targets_per_rank
+                with self.loss.first_forward():  # around it: inside, the schedule leaves forwards by raising
+                    total = self._scheduled(join(batches)).losses.sum() / targets_per_rank
                 self._optimizer.scale(total).backward()
             for micro, batch in enumerate(batches if self._scheduled is None else (), start=1):
                 with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
@@ -163,15 +164,24 @@ class BatchLoss:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets; does not wait for an accelerator."""
+        with self.first_forward():
+            return self.sum(batch)
+
+    def sum(self, batch: Batch) -> torch.Tensor:
+        """Return the loss as a call does, in a :meth:`first_forward` of the caller's."""
         positions, mask = (each if each is None else self._to_device(each) for each in batch[2:4])
-        tokens, targets = self._to_device(batch.tokens), self._to_device(batch.targets)
+        return self._sum(self._to_device(batch.tokens), self._to_device(batch.targets), positions, mask)
+
+    @contextmanager
+    def first_forward(self) -> Iterator[None]:
+        """Explain errors in the block, if no forward has shown before that the checkpoint's config works."""
         if self._has_run:
-            return self._sum(tokens, targets, positions, mask)
+            yield
+            return
         what = f"the model in {self._recipe.model.path}, with its config.json, cannot run"
         with library_errors(CheckpointError, what), enough_memory(self._recipe):
-            loss = self._sum(tokens, targets, positions, mask)
+            yield
         self._has_run = True
-        return loss
 
     def value(self, loss: torch.Tensor) -> float:
         """Wait for a loss and return it; this frees the page-locked sources of earlier copies."""

@@ -278,6 +278,7 @@ def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) 
             new=recipe.model.new,
             ignore=recipe.model.ignore,
             frozen=recipe.lora.active,
+            stored_as=recipe.model.stored_as,
             on_progress=views.loading,
         ).train()
     try:

@@ -471,7 +471,8 @@ def encode_4bit(
     octets = packed.view(torch.uint8)
     values, before = values.view(len(sizes), -1), torch.stack((octets >> 4, octets & 15), -1).flatten(1)
     table, had = torch.tensor(numbers, device=values.device), sizes.flatten()
-    own, of_codes, by = values.abs().amax(-1), table, None
+    own, of_codes = values.abs().amax(-1), table
+    by: Tensor | None = None  # the second scale of each block
 
     def size_of(had: Tensor) -> Tensor:
         if by is None or nested is None:

@@ -41,6 +41,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -259,6 +260,19 @@ def _find(
     return found, unexpected, wrong
 
 
+def sources_of(model: Any, checkpoint: Checkpoint) -> dict[str, set[str]]:
+    """Return the keys of the stored tensors that each parameter of ``model`` is made of, by its name."""
+    keys = {id(stored): key for key, stored in checkpoint.items()}
+    found, _, _ = _find(model, checkpoint, dict(named_targets(model)))
+
+    def made_of(stored: Stored) -> list[Stored]:
+        if isinstance(stored, Traced):
+            return [part.source for part in stored.parts]
+        return stored.sources if isinstance(stored, Converted) else [stored]
+
+    return {name: {keys[id(each)] for each in made_of(stored)} for name, stored in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Conversion:
     """Describes one use of transformers' own conversion of several stored tensors."""
@@ -299,8 +313,12 @@ class Converted(Stored):
         self._conversion, self._name, self.shape = conversion, name, shape
 
     @property
+    def sources(self) -> list[Stored]:
+        return [source for _, source in self._conversion.sources.values()]
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
-        return {_converted_dtype(source) for _, source in self._conversion.sources.values()}
+        return {_converted_dtype(source) for source in self.sources}
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         kept = self._conversion.kept
@@ -326,7 +344,8 @@ def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None
         master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
         part.source.fill(offset, master, view)
         exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
-        store_master(layout, master, piece, tuple(exact))
+        # A dry run counts the bytes that operators move.
+        store_master(layout, master, piece, tuple(exact), eager=isinstance(piece, FakeTensor))
         offset += len(piece)
 
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,12 @@ def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
 
 
+def _companions(plain: Path) -> list[Path]:
+    """Return the files of an export but those of weights."""
+    files = (path for path in plain.rglob("*") if path.is_file())
+    return [path for path in files if path.suffix != ".safetensors" and path.name != SAFETENSORS + INDEX]
+
+
 def export_stored(
     like: Path,
     out: Path,
@@ -115,11 +121,13 @@ def export_stored(
     shapes: Callable[[], Mapping[str, tuple[int, ...]]],
     export: Callable[[Path], Path],
     ranks: Ranks,
+    companions: Callable[[Path], Iterable[Path]] = _companions,
 ) -> Requantized:
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
     ``export`` returns the directory of a plain export, made at the given path or elsewhere, and is called on
-    every rank; ``shapes`` returns the shapes of what it writes, by key.
+    every rank; ``shapes`` returns the shapes of what it writes, by key, and ``companions`` the other files
+    there that are copied.
     """
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -145,7 +153,7 @@ def export_stored(
             errors |= each
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
-                _write_stored_companions(form, plain, folder)
+                _write_stored_companions(form, plain, companions(plain), folder)
                 if plain == folder / _PLAIN:
                     with writing(f"removing {plain}", plain):
                         shutil.rmtree(plain)
@@ -205,16 +213,15 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
     return torch.where(same, before, new)
 
 
-def _write_stored_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
+def _write_stored_companions(form: QuantizedLayout, plain: Path, files: Iterable[Path], folder: Path) -> None:
     """Write the index, the model's config with its quantization, and the export's other files."""
     with writing(f"writing to {folder}", folder):
         if not (form.path / SAFETENSORS).exists():  # the index of one file is not read
             shutil.copyfile(form.path / (SAFETENSORS + INDEX), folder / (SAFETENSORS + INDEX))
-        for path in sorted(path for path in plain.rglob("*") if path.is_file()):
-            if path.suffix != ".safetensors" and path.name != SAFETENSORS + INDEX:
-                target = folder / path.relative_to(plain)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+        for path in sorted(files):
+            target = folder / path.relative_to(plain)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
         stored, config = (read_json_object(each / "config.json") for each in (form.path, plain))
         if "dtype" in stored or "torch_dtype" in stored:
             config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))

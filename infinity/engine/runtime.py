@@ -308,8 +308,13 @@ class Runtime:
         records.take_over(saved, self.ranks.rank, adopted, discard)
         return saved
 
+    @property
+    def resuming(self) -> bool:
+        """Return whether the states of an interrupted run will come, by :meth:`resume`."""
+        return self.tiers.pending and self.storage.saved is not None
+
     def check_resumed(self) -> None:
-        if self.tiers.pending and self.storage.saved is not None:
+        if self.resuming and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
                 f"step = infinity.resume(model, optimizer) before anything else; {BEGIN_ANEW}"

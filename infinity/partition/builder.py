@@ -144,8 +144,9 @@ class CutSizes:
 
 
 def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
-    """Return whether ``param`` has the weights of all experts of ``module``, as transformers packs them."""
-    known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    """Return whether ``param`` has the weights, or the adapters, of all experts of ``module``."""
+    known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")  # by transformers
+    known = known or hasattr(module, "packs_experts")
     return known and param.ndim == 3 and len(param) == getattr(module, "num_experts", None)
 
 

@@ -20,6 +20,7 @@ from infinity.checkpoint.directory import Stored as StoredTensor
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, Part, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
+from infinity.checkpoint.quantize import template
 from infinity.core.plan import ActivationPlan
 from infinity.device.machine import DTYPES, Dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
@@ -143,14 +144,15 @@ class ModelWithoutValues:
             lambda module: lambda module: None,
             torch.device("meta"),
         )
-        with torch.device("meta"):
-            if recipe.model.path is None:
+        path = None if recipe.model.path is None else Path(recipe.model.path)
+        with self._stored_as(path, recipe.model.stored_as) as stored, torch.device("meta"):
+            if path is None:
                 with construction:
                     self.module: Any = GPT(recipe.model)
             else:
                 construction.late = self.values
                 with construction:
-                    self.module = self._of_checkpoint(Path(recipe.model.path), recipe)
+                    self.module = self._of_checkpoint(path, stored or path, recipe)
             if recipe.lora.active:
                 self.module.requires_grad_(False)
                 self.module = make_adapters(self.module, construction, recipe.lora)
@@ -171,7 +173,20 @@ class ModelWithoutValues:
             )  # fmt: skip
         return self._records[key]
 
-    def _of_checkpoint(self, path: Path, recipe: Recipe) -> Any:
+    @contextmanager
+    def _stored_as(self, path: Path | None, form: str | None) -> Iterator[Path | None]:
+        """Make a directory as the run will read it, without values; None: it reads ``path`` itself."""
+        if path is None or form is None:
+            yield None
+        elif not any(path.glob("*.safetensors")):
+            self.notes.append(f"planned as if model.stored_as={form} were not set: that needs the weights")
+            yield None
+        else:
+            with template(path, form) as folder:
+                yield folder
+
+    def _of_checkpoint(self, path: Path, stored_in: Path, recipe: Recipe) -> Any:
+        """Build the model of ``path``; its frozen weights are read from files like those in ``stored_in``."""
         dtype = DTYPES[self.dtype]
         given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
         config = read_config(path, {"quantization_config": None} if isinstance(given, dict) else {})
@@ -179,11 +194,11 @@ class ModelWithoutValues:
             self.notes.append(f"{path} holds no weights: planned from its config.json")
             model = build_model(config, None, dtype, _UNKNOWN_TENSORS)
         else:
-            with Checkpoint(path) as stored:
+            with Checkpoint(stored_in) as stored:
                 model = build_model(config, None, dtype, len(stored))
                 if recipe.lora.active and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
-                    quantization = read_quantization(path)
+                    quantization = read_quantization(stored_in)
                     if quantization is not None:
                         decode_checkpoint(stored, quantization, dtype)
                     self.values.base = CheckpointValues(stored, recipe.model.new, recipe.model.ignore)

@@ -79,6 +79,11 @@ class ModelConfig(GPTConfig):
     ignore: tuple[str, ...] = setting(
         (), "patterns of checkpoint keys to ignore, which the model does not have"
     )
+    stored_as: Literal["fp8", "int8", "mxfp4", "nvfp4", "nf4"] | None = setting(
+        None,
+        "form in which the linear layers of a frozen base are kept, encoded once into memory.nvme; null: as "
+        "the checkpoint has them",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +95,9 @@ class ModelConfig(GPTConfig):
                 raise SettingError(
                     each.name, value, "no value together with model.path, whose config.json has the sizes"
                 )
-        if self.path is None and (self.new or self.ignore):
-            raise SettingError("path", None, "the directory of a checkpoint for model.new or model.ignore")
+        if self.path is None and (self.new or self.ignore or self.stored_as):
+            needs = "model.new, model.ignore or model.stored_as"
+            raise SettingError("path", None, f"the directory of a checkpoint for {needs}")
 
 
 class Output(NamedTuple):

@@ -135,6 +135,10 @@ class Recipe:
             value = getattr(self.lora, name)
             if value is not None and self.model.path is None:
                 raise SettingError(f"lora.{name}", value, "null without model.path, the frozen base")
+        form = self.model.stored_as
+        if form is not None and not (self.lora.active and self.memory.nvme):
+            wanted = "null without adapters (lora.rank), for which the base is frozen, and memory.nvme"
+            raise SettingError("model.stored_as", form, wanted)
 
     @property
     def engine(self) -> EngineConfig:

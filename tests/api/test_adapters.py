@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 import infinity
 from infinity import CheckpointError, RecipeError, add_lora, save_lora
 from infinity.api.adapters import LoraConfig, SavedAdapters
+from infinity.app.train import train as train_recipe
 from infinity.engine.runtime import runtime_of
 from tests.api.test_lora import ALPHA, RANK, built, closing, overrides, plain, train, train_plain
+from tests.app.test_goes_on import stop
+from tests.checkpoint.test_export_runs import recipe as run_recipe
 from tests.helpers import models, training, zoo
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule, compute_weight
+from tests.helpers.tokenizers import write_tokenizer
 from tests.helpers.training import DTYPES, assert_bitwise, small_units
 
 pytestmark = [  # what peft itself says to users of plain PyTorch
@@ -276,3 +280,54 @@ def test_tokens_of_a_tied_embedding_are_trained_in_both_of_its_uses(tmp_path: Pa
         trained = [unit for unit in runtime_of(model).units if unit.trainable]
         assert sum("trainable_tokens" in s.whole_name for unit in trained for s in unit.segments) == 1
     assert_bitwise(got, train_plain(plain(factory, "bf16", **settings), batch, "bf16", Rule()))
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def base_in(folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def of_run(folder: Path, *more: str) -> infinity.Recipe:
+    settings = [
+        "lora.rank=4", "lora.dora=true", "lora.lr_ratio=4", "lora.rank_pattern={down_proj: 2}",
+        "lora.modules_to_save=[lm_head]", "lora.trainable_token_indices=[7, 299]",
+    ]  # fmt: skip
+    given = [f"model.path={folder}/base", "durability.every=1", "train.steps=3", "train.accumulate=2"]
+    return run_recipe(folder, *given, *settings, *more, sizes=())
+
+
+def adapters_in(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapters" / "adapter_model.safetensors")
+
+
+def test_a_run_with_every_setting_goes_on_to_the_bit_after_an_interruption(tmp_path: Path) -> None:
+    base_in(tmp_path / "base")
+    train_recipe(of_run(tmp_path, "run.name=whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train_recipe(of_run(tmp_path, "run.name=parts"))
+    train_recipe(of_run(tmp_path, "run.name=parts"))
+    whole, parts = (adapters_in(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[key]) for key, value in whole.items())
+    assert sum("lora_magnitude_vector" in key for key in whole) == 14
+    assert {"base_model.model.lm_head.weight"} < whole.keys()
+
+
+def test_the_layer_schedule_trains_what_steps_do_from_the_first_forward_on(tmp_path: Path) -> None:
+    """Also where no evaluation has shown that the checkpoint's config works."""
+    base_in(tmp_path / "base")
+    train_recipe(of_run(tmp_path, "run.name=step", "memory.activations=keep"))
+    train_recipe(of_run(tmp_path, "run.name=layer", "memory.activations=keep", "train.schedule=layer"))
+    one, other = (adapters_in(tmp_path / "runs" / name) for name in ("step", "layer"))
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key

@@ -24,7 +24,7 @@ from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_
 from infinity.app.train import train as train_recipe
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
-from tests.helpers import models, training, zoo
+from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight
@@ -424,23 +424,6 @@ def test_layers_that_do_not_exist_are_an_error_that_names_them(tmp_path):
         model = factory()
     with closing(model), pytest.raises(RecipeError, match=r"adapters for LlamaForCausalLM.*nowhere"):
         add_lora(model, target_modules=["nowhere"])
-
-
-@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
-def test_adapters_of_packed_experts_are_refused_and_the_layers_named_that_can_have_them(tmp_path, name):
-    factory, batch = zoo.build(name, seed=13)
-    recipe = training.recipe("bf16", overrides("nvme", tmp_path))
-    with small_units(), infinity.Init(recipe):
-        model = factory()
-    refused = r"peft writes those of model\.layers\.\d\.mlp\.\S+, .*lora\.target_modules=\[(\S+)\]"
-    with closing(model), pytest.raises(RecipeError, match=refused) as raised:
-        add_lora(model)
-    targets = re.search(refused, str(raised.value))[1].split(",")
-    with closing(built(factory, recipe, target_modules=targets)) as model:
-        optimizer = infinity.AdamW(model, lr=1e-3)
-        model(**batch(0)).loss.backward()
-        optimizer.step()
 
 
 def test_adapters_are_never_saved_over_other_files(tmp_path):

@@ -128,12 +128,15 @@ CASES = {
         "memory.host=2MiB",
         "memory.resident=true",
     ],
+    "llama-lora-stored-as-nf4": ["llama", "lora.rank=2", "memory.device=560KiB", "model.stored_as=nf4"],
     "llama-logits-in-slices": ["llama", "memory.logits=slices"],
     "gpt-in-tiles": ["partition.tile=8KiB"],
     "gpt-in-tiles-recomputed": ["partition.tile=8KiB", "memory.activations=recompute"],
     "experts-fp32": ["mixtral", "train.dtype=fp32"],
     "experts-fp16": ["mixtral", "train.dtype=fp16", "optim.loss_scale=1"],
     "experts-bf16": ["mixtral"],
+    "experts-lora": ["mixtral", "lora.rank=8", "memory.device=500KiB"],
+    "experts-lora-of-any-rank": ["mixtral", "lora.rank=3"],
 }
 
 
@@ -141,7 +144,7 @@ CASES = {
 FEW = (
     "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
     "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed", "experts-fp32",
-    "experts-fp16",
+    "experts-fp16", "experts-lora",
 )  # fmt: skip
 
 

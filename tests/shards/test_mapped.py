@@ -33,8 +33,9 @@ pytestmark = [  # what peft itself says to users of plain PyTorch
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
-#: peft would write the packed experts of these, too.
+#: Layers whose adapters have peft's bits; those of packed experts equal peft's within rounding.
 TARGETS = {kind: ["q_b_proj", "o_proj"] for kind in ("deepseek_v3", "kimi_k2", "mixed")}
+TARGETS["gpt_oss"] = ["q_proj", "o_proj"]
 
 
 @pytest.fixture(autouse=True)

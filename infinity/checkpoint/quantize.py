@@ -1,0 +1,286 @@
+"""Quantizes a checkpoint of plain weights: a new directory in a form that other programs read, too.
+
+[Note: a template]
+A form says which tensors a matrix becomes. From them follows a directory without values, the template: files
+with headers and holes, and a ``config.json`` with the quantization. It takes no room, and is opened as any
+quantized checkpoint. So a plan is made from it, and quantizing is what an export in a stored form is
+(:mod:`infinity.checkpoint.requantize`), from the plain checkpoint's files, in the template's form.
+
+[Note: which weights]
+Those of linear layers and of packed experts, but for the head; the model says which they are, and its
+conversions which stored matrices they are made of. What the form has no blocks for stays as it is, and
+embeddings, norms, routers and biases do.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from infinity.checkpoint import codecs
+from infinity.checkpoint.directory import (
+    INDEX,
+    SAFETENSORS,
+    Checkpoint,
+    FileTensor,
+    Stored,
+    read_json_object,
+    tokenizer_files,
+)
+from infinity.checkpoint.forms import read_quantization
+from infinity.checkpoint.load import sources_of
+from infinity.checkpoint.model import build_model, is_ours, read_config
+from infinity.checkpoint.requantize import Requantized, export_stored
+from infinity.checkpoint.writer import FilePlan, TensorSpec, plan_files
+from infinity.comm.ranks import Ranks
+from infinity.core.errors import CheckpointError, library_errors
+from infinity.partition.builder import is_packed
+
+#: What is encoded, and how: to be changed when a form's tensors or rules change.
+_VERSION = b"1"
+#: The most bytes of values in one file.
+_MOST_FILE_NBYTES = 4 * 2**30
+#: Matrices with fewer rows or columns are left: gates, and routers to a few experts.
+_LEAST_ROWS = 16
+_FP8_BLOCK, _NF4_BLOCK = 128, 64
+
+_Shape: TypeAlias = tuple[int, ...]
+#: By ending of the key: dtype, shape, and values if they do not depend on the matrix.
+_Tensors: TypeAlias = dict[str, tuple[torch.dtype, _Shape, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Describes how matrices are stored, and how a config says so.
+
+    Attributes:
+        tensors: Returns the tensors that a matrix of this shape and dtype becomes.
+        fits: Returns whether the form has whole blocks for such a matrix.
+        config: Returns ``quantization_config``, given the names of linear layers that are left.
+    """
+
+    tensors: Callable[[_Shape, torch.dtype], _Tensors]
+    fits: Callable[[_Shape], bool]
+    config: Callable[[list[str]], dict[str, Any]]
+
+
+def _fp8(shape: _Shape, dtype: torch.dtype) -> _Tensors:
+    blocks = tuple(-(-size // _FP8_BLOCK) for size in shape)
+    return {
+        "": (torch.float8_e4m3fn, shape, None),
+        "_scale_inv": (torch.float32, blocks, None),
+    }
+
+
+def _fp8_config(left: list[str]) -> dict[str, Any]:
+    block = [_FP8_BLOCK, _FP8_BLOCK]
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    return said | {"modules_to_not_convert": left}
+
+
+def _int8(shape: _Shape, dtype: torch.dtype) -> _Tensors:
+    return {"": (torch.int8, shape, None), "_scale": (torch.float32, (shape[0], 1), None)}
+
+
+def _mxfp4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
+    rows, columns = shape
+    return {
+        "_packed": (torch.uint8, (rows, columns // 2), None),
+        "_scale": (torch.uint8, (rows, columns // 32), None),
+    }
+
+
+def _nvfp4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
+    rows, columns = shape
+    return {
+        "_packed": (torch.uint8, (rows, columns // 2), None),
+        "_scale": (torch.float8_e4m3fn, (rows, columns // 16), None),
+        "_global_scale": (torch.float32, (1,), None),
+    }
+
+
+def _nf4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
+    numel, name = math.prod(shape), str(dtype).removeprefix("torch.")
+    state = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "dtype": name, "shape": list(shape)}
+    said = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    return {
+        "": (torch.uint8, (numel // 2, 1), None),
+        ".absmax": (torch.float32, (numel // _NF4_BLOCK,), None),
+        ".quant_map": (torch.float32, (16,), torch.tensor(codecs.NF4, device="cpu")),
+        ".quant_state.bitsandbytes__nf4": (torch.uint8, tuple(said.shape), said),
+    }
+
+
+def _nf4_config(left: list[str]) -> dict[str, Any]:
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+    said |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+    return said | {"bnb_4bit_use_double_quant": False, "llm_int8_skip_modules": left}
+
+
+def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
+    def config(left: list[str]) -> dict[str, Any]:
+        scheme = {"symmetric": True, "dynamic": False} | weights
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs, "format": kind}
+        said = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
+        return said | {"config_groups": {"group_0": group}, "ignore": left}
+
+    return config
+
+
+_PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+_E2M1 = {"num_bits": 4, "type": "float"}
+#: By the name of each form.
+FORMS: dict[str, _Form] = {
+    "fp8": _Form(_fp8, lambda shape: True, _fp8_config),
+    "int8": _Form(
+        _int8,
+        lambda shape: True,
+        _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
+    ),
+    "mxfp4": _Form(
+        _mxfp4,
+        lambda shape: shape[1] % 32 == 0,
+        _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
+    ),
+    "nvfp4": _Form(
+        _nvfp4,
+        lambda shape: shape[1] % 16 == 0,
+        _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
+    ),
+    "nf4": _Form(_nf4, lambda shape: math.prod(shape) % _NF4_BLOCK == 0, _nf4_config),
+}
+
+
+def quantize_checkpoint(source: Path, like: Path, out: Path, ranks: Ranks) -> Requantized:
+    """Write the checkpoint ``source`` to ``out`` in the form of ``like``, its template; every rank must call.
+
+    Memory holds a piece of a matrix at a time (of NVFP4 a whole one). Raises errors of an export.
+    """
+
+    def shapes() -> dict[str, _Shape]:
+        with Checkpoint(source) as plain:
+            return {key: tuple(tensor.shape) for key, tensor in plain.items()}
+
+    def companions(plain: Path) -> list[Path]:
+        found = [plain / name for name in ("config.json", "generation_config.json")]
+        return [path for path in found if path.is_file()] + tokenizer_files(plain)
+
+    return export_stored(
+        like, out, shapes=shapes, export=lambda path: source, companions=companions, ranks=ranks
+    )
+
+
+def fingerprint(source: Path, like: Path) -> str:
+    """Return a digest of samples of ``source`` and of its template, the same for the same result."""
+    digest = hashlib.blake2b(_VERSION, digest_size=8)
+    with Checkpoint(source) as plain, Checkpoint(like) as empty:
+        for file in plain.files:
+            digest.update(f"{file.path.name} {file.sample()} ".encode())
+        for path in sorted(source.glob("*.bin")) if plain.pickled else ():
+            digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns} ".encode())
+        for file in empty.files:
+            digest.update(file.header)
+    digest.update((like / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def template(
+    source: Path, form: str, *, auto_class: Any = None, config_overrides: Mapping[str, Any] | None = None
+) -> Iterator[Path]:
+    """Make the template of ``source`` in ``form``, a directory without values that goes with the context.
+
+    The model is built on the meta device, of ``auto_class`` with ``config_overrides``. Raises a
+    CheckpointError if the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
+    that the form has whole blocks for.
+    """
+    if form not in FORMS:
+        raise CheckpointError(f"stored_as: got {form!r}; wanted {', '.join(FORMS)}")
+    with Checkpoint(source) as plain, tempfile.TemporaryDirectory(prefix="infinity-") as folder:
+        if (found := read_quantization(source)) is not None:
+            raise CheckpointError(
+                f"{source} is quantized already ({found}), and is read in that form: leave {form} out"
+            )
+        if is_ours(source):
+            raise CheckpointError(f"{source}: stored_as={form} is for models of transformers")
+        config = read_config(source, dict(config_overrides or {}))
+        with torch.device("meta"), library_errors(CheckpointError, f"building the model of {source}"):
+            model = build_model(config, auto_class, torch.bfloat16, len(plain))
+        chosen, left = _chosen(model, plain, FORMS[form])
+        if not chosen:
+            raise CheckpointError(f"{source} has no linear layer that {form} has whole blocks for")
+        _write_template(Path(folder), plain, FORMS[form], chosen, left)
+        yield Path(folder)
+
+
+def _chosen(model: Any, plain: Checkpoint, form: _Form) -> tuple[set[str], list[str]]:
+    """Return the keys of matrices that take ``form``, and the names of linear layers that do not."""
+    sources, head = sources_of(model, plain), model.get_output_embeddings()
+    shared = {
+        id(param) for each in (head, model.get_input_embeddings()) if each for param in each.parameters()
+    }
+    chosen, left = set[str](), list[str]()
+    for module_name, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            linear = isinstance(module, nn.Linear) and name == "weight"
+            if not (linear or is_packed(module, param)):
+                continue
+            keys = sources.get(f"{module_name}.{name}", set())
+            if id(param) not in shared and keys and all(_fits(plain[key], form) for key in keys):
+                chosen |= keys
+            elif linear:
+                left.append(module_name)
+    return chosen, left
+
+
+def _fits(tensor: Stored, form: _Form) -> bool:
+    shape = tuple(tensor.shape)
+    return (
+        len(shape) == 2
+        and min(shape) >= _LEAST_ROWS
+        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and form.fits(shape)
+    )
+
+
+def _write_template(folder: Path, plain: Checkpoint, form: _Form, chosen: set[str], left: list[str]) -> None:
+    specs, constants = list[TensorSpec](), dict[str, Tensor]()
+    for key, tensor in sorted(plain.items(), key=lambda each: _place(each[1])):
+        if key not in chosen:
+            specs.append(TensorSpec(key, tensor.dtype, tuple(tensor.shape)))
+            continue
+        for ending, (dtype, shape, value) in form.tensors(tuple(tensor.shape), tensor.dtype).items():
+            specs.append(TensorSpec(key + ending, dtype, shape))
+            if value is not None:
+                constants[key + ending] = value
+    plans = plan_files(specs, _MOST_FILE_NBYTES)
+    for plan in plans:
+        _write_holes(folder / plan.name, plan, constants)
+    if len(plans) > 1:
+        index = {"weight_map": {key: plan.name for plan in plans for key in plan.starts}}
+        (folder / (SAFETENSORS + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config = read_json_object(plain.path / "config.json") | {"quantization_config": form.config(left)}
+    (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+
+
+def _place(tensor: Stored) -> tuple[int, int]:
+    [piece] = tensor.ranges(0, 1) if isinstance(tensor, FileTensor) else [None]
+    return (0, 0) if piece is None else (piece.file, piece.offset)
+
+
+def _write_holes(path: Path, plan: FilePlan, constants: Mapping[str, Tensor]) -> None:
+    with path.open("xb") as file:
+        file.truncate(plan.nbytes)
+        file.write(plan.header)
+        for key, start in plan.starts.items():
+            if key in constants:
+                file.seek(start)
+                file.write(constants[key].numpy().tobytes())

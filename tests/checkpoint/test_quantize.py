@@ -1,0 +1,205 @@
+"""A checkpoint is quantized once, in bounded memory, and serves as the frozen base of adapters."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import infinity
+from infinity.checkpoint import codecs, quantize
+from infinity.cli import main
+from infinity.core.config import SettingError
+from infinity.core.errors import CheckpointError, DiskError, RecipeError
+from tests.checkpoint.test_load_parity import load
+from tests.helpers import models, quantized, zoo
+from tests.helpers.launch import run_ranks
+from tests.shards.test_mapped import held, loaded, mapped, train, train_plain
+
+pytestmark = [  # what peft itself says to users of plain PyTorch
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+WEIGHTS = "model.safetensors"
+#: The largest relative error of normal weights in each form.
+ERRORS = {"fp8": 0.03, "int8": 0.01, "mxfp4": 0.14, "nvfp4": 0.12, "nf4": 0.11}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    transformers.utils.logging.set_verbosity_error()
+    monkeypatch.setattr(quantized, "BLOCK", 128)
+
+
+def save(directory: Path, name: str = "deepseek_v3") -> Path:
+    make = models.build if name == "llama" else zoo.build
+    make(name, 5)[0]().bfloat16().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("form", quantize.FORMS)
+def test_linear_layers_and_experts_have_the_nearest_numbers_and_all_else_its_bits(tmp_path, form):
+    before = load_file(save(tmp_path / "plain") / WEIGHTS)
+    result = infinity.quantize(tmp_path / "plain", tmp_path / "out", form)
+    after, values = load_file(tmp_path / "out" / WEIGHTS), quantized.stands_for(tmp_path / "out")
+    fits = {"mxfp4": 32, "nvfp4": 16}.get(form, 1)
+    linear = {key for key in before if key.endswith("_proj.weight") or "kv_a_proj" in key}
+    assert values.keys() == {key for key in linear if before[key].shape[1] % fits == 0} != set()
+    errors = {
+        key: float((value.float() - before[key].float()).norm() / before[key].float().norm())
+        for key, value in values.items()
+    }
+    assert result.weights == len(errors)
+    assert result.largest_error == pytest.approx(max(errors.values()), rel=1e-4)
+    assert max(errors.values()) < ERRORS[form]
+    rest = before.keys() - values.keys()
+    assert all(same_bits(before[key], after[key]) for key in rest)
+    assert any("mlp.gate.weight" in key for key in rest)
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "out"}
+    shutil.copyfile(tmp_path / "out/config.json", tmp_path / "plain/config.json")
+    with pytest.raises(CheckpointError, match=r"plain is quantized already \(.*leave nf4 out"):
+        infinity.quantize(tmp_path / "plain", tmp_path / "again", "nf4")
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_transformers_reads_what_is_quantized_to_fp8(tmp_path):
+    save(tmp_path / "plain", "qwen3")
+    infinity.quantize(tmp_path / "plain", tmp_path / "out", "fp8")
+    values = quantized.stands_for(tmp_path / "out")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in values.items())
+
+
+@pytest.mark.parametrize(("form", "name"), [("nf4", "deepseek_v3"), ("fp8", "llama")])
+def test_adapters_train_on_it_as_with_plain_pytorch_and_peft_on_its_values(tmp_path, form, name):
+    plain, targets = save(tmp_path / "plain", name), ["q_b_proj", "o_proj"] if name != "llama" else None
+    with loaded(plain, tmp_path / "nvme", "memory.device=1MiB", stored_as=form) as model:
+        assert mapped(model)
+        assert any(unit.stored for unit in mapped(model))
+        assert model.config.name_or_path == str(plain)
+        losses = train(model, targets=targets)
+    [base] = (tmp_path / "nvme/bases").iterdir()
+    assert base.name.startswith(f"plain-{form}-")
+    target = quantized.without_quantization(base, quantized.stands_for(base), tmp_path / "values")
+    expected = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    assert losses == train_plain(expected, targets)
+
+
+def test_it_is_encoded_once_and_again_for_other_weights(tmp_path, monkeypatch, caplog):
+    plain, where = save(tmp_path / "plain", "llama"), ["memory.device=1MiB"]
+
+    def run():
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "infinity"),
+            loaded(plain, tmp_path / "nvme", *where, stored_as="nf4") as model,
+        ):
+            assert not held(model)
+        return caplog.text, sorted((tmp_path / "nvme/bases").iterdir())
+
+    text, [base] = run()
+    assert f"was quantized once, into {base}, for this run and later ones: 21 weights in NF4" in text
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in base.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(codecs, "encode_4bit", lambda *_, **__: pytest.fail("it was encoded again"))
+        text, found = run()
+    assert found == [base]
+    assert "as an earlier run left it" in text
+    assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in base.iterdir()}
+    models.build("llama", 6)[0]().bfloat16().save_pretrained(plain)
+    assert len(run()[1]) == 2
+
+
+def ranks_quantize(folder: str, rank: int = 0, world: int = 1) -> list[float]:
+    transformers.utils.logging.set_verbosity_error()
+    with loaded(
+        Path(folder) / "plain", Path(folder) / "nvme", "memory.device=1MiB", stored_as="nf4"
+    ) as model:
+        return train(model, steps=1, rank=rank, world=world, targets=["q_b_proj", "o_proj"])
+
+
+def test_two_ranks_share_the_work_and_write_the_same_bytes(tmp_path):
+    save(tmp_path / "plain")
+    infinity.quantize(tmp_path / "plain", tmp_path / "out", "nf4")
+    run_ranks(ranks_quantize, 2, str(tmp_path))
+    [base] = (tmp_path / "nvme/bases").iterdir()
+    assert (base / WEIGHTS).read_bytes() == (tmp_path / "out" / WEIGHTS).read_bytes()
+
+
+def test_a_piece_of_a_matrix_is_encoded_at_a_time(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=64, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
+    whole, seen = codecs._nearest, []
+
+    def nearest(values, *args):
+        seen.append(values.numel())
+        return whole(values, *args)
+
+    monkeypatch.setattr(codecs, "_nearest", nearest)
+    for form in quantize.FORMS:
+        infinity.quantize(tmp_path / "plain", tmp_path / form, form)
+    assert max(seen) <= 2**18 < 1024 * 1024
+
+
+def test_what_cannot_be_quantized_is_refused_before_anything_is_written(tmp_path):
+    plain = save(tmp_path / "plain", "llama")
+
+    def refused(what, *places, error=CheckpointError, **options):
+        with pytest.raises(error, match=what):
+            load(plain, ["memory.host=64MiB", *places], **options)
+
+    refused("wanted fp8, int8, mxfp4", f"memory.nvme=[{tmp_path}/nvme]", stored_as="int4", frozen=True)
+    refused(r"memory\.nvme: got .*wanted a directory", error=SettingError, stored_as="nf4", frozen=True)
+    refused("stored_as=nf4 is for a base that is not trained: add frozen=True", stored_as="nf4")
+    with pytest.raises(CheckpointError, match="got 'q4_0'"):
+        infinity.quantize(plain, tmp_path / "out", "q4_0")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        infinity.quantize(tmp_path / "nowhere", tmp_path / "out", "nf4")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("mine")
+    with pytest.raises(CheckpointError, match="full exists and is not empty"):
+        infinity.quantize(plain, tmp_path / "full", "nf4")
+    for overrides in (["model.stored_as=nf4", f"model.path={plain}", "memory.nvme=[a]"],
+                      ["model.stored_as=nf4", f"model.path={plain}", "lora.rank=4"]):  # fmt: skip
+        with pytest.raises(RecipeError, match=r"model\.stored_as .*null without adapters"):
+            infinity.load_recipe(overrides=overrides)
+    with pytest.raises(RecipeError, match=r"model\.stored_as"):
+        infinity.load_recipe(overrides=["model.stored_as=int4", f"model.path={plain}"])
+    config = json.loads((plain / "config.json").read_text()) | {"num_hidden_layers": 0}
+    (plain / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="no linear layer that nf4 has whole blocks for"):
+        infinity.quantize(plain, tmp_path / "out", "nf4")
+    assert {path.name for path in tmp_path.iterdir()} <= {"plain", "full", "nvme"}
+
+
+def test_a_value_without_a_number_and_a_full_disk_leave_nothing(tmp_path, monkeypatch):
+    plain, free = save(tmp_path / "plain", "llama"), shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: free(path)._replace(free=1000))
+        with pytest.raises(DiskError, match="making room"):
+            infinity.quantize(plain, tmp_path / "out", "nf4")
+    model = load(plain, ["memory.host=64MiB"])
+    with infinity.gathered([model.model.layers[1].mlp.up_proj.weight], modify=True):
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+    infinity.export(model, tmp_path / "nan")
+    infinity.close(model)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight cannot be quantized .*NaN"):
+        infinity.quantize(tmp_path / "nan", tmp_path / "out", "fp8")
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "nan"}
+
+
+def test_the_command_says_how_far_the_weights_are(tmp_path, capsys):
+    save(tmp_path / "plain", "llama")
+    assert main(["quantize", str(tmp_path / "plain"), str(tmp_path / "out"), "--as", "nf4"]) == 0
+    assert "out: 21 weights in NF4 of bitsandbytes, relative error 0.09" in capsys.readouterr().out
+    assert main(["quantize", str(tmp_path / "plain"), str(tmp_path / "out"), "--as", "nf4"]) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
