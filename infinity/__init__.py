@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from infinity.api.init import state_dict as state_dict
     from infinity.api.lora import add_lora as add_lora
     from infinity.api.lora import lora_groups as lora_groups
-    from infinity.api.lora import save_lora as save_lora
     from infinity.api.offload_activations import offload_activations as offload_activations
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
     from infinity.api.quantize import quantize as quantize
+    from infinity.api.save_lora import save_lora as save_lora
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -48,10 +48,11 @@ _HOMES = {
         "api.adamw": "AdamW",
         "api.export": "export",
         "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
-        "api.lora": "add_lora lora_groups save_lora",
+        "api.lora": "add_lora lora_groups",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
         "api.quantize": "quantize",
+        "api.save_lora": "save_lora",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
         "recipes.recipe": "Recipe load_recipe",

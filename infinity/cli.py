@@ -267,7 +267,11 @@ def _verify(args: argparse.Namespace) -> None:
         "the run trained (model.path), and say how far they are from the trained ones",
     ),
     _flag("--merge", "merge adapters into the weights of their base; RUN may be a directory of adapters"),
-    _argument("--base", "DIR", "with --merge, the base of a directory of adapters (default: as they say)"),
+    _flag(
+        "--per-expert",
+        "write adapters of packed experts as those of a layer for each expert, as vLLM and SGLang load them",
+    ),
+    _argument("--base", "DIR", "the base of a directory of adapters (default: as they say)"),
 )
 def _export(args: argparse.Namespace) -> None:
     """Export a run's trained model as a Hugging Face directory.
@@ -275,10 +279,15 @@ def _export(args: argparse.Namespace) -> None:
     It is the model that the run saved (run.save), by hard links if the file system supports them. Of a run
     that was interrupted it is the model after its last committed step; the run can still go on.
     """
-    from infinity.app.train import publish_run
+    from infinity.app.train import publish_per_expert, publish_run
 
-    if args.base is not None and not args.merge:
-        raise RecipeError("--base is for --merge")
+    if args.base is not None and not (args.merge or args.per_expert):
+        raise RecipeError("--base is for --merge and --per-expert")
+    if args.per_expert:
+        if args.merge or args.stored:
+            raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
+        _report(f"exported {publish_per_expert(args.run, args.out, base=args.base)} to {args.out}")
+        return
     what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, base=args.base)
     _report(f"exported {what} to {args.out}")
 

@@ -274,10 +274,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 513,
+    "": 523,
     "activations": 2365,
-    "api": 3585,
-    "app": 1213,
+    "api": 3749,
+    "app": 1248,
     "checkpoint": 3837,
     "comm": 839,
     "core": 2189,

@@ -13,7 +13,7 @@ import os
 import shutil
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,15 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
         raise CheckpointError(f"{source} holds no {needed}, so it is no saved model")
     if not adapter:
         Checkpoint(source).close()  # every file is there, and as long as it says
+    copy_saved(source, out)
+    return None
+
+
+def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda copied: None) -> None:
+    """Publish the files of ``source`` as the directory ``out``, by links if the drive has them.
+
+    ``change`` is given the copy before it is published; it may replace files, but not write to them.
+    """
     with Publication(out) as publication:
         for path in sorted(p for p in source.rglob("*") if p.is_file()):
             target = publication.path / path.relative_to(source)
@@ -180,8 +189,8 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
                         os.link(path.resolve(), target)
                         continue
                 shutil.copyfile(path, target)  # a small file, which may be edited
+        change(publication.path)
         publication.publish()
-    return None
 
 
 #: Stands for a unit's index where every rank has the whole tensor.

@@ -7,7 +7,6 @@ of both. They are added to a finished model, of which peft asks only shapes and 
 """
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -20,10 +19,8 @@ from torch import nn
 from infinity.activations.tensor_cache import patched
 from infinity.api.adapters import LoraConfig, SavedAdapters, check_used, peft, saved_names
 from infinity.api.init import gathered
-from infinity.checkpoint.writer import Publication
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError, quiet_libraries
-from infinity.core.files import open_regular, user_path
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
@@ -189,45 +186,6 @@ def write_adapters(model: Any, values: dict[str, torch.Tensor], folder: Path) ->
     """Write adapters in peft's format into ``folder``; ``values`` are those of :func:`gathered_adapters`."""
     with _placeholders_in_state_dict(model), quiet_libraries():
         model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
-
-
-def save_lora(model: Any, directory: str | Path) -> None:
-    """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
-
-    ``README.md`` has the SHA-256 of each weight file of a base that is a directory. One unit of adapters is
-    gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or not at all.
-    """
-    from huggingface_hub import ModelCard
-
-    runtime = runtime_of(model)
-    values = gathered_adapters(model)
-    if runtime.ranks.rank:
-        return
-    with Publication(user_path(directory, "directory")) as publication:
-        write_adapters(model, values, publication.path)
-        card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
-        base = model.peft_config["default"].base_model_name_or_path
-        base = base or "the model that they were trained on"
-        if Path(base).is_dir():
-            sums = card.data["base_model_sha256"] = {}
-            for path in sorted(Path(base).iterdir()):
-                if path.suffix in (".safetensors", ".bin"):
-                    with open(open_regular(path), "rb") as file:
-                        sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        card.text = _CARD.format(base=base, dtype=runtime.dtype)
-        card.save(publication.path / "README.md")
-        publication.publish()
-
-
-_CARD = """
-# Adapters of {base}
-
-They change that model and no other. Where it was a directory, the SHA-256 of each of its weight files stands
-under base_model_sha256 in the head of this file. With transformers and peft:
-
-    base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
-    model = PeftModel.from_pretrained(base, "the directory of this file")
-"""
 
 
 def lora_groups(

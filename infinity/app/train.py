@@ -18,9 +18,17 @@ from rich.console import Console
 import infinity
 from infinity.activations.controller import Activations
 from infinity.api.adapters import CONFIG
-from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for, export_run, saved_folder
+from infinity.api.export import (
+    ADAPTERS_FOLDER,
+    MODEL_FOLDER,
+    check_room_for,
+    copy_saved,
+    export_run,
+    saved_folder,
+)
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
+from infinity.api.save_lora import split_experts
 from infinity.app import runs
 from infinity.app.loop import Loop
 from infinity.checkpoint.directory import read_json_object, tokenizer_files
@@ -367,15 +375,42 @@ def publish_run(
     return what if result is None else f"{what} ({result})"
 
 
-def _merge(
-    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
-) -> Requantized | None:
-    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
+def publish_per_expert(path: str | Path, out: str | Path, *, base: str | Path | None = None) -> str:
+    """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
+
+    See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
+    every rank must call.
+    """
+    folder, target = user_path(path, "RUN"), user_path(out, "OUT")
+    trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
+    if trained is not None and not trained.lora.active:
+        raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
+    if trained is not None and runs.is_interrupted(folder):
+        with _last_commit(folder) as (_, model, _, step):
+            infinity.save_lora(model, target, per_expert=True)
+        return f"the adapters of {path} after step {step}"
+    if rank() == 0:
+        source = folder if trained is None else saved_folder(folder)
+        said = base or read_json_object(source / CONFIG).get("base_model_name_or_path") or ""
+        config = read_config(_base_of(source, user_path(said, "--base")))
+        copy_saved(source, target, lambda copied: split_experts(copied, config))
+    return f"the adapters of {path}"
+
+
+def _base_of(adapters: Path, base: Path) -> Path:
     if not (base / "config.json").is_file():
         raise CheckpointError(
             f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
             "--base DIR"
         )
+    return base
+
+
+def _merge(
+    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
+) -> Requantized | None:
+    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
+    _base_of(adapters, base)
     dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
     tokenizer = base if tokenizer_files(base) else None
     if recipe is not None:

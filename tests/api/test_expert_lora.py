@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity import RecipeError, add_lora, save_lora
+from infinity import RecipeError, add_lora, cli, save_lora
 from infinity.api import merge as merging
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
@@ -484,3 +484,53 @@ def test_an_operator_that_cannot_read_an_adapted_parameter_names_it_and_what_to_
         finally:
             type(experts).forward = before
         model(**batch(0)).loss.backward()
+
+
+# --- a layer for each expert -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
+def test_adapters_of_a_layer_for_each_expert_are_those_that_peft_loads_for_checkpoints(tmp_path, family):
+    make(family).save_pretrained(tmp_path / "base")
+    with small_units():
+        model = infinity.from_pretrained(tmp_path / "base", recipe("fp32", streaming(tmp_path / "nvme")))
+        model = add_lora(model.train(), rank=RANK, alpha=ALPHA)
+    with closing(model):
+        trained(model, 2)
+        save_lora(model, tmp_path / "packed")
+        save_lora(model, tmp_path / "layers", per_expert=True)
+        model.eval()
+        with torch.no_grad():
+            logits = model(**batch(9)).logits
+    values = load_file(tmp_path / "layers" / "adapter_model.safetensors")
+    keys = load_file(tmp_path / "base" / "model.safetensors").keys()
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in values}
+    assert {f"{layer}.weight" for layer in layers} <= keys
+    assert {f"{layer}.weight" for layer in layers} >= {key for key in keys if ".experts." in key}
+    for layer in (each for each in layers if ".experts." in each):
+        a, b = (values[f"base_model.model.{layer}.lora_{factor}.weight"] for factor in "AB")
+        weight = load_file(tmp_path / "base" / "model.safetensors")[f"{layer}.weight"]
+        assert (b.shape[0], a.shape[1]) == tuple(weight.shape)
+        assert a.shape[0] == b.shape[1] == RANK
+    loaded = peft.PeftModel.from_pretrained(make(family), str(tmp_path / "layers")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch(9)).logits, logits, rtol=1e-4, atol=1e-5)
+    cli.main(["export", str(tmp_path / "packed"), str(tmp_path / "again"), "--per-expert"])
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == values.keys()
+    assert all(torch.equal(values[name], again[name]) for name in values)
+    configs = [(tmp_path / each / "adapter_config.json").read_text() for each in ("layers", "again")]
+    assert configs[0] == configs[1]
+    with small_units(), infinity.Init(recipe("fp32", streaming(tmp_path / "other"))):
+        other = make(family)
+    with closing(other), pytest.raises(infinity.CheckpointError, match=r"does not fit .*ForCausalLM: "):
+        add_lora(other, adapter=tmp_path / "layers")
+
+
+def test_models_whose_checkpoints_pack_experts_have_no_layer_for_each_and_say_so(tmp_path):
+    with (
+        closing(built("GptOss", streaming(tmp_path / "nvme"))) as model,
+        pytest.raises(infinity.CheckpointError, match=r"GptOssForCausalLM have its experts in one tensor"),
+    ):
+        save_lora(model, tmp_path / "layers", per_expert=True)
+    assert not (tmp_path / "layers").exists()

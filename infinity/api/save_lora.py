@@ -1,0 +1,197 @@
+"""Saves adapters: in peft's form, or with a linear layer for each expert in place of packed ones.
+
+[Note: two forms of adapters of experts]
+peft's own form (``target_parameters``) has one pair of matrices for all experts of a packed parameter.
+Servers such as vLLM and SGLang load adapters of the layers that a checkpoint has (``experts.3.gate_proj``).
+Both say the same: projections in one parameter share ``lora_A``, and each has its rows of ``lora_B``.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
+from infinity.api.lora import gathered_adapters, wrap, write_adapters
+from infinity.api.saved import SavedTensor, saved_tensors
+from infinity.checkpoint.directory import FileTensor
+from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.model import build_model
+from infinity.checkpoint.writer import Publication, writing
+from infinity.core.errors import CheckpointError
+from infinity.core.files import open_regular, user_path
+from infinity.engine.runtime import runtime_of
+
+#: More tensors than a checkpoint has.
+_MANY_TENSORS = 10**6
+
+
+def save_lora(model: Any, directory: str | Path, *, per_expert: bool = False) -> None:
+    """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
+
+    ``README.md`` has the SHA-256 of each weight file of a base that is a directory. One unit of adapters is
+    gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or not at all.
+    With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM and SGLang
+    load them; a CheckpointError says that checkpoints of this kind of model have no such layers.
+    """
+    from huggingface_hub import ModelCard
+
+    runtime = runtime_of(model)
+    values = gathered_adapters(model)
+    if runtime.ranks.rank:
+        return
+    with Publication(user_path(directory, "directory")) as publication:
+        write_adapters(model, values, publication.path)
+        if per_expert:
+            split_experts(publication.path, model.get_base_model().config)
+        card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
+        base = model.peft_config["default"].base_model_name_or_path
+        base = base or "the model that they were trained on"
+        if Path(base).is_dir():
+            sums = card.data["base_model_sha256"] = {}
+            for path in sorted(Path(base).iterdir()):
+                if path.suffix in (".safetensors", ".bin"):
+                    with open(open_regular(path), "rb") as file:
+                        sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        card.text = _CARD.format(base=base, dtype=runtime.dtype)
+        card.save(publication.path / "README.md")
+        publication.publish()
+
+
+_CARD = """
+# Adapters of {base}
+
+They change that model and no other. Where it was a directory, the SHA-256 of each of its weight files stands
+under base_model_sha256 in the head of this file. With transformers and peft:
+
+    base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
+    model = PeftModel.from_pretrained(base, "the directory of this file")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Names the layer that a checkpoint has for some rows of an expert of a packed parameter."""
+
+    layer: str
+    expert: int
+    rows: slice
+
+
+def split_experts(folder: Path, config: Any) -> None:
+    """Rewrite the adapters in ``folder``, which are in peft's form, with a layer for each expert.
+
+    ``config`` is that of the base. The files in ``folder`` are replaced; others that are linked to them are
+    not changed. Memory holds all adapters. Adapters of layers stay as they are.
+
+    Raises:
+        CheckpointError: The adapters cannot be read, or are those of another model; or the checkpoints of
+            this kind of model have packed experts themselves.
+    """
+    with contextlib.ExitStack() as opened:
+        saved = SavedAdapters(folder)
+        opened.callback(saved.close)
+        with torch.device("meta"):
+            model = build_model(config, None, torch.float32, _MANY_TENSORS)
+            named = dict(named_targets(model))
+            projections = _projections(saved_tensors(model, named), named)
+            names = {id(tensor): name for name, tensor in named.items()}
+            adapted = wrap(model, saved.config, saved)
+        stored = {id(tensor): each for tensor, each in saved.match(adapted)}
+        layers = {names[id(module.get_param())]: module for module in _packed_layers(adapted)}
+        for name, module in layers.items():
+            if name not in projections or module.is_left_first:
+                raise CheckpointError(
+                    f"{name}: checkpoints of {type(model).__name__} have its experts in one tensor, too, so "
+                    "there are no layers to name; servers load adapters of such models in peft's own form, "
+                    "without per_expert"
+                )
+        factors = (factor for module in layers.values() for factor in _factors(module))
+        packed = {id(stored[id(factor.weight)]) for factor in factors}
+        kept = ((key, each) for key, each in saved.tensors.items() if id(each) not in packed)
+        values = {key: each.read().view(each.shape) for key, each in kept}
+        entries = dict(saved.entries)
+        for name, module in layers.items():
+            values |= _split(module, projections[name], stored)
+            _name_layers(entries, projections[name], module)
+    with writing(f"writing to {folder}", folder):
+        new = folder / f"{VALUES}.new"
+        save_file(values, new, metadata={"format": "pt"})
+        new.replace(folder / VALUES)
+        (folder / CONFIG).unlink()  # another directory may have a link to it
+        text = json.dumps(entries, indent=2, sort_keys=True)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _packed_layers(adapted: Any) -> list[Any]:
+    """Return the wrappers of packed experts; those of other parameters are linear layers in any form."""
+    from infinity.api.expert_lora import ParamWrapper
+
+    found = (module for module in adapted.modules() if isinstance(module, ParamWrapper))
+    return [module for module in found if module.get_param().ndim == 3]
+
+
+def _factors(module: Any) -> tuple[Any, Any]:
+    return module.lora_A["default"], module.lora_B["default"]
+
+
+def _split(
+    module: Any, projections: Sequence[Projection], stored: Mapping[int, FileTensor]
+) -> dict[str, Tensor]:
+    """Return the adapters of the layers in place of a packed parameter, by peft's keys."""
+    right, left = (
+        factor.of_matrix(stored[id(factor.weight)].read().view(factor.matrix_shape))
+        for factor in _factors(module)
+    )
+    found = {}
+    for each in projections:
+        key = f"base_model.model.{each.layer}"
+        found[f"{key}.lora_A.weight"] = right[each.expert].clone()
+        found[f"{key}.lora_B.weight"] = left[each.expert, each.rows].clone(
+            memory_format=torch.contiguous_format
+        )
+    return found
+
+
+def _projections(tensors: Sequence[SavedTensor], named: dict[str, Tensor]) -> dict[str, list[Projection]]:
+    """Return the layers that a checkpoint has in place of each packed parameter, by its name."""
+    found: dict[str, list[Projection]] = {}
+    for item in tensors:
+        [part] = item.parts if item.parts is not None and len(item.parts) == 1 else [None]
+        if part is None or named[part.source].ndim != 3 or len(item.spec.shape) != 2:
+            continue
+        _, rows, columns = named[part.source].shape
+        expert, first = divmod(part.offset // columns, rows)
+        last = first + part.numel // columns
+        if tuple(item.spec.shape) == (last - first, columns) and not part.offset % columns and last <= rows:
+            layer = item.spec.key.removesuffix(".weight")
+            found.setdefault(part.source, []).append(Projection(layer, expert, slice(first, last)))
+    whole = {name: named[name].shape[:2].numel() for name in found}
+    return {
+        name: each
+        for name, each in found.items()
+        if sum(one.rows.stop - one.rows.start for one in each) == whole[name]
+    }
+
+
+def _name_layers(entries: dict[str, Any], projections: Sequence[Projection], module: Any) -> None:
+    """Let peft's config name the layers of ``projections`` in place of a packed parameter."""
+    modules = entries.get("target_modules") or []
+    ends = {each.layer.rpartition(".")[2] for each in projections}
+    entries["target_modules"] = sorted({*modules, *ends} if isinstance(modules, list) else ends)
+    entries["target_parameters"] = None
+    name = module.parameter_name
+    for key, default, value in (
+        ("rank_pattern", "r", module.r["default"]),
+        ("alpha_pattern", "lora_alpha", module.lora_alpha["default"]),
+    ):
+        kept = {k: v for k, v in (entries.get(key) or {}).items() if not k.endswith(name)}
+        kept |= dict.fromkeys(ends, value) if value != entries[default] else {}
+        entries[key] = kept
