@@ -10,6 +10,7 @@ from infinity.checkpoint.quantize import fingerprint, quantize_checkpoint, templ
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise
 from infinity.core.config import SettingError
+from infinity.core.errors import InfinityError
 from infinity.core.files import own_directory, shared_directory, user_path
 from infinity.engine.runtime import Runtime
 
@@ -62,5 +63,10 @@ def quantized_base(
                 own_directory(out.parent)
         if agree(out.is_dir(), ranks.world_size, f"looking for {out}"):
             return out, f"{source} is read as {form}, as an earlier run left it in {out}"
-        result = quantize_checkpoint(source, like, out, ranks)
+        try:
+            result = quantize_checkpoint(source, like, out, ranks)
+        except InfinityError:
+            if not out.is_dir():
+                raise
+            return out, f"{source} is read as {form}, as another run has just left it in {out}"
     return out, f"{source} was quantized once, into {out}, for this run and later ones: {result}"

@@ -169,6 +169,8 @@ def _nearest(
     decode: Callable[..., Tensor],
     had: Sequence[Tensor],
     own: Sequence[Tensor],
+    *,
+    nested: bool = False,
 ) -> tuple[Tensor, ...]:
     """Encode with old and new scales; return the nearer codes, then their scales: [Note: which scale].
 
@@ -177,12 +179,16 @@ def _nearest(
         encode: Returns the codes of values, given each group's scale (and zero point), ``(..., groups)``;
             ``decode`` is its inverse.
         had: The scales (and zero points) until now; ``own`` are those of the format's rule.
+        nested: Scales are codes themselves.
     """
-    kept = torch.where(decode(before, *had) == values, before, encode(values, *had))
     codes = encode(values, *own)
-    # In fp64: squares of small weights are 0 in fp32. Scales whose error is NaN are not kept.
-    errors = [(decode(*each) - values).double().square().sum(-1) for each in ((kept, *had), (codes, *own))]
-    keep = errors[0] <= errors[1]
+    if not nested and not had[0].view(torch.uint8).any():  # of a new file: they encode nothing but zeros
+        kept, keep = before, ~values.any(-1)
+    else:
+        kept = torch.where(decode(before, *had) == values, before, encode(values, *had))
+        # In fp64: squares of small weights are 0 in fp32. Scales whose error is NaN are not kept.
+        errors = [(decode(*x) - values).double().square().sum(-1) for x in ((kept, *had), (codes, *own))]
+        keep = errors[0] <= errors[1]
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         if a.itemsize > 1:
@@ -500,7 +506,7 @@ def encode_4bit(
         by = second.flatten()[at]
         own = _nearest_number(off / by, of_codes)
         had = torch.where(keep[at], had, own)
-    found, had = _nearest(values, before, encode, decode, (had,), (own,))
+    found, had = _nearest(values, before, encode, decode, (had,), (own,), nested=nested is not None)
     joined, sizes = (found[:, ::2] << 4 | found[:, 1::2]).view(packed.dtype), had.view(sizes.shape)
     return (joined, sizes) if second is None else (joined, sizes, second)
 
@@ -508,8 +514,13 @@ def encode_4bit(
 def _nearest_number(values: Tensor, numbers: Tensor) -> Tensor:
     """Return the codes, uint8, of the nearest of ``numbers``; of two that are as near, the smaller one's."""
     ascending, order = numbers.sort(stable=True)
-    bounds = (ascending[:-1] + ascending[1:]) / 2
-    return order.to(torch.uint8)[torch.bucketize(values.nan_to_num(0).contiguous(), bounds)]
+    bounds, values = (ascending[:-1] + ascending[1:]) / 2, values.nan_to_num(0).contiguous()
+    if len(bounds) > 15:
+        return order.to(torch.uint8)[torch.bucketize(values, bounds)]
+    places = torch.zeros_like(values, dtype=torch.uint8)
+    for bound in bounds:  # several times as fast as torch's search
+        places += values > bound
+    return places if order.equal(order.sort()[0]) else order.to(torch.uint8)[places.int()]
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:

@@ -255,7 +255,7 @@ def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quan
     if blocks == (rows,):
         blocks = torch.Size((rows, 1))
     if len(blocks) != 2:
-        raise ValueError(f"its scales have shape {tuple(blocks)}")
+        raise _misfit(weight, scales, "; wanted one number, one for each row, or one for each block")
     if given is not None and blocks == (-(-rows // given[0]), -(-columns // given[1])):
         block = min(rows, given[0]) or 1, min(columns, given[1]) or 1
     elif blocks.numel() and not (rows % blocks[0] or columns % blocks[1]):  # the file's own
@@ -470,7 +470,7 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
     nbytes = packed.shape.numel() * packed.dtype.itemsize
     if size not in _BLOCKS or said["quant_type"] != kinds[0]:
         raise ValueError(f"{group.used[-1]} says {json.dumps(said)[:300]}")
-    if len(shape) != 2 or nbytes != -(-shape.numel() // 2):
+    if len(shape) < 2 or nbytes != -(-shape.numel() // 2):
         raise ValueError(f"{group.name} has {nbytes} bytes, for a matrix of shape {tuple(shape)}")
     if shape.numel() % size:
         raise ValueError(f"a matrix of shape {tuple(shape)} is no whole number of blocks of {size}")

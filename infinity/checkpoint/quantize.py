@@ -72,6 +72,10 @@ class _Form:
     config: Callable[[list[str]], dict[str, Any]]
 
 
+def _is_matrix(shape: _Shape) -> bool:
+    return len(shape) == 2
+
+
 def _fp8(shape: _Shape, dtype: torch.dtype) -> _Tensors:
     blocks = tuple(-(-size // _FP8_BLOCK) for size in shape)
     return {
@@ -139,20 +143,20 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": Tr
 _E2M1 = {"num_bits": 4, "type": "float"}
 #: By the name of each form.
 FORMS: dict[str, _Form] = {
-    "fp8": _Form(_fp8, lambda shape: True, _fp8_config),
+    "fp8": _Form(_fp8, _is_matrix, _fp8_config),
     "int8": _Form(
         _int8,
-        lambda shape: True,
+        _is_matrix,
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
     ),
     "mxfp4": _Form(
         _mxfp4,
-        lambda shape: shape[1] % 32 == 0,
+        lambda shape: _is_matrix(shape) and shape[1] % 32 == 0,
         _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
     ),
     "nvfp4": _Form(
         _nvfp4,
-        lambda shape: shape[1] % 16 == 0,
+        lambda shape: _is_matrix(shape) and shape[1] % 16 == 0,
         _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
     ),
     "nf4": _Form(_nf4, lambda shape: math.prod(shape) % _NF4_BLOCK == 0, _nf4_config),
@@ -244,8 +248,8 @@ def _chosen(model: Any, plain: Checkpoint, form: _Form) -> tuple[set[str], list[
 def _fits(tensor: Stored, form: _Form) -> bool:
     shape = tuple(tensor.shape)
     return (
-        len(shape) == 2
-        and min(shape) >= _LEAST_ROWS
+        len(shape) in (2, 3)
+        and min(shape[-2:]) >= _LEAST_ROWS
         and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and form.fits(shape)
     )

@@ -70,7 +70,7 @@ class Decoded(Stored):
     kept: Kept = field(default_factory=dict)  # the slab decoded last, of all tensors of a checkpoint
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        size, stop = self.numel, start + len(out)
+        size, stop = max(1, self.numel), start + len(out)
         plain = view is not None and out.is_cpu and out.dtype == self.dtype
         if self.decode_into is not None and plain and not (start % size or stop % size):
             first, last = start // size, stop // size

@@ -1,5 +1,6 @@
 """A checkpoint is quantized once, in bounded memory, and serves as the frozen base of adapters."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -12,12 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import infinity
+from infinity.api import quantize as api
 from infinity.checkpoint import codecs, quantize
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, DiskError, RecipeError
 from tests.checkpoint.test_load_parity import load
 from tests.helpers import models, quantized, zoo
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.shards.test_mapped import held, loaded, mapped, train, train_plain
 
@@ -93,6 +96,44 @@ def test_adapters_train_on_it_as_with_plain_pytorch_and_peft_on_its_values(tmp_p
     assert losses == train_plain(expected, targets)
 
 
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "phi",
+    "gpt_neox",
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "gpt_oss",
+)
+FAST = [("llama", "mxfp4"), ("phi", "int8"), ("mixtral", "nvfp4"), ("gpt_oss", "nf4"), ("gemma2", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "form"), few(FAST, itertools.product(FAMILIES, quantize.FORMS)))
+def test_each_family_has_the_values_of_its_stored_form(tmp_path, name, form):
+    if name == "gpt_oss":
+        torch.manual_seed(5)
+        config = transformers.GptOssConfig(**quantized._GPT_OSS)
+        transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
+        plain = tmp_path / "plain"
+    else:
+        plain = save(tmp_path / "plain", name)
+    with loaded(plain, tmp_path / "nvme", "memory.device=1MiB", stored_as=form) as model:
+        weights = infinity.state_dict(model)
+        assert any(unit.stored for unit in mapped(model))
+    [base] = (tmp_path / "nvme/bases").iterdir()
+    values = quantized.stands_for(base)
+    assert any("experts" in key for key in values) == (
+        name in ("mixtral", "qwen2_moe", "deepseek_v3") or (name, form) == ("gpt_oss", "nf4")
+    )
+    target = quantized.without_quantization(base, values, tmp_path / "values")
+    expected = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).state_dict()
+    assert weights.keys() == expected.keys()
+    assert [key for key in weights if not torch.equal(weights[key], expected[key])] == []
+
+
 def test_it_is_encoded_once_and_again_for_other_weights(tmp_path, monkeypatch, caplog):
     plain, where = save(tmp_path / "plain", "llama"), ["memory.device=1MiB"]
 
@@ -118,6 +159,23 @@ def test_it_is_encoded_once_and_again_for_other_weights(tmp_path, monkeypatch, c
     assert len(run()[1]) == 2
 
 
+def test_a_run_that_another_one_overtakes_reads_what_that_has_left(tmp_path, monkeypatch, caplog):
+    plain, write = save(tmp_path / "plain", "llama"), api.quantize_checkpoint
+
+    def overtaken(source, like, out, ranks):
+        write(source, like, out, ranks)
+        return write(source, like, out, ranks)
+
+    monkeypatch.setattr(api, "quantize_checkpoint", overtaken)
+    with (
+        caplog.at_level(logging.INFO, "infinity"),
+        loaded(plain, tmp_path / "nvme", "memory.device=1MiB", stored_as="nf4") as model,
+    ):
+        assert mapped(model)
+    assert "as another run has just left it" in caplog.text
+    assert len(list((tmp_path / "nvme/bases").iterdir())) == 1
+
+
 def ranks_quantize(folder: str, rank: int = 0, world: int = 1) -> list[float]:
     transformers.utils.logging.set_verbosity_error()
     with loaded(
@@ -140,9 +198,9 @@ def test_a_piece_of_a_matrix_is_encoded_at_a_time(tmp_path, monkeypatch):
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
     whole, seen = codecs._nearest, []
 
-    def nearest(values, *args):
+    def nearest(values, *args, **how):
         seen.append(values.numel())
-        return whole(values, *args)
+        return whole(values, *args, **how)
 
     monkeypatch.setattr(codecs, "_nearest", nearest)
     for form in quantize.FORMS:

@@ -1,0 +1,100 @@
+"""Whatever quantized weights and their config look like, they are decoded, or there is one error of ours."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
+from infinity.checkpoint.quantized import Decoded
+from infinity.core.errors import CheckpointError
+from tests.helpers import quantized
+from tests.helpers.cases import LONG
+
+CASES = 300 if LONG else 12
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+VALUES = [
+    None, True, 0, -1, 3, 4, 8, 64, 2**31, 2**70, 1e300, float("nan"), "", "nf4", "fp4", "float16", "group",
+    [], [0], [-1, 4], [2**40, 2**40], [[1]], {}, {"a": 1},
+]  # fmt: skip
+SHAPES = [(0,), (0, 4), (4, 0), (1,), (), (3, 5, 7)]
+
+
+def other_json(chance: random.Random, value: Any) -> Any:
+    """The same with one value, or key, replaced or removed."""
+    if not isinstance(value, dict) or not value or chance.random() < 0.2:
+        return chance.choice(VALUES)
+    key = chance.choice(list(value))
+    changed = dict(value)
+    if chance.random() < 0.2:
+        del changed[key]
+    else:
+        changed[key] = other_json(chance, changed[key])
+    return changed
+
+
+def other_tensor(chance: random.Random, key: str, tensor: Tensor) -> Tensor | None:
+    """A tensor of other rows, shape, dtype or bytes; None: it is removed."""
+    if "quant_state" in key and chance.random() < 0.7:
+        said = other_json(chance, json.loads(bytes(tensor.tolist())))
+        return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    how = chance.randrange(6)
+    if how == 0:
+        return None
+    if how == 1:
+        return tensor[: max(0, len(tensor) - chance.randint(1, 3))] if tensor.ndim else tensor
+    if how == 2:
+        return tensor.reshape(-1)
+    if how == 3:
+        return torch.zeros(chance.choice(SHAPES), dtype=tensor.dtype)
+    if how == 4:
+        return torch.zeros(tensor.shape, dtype=chance.choice(DTYPES))
+    raw = torch.tensor([chance.randrange(256) for _ in range(tensor.nbytes)], dtype=torch.uint8)
+    return raw.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_any_change_of_a_quantized_checkpoint_is_decoded_or_an_error(tmp_path: Path, kind: str) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    chance, found, errors = random.Random(kind), set(), []
+    quantized.write(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    whole = load_file(tmp_path / "model.safetensors")
+    plain = ("norm.weight", "embed_tokens.weight", "lm_head.weight")
+    tensors = {key: each for key, each in whole.items() if "layers.0." in key and not key.endswith(plain)}
+    for _ in range(CASES):
+        changed, said = dict(tensors), dict(config)
+        if chance.random() < 0.3:
+            said["quantization_config"] = other_json(chance, config["quantization_config"])
+        else:
+            key = chance.choice(list(changed))
+            new = other_tensor(chance, key, changed.pop(key))
+            changed |= {} if new is None else {key: new}
+        save_file(
+            {key: each.clone().contiguous() for key, each in changed.items()}, tmp_path / "model.safetensors"
+        )
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        try:
+            form = read_quantization(tmp_path)
+            with Checkpoint(tmp_path) as checkpoint:
+                if form is not None:
+                    decode_checkpoint(checkpoint, form)
+                for tensor in checkpoint.values():
+                    if isinstance(tensor, Decoded):
+                        tensor.read(dtype=torch.float32)
+            found.add("decoded")
+        except CheckpointError as error:
+            errors.append(str(error))
+            found.add("refused")
+    assert found == {"decoded", "refused"}
+    assert [error for error in errors if str(tmp_path) not in error] == []
