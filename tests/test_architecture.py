@@ -282,7 +282,7 @@ ROOM_BUDGETS = {
     "comm": 839,
     "core": 2189,
     "device": 1060,
-    "engine": 3007,
+    "engine": 3008,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,

@@ -163,9 +163,9 @@ class _Search:
         memory, train = self.recipe.memory, self.recipe.train
         free = "memory.activations" not in self.fixed
         if ("train.schedule" not in self.fixed or train.schedule == "layer") and (
-            free or memory.activations in (None, "keep", "recompute")
-        ):
-            yield {"train.schedule": "layer", "memory.activations": "keep"}  # it recomputes by itself
+            free or memory.activations != "plan"
+        ):  # it recomputes by itself, and lets what blocks return leave as far as it must
+            yield {"train.schedule": "layer", "memory.activations": None if free else memory.activations}
         if "train.schedule" in self.fixed and train.schedule == "layer":
             return
         for policy in ("recompute", "keep", "plan") if free else (memory.activations,):
@@ -281,7 +281,7 @@ class _Search:
         if "memory.device" in free and best.recipe.memory.device is None and best.policy != "plan":
             left = self._left_for_units(_Tried(keys, best, {}))
             if left is not None and left > best.division.total:
-                policy = "keep" if best.layered else best.policy
+                policy = best.recipe.memory.activations if best.layered else best.policy
                 self._offer({**keys, "memory.activations": policy, "memory.device": left})
         if "memory.updates" in free and best.division.on_device:
             self._offer({**keys, "memory.updates": "host"})

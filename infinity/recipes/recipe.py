@@ -127,10 +127,6 @@ class Recipe:
             raise SettingError(
                 "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"
             )
-        activations = self.memory.activations
-        if self.train.schedule == "layer" and activations == "recompute":
-            wanted = "null, keep or offload with train.schedule=layer, which recomputes by itself"
-            raise SettingError("memory.activations", activations, wanted)
         for name in ("rank", "adapter"):
             value = getattr(self.lora, name)
             if value is not None and self.model.path is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import rounded
 from infinity.engine.runtime import runtime_of
@@ -325,6 +325,13 @@ def test_a_recipe_chooses_the_schedule_and_the_loss_stays_the_same(tmp_path: Pat
     assert step[-1] < step[0]
 
 
-def test_recomputation_of_the_models_own_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"recompute.* null, keep or offload with train\.schedule=layer"):
-        infinity.load_recipe(overrides=["train.schedule=layer", "memory.activations=recompute"])
+def test_recomputation_is_what_the_schedule_does_by_itself(tmp_path: Path) -> None:
+    factory, batch = models.build("gpt", seed=0)
+    losses = []
+    for activations in ("recompute", "null"):
+        settings = streaming(tmp_path, "train.schedule=layer", f"memory.activations={activations}")
+        model = build(factory, "bf16", settings)
+        with contextlib.closing(optimizer_for(model, FREE)) as optimizer:
+            assert optimizer.runtime.activations.policy == "keep"
+            losses.append(backward(model, infinity.layer_schedule(model, 2), whole(batch, 0, 2), 2))
+    assert losses[0] == losses[1]
