@@ -36,7 +36,7 @@ from infinity.comm.ranks import Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 
 #: Elements of a weight that are merged at a time; a row at least.
-_BLOCK_NUMEL = 2**22
+_BLOCK_NUMEL = 2**21
 #: For what one process writes.
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -60,13 +60,13 @@ class LowRank:
         return self.transposed and self.magnitude is not None
 
     def apply(self, values: Tensor, first: int) -> Tensor:
-        """Return the merged rows from ``first`` on; ``values`` are fp32, ``(n, columns)``."""
+        """Return the merged rows from ``first`` on, in place of ``values``, fp32, ``(n, columns)``."""
         a, last = _read(self.a), first + len(values)
         if self.transposed:
             product = (_read(self.b) @ a[:, first:last]).T
         else:
             product = _read(self.b, first, last) @ a
-        values = values + product * self.scaling
+        values.add_(product.mul_(self.scaling))
         if self.magnitude is None:
             return values
         magnitude = _read(self.magnitude)
@@ -175,7 +175,7 @@ class MergedWeight(Stored):
             values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
             fill_rounded(self.base, first * columns, values)
             merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
-            if not merged.isfinite().all():
+            if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
                 raise CheckpointError(
                     f"{self.name}: a merged value is NaN or infinite in {self.dtype}, as the adapters, "
                     "or the base, are not finite"
