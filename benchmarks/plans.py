@@ -1,6 +1,9 @@
 """Plans for models of up to a trillion parameters on every shipped hardware file: one page, with a picture.
 
     python benchmarks/plans.py [--quick] [--page FILE.md] [--json FILE]
+    python benchmarks/plans.py --best [--quick]
+
+The second form prints, for each model and machine, what ``infinity plan --best`` finds; minutes for each.
 
 Nothing is trained, downloaded or read: each model is its ``config.json``, written here from its published
 sizes. The figures of the machines are those of datasheets, see ``configs/hardware``; nothing was measured
@@ -20,8 +23,10 @@ from typing import Any
 
 from report import Claim, print_table, write_json
 
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, quiet_libraries
 from infinity.core.nbytes import format_nbytes
+from infinity.predict.best import find_best
+from infinity.predict.changes import written
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import count, seconds
@@ -114,6 +119,27 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
         return Page(name, on, None, str(error), time.process_time() - began_s)
     planning_s = time.process_time() - began_s
     return Page(name, on, planned, "; ".join(planned.missing()), planning_s)
+
+
+BEST_COLUMNS = ("machine", "tokens a step", "as written, tokens/s", "best, tokens/s", "changed, or lacks")
+#: Machines beside those of the page, and tokens of a step on each rank.
+BEST_HARDWARE = ("desktop-4090-64g",)
+BEST_TOKENS = 8 * 4096
+
+
+def best_row(name: str, model: str, overrides: Sequence[str], on: str, folder: Path) -> list[str]:
+    """What the recipe of a page becomes with ``--best``, where none of its keys need stay."""
+    page, machine = plan(name, model, overrides, on, folder), load_machine(on)
+    recipe = load_recipe(None, [f"model.path={folder / model.replace(' ', '-')}", *COMMON, *overrides])
+    tokens = BEST_TOKENS * machine.devices_in_all
+    rate = "" if page.planned is None else rounded(page.planned.tokens_per_s)
+    written_ = f"{rate}, does not fit" if page.missing else rate
+    try:
+        found = find_best(recipe, machine, None, (), tokens=tokens)
+    except BudgetError as error:
+        return [on, f"{tokens:,}", written_, "", str(error)]
+    changes = "; ".join(f"{written(effect.keys)} ({effect.without})" for effect in found.effects)
+    return [on, f"{tokens:,}", written_, rounded(found.planned.tokens_per_s), changes]
 
 
 # --- the page ----------------------------------------------------------------------------------------
@@ -223,10 +249,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the largest model on one machine")
+    parser.add_argument("--best", action="store_true", help="what infinity plan --best finds")
     parser.add_argument("--page", type=Path, help="write a page and its picture")
     parser.add_argument("--json", type=Path, help="write claims")
     args = parser.parse_args()
     runs, machines = (RUNS[:1], HARDWARE[3:4]) if args.quick else (RUNS, HARDWARE)
+    if args.best:
+        with tempfile.TemporaryDirectory() as folder, quiet_libraries():
+            for run in runs:
+                print(f"\n{run[0]}\n")
+                rows = [best_row(*run, on, Path(folder)) for on in (*machines, *BEST_HARDWARE)]
+                print_table(BEST_COLUMNS, rows)
+        return
     with tempfile.TemporaryDirectory() as folder:
         pages = [plan(*run, on, Path(folder)) for run in runs for on in machines]
     # ru_maxrss is in KiB on Linux

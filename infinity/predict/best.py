@@ -53,8 +53,8 @@ _TOGETHER = (
 _TILES = ("1GiB", "256MiB", "64MiB")
 #: Activations that are not recomputed are looked at if they could make a step faster by this share.
 _WORTH_A_RECORD = 0.05
-#: Of the fastest candidates so many are planned from records of their own.
-_VERIFIED = 3
+#: A candidate gets so many other budgets for its units.
+_BUDGETS = 2
 
 
 class Effect(NamedTuple):
@@ -132,7 +132,8 @@ class _Search:
 
     def run(self) -> Best:
         as_written = self._try({})
-        if self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences:
+        same = self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences
+        if same and not as_written.lacks:
             self._offer({})  # what is not faster changes nothing
         self._look({})
         if not self._fitting and self.fixed:  # nothing fits as it is named
@@ -169,7 +170,10 @@ class _Search:
         if "train.schedule" in self.fixed and train.schedule == "layer":
             return
         for policy in ("recompute", "keep", "plan") if free else (memory.activations,):
-            yield {"train.schedule": "step", "memory.activations": policy}
+            order: dict[str, int | str | None] = {"train.schedule": "step", "memory.activations": policy}
+            if policy == "plan" and "memory.device" not in self.fixed:
+                order["memory.device"] = self._most_of_device
+            yield order
 
     def _look(self, common: dict[str, int | str | None]) -> None:
         """Try all orders, each with as many sequences in a micro-batch as fit; if none do, smaller things."""
@@ -197,12 +201,19 @@ class _Search:
                 low, high = (middle, high) if fits(middle) else (low, middle - 1)
 
     def _offer(self, keys: Keys) -> bool:
-        """Try a candidate, with less device memory for units if it lacks some; return whether it fits."""
+        """Try a candidate, with another budget for units if memory is short; return whether it fits."""
         tried = self._try(keys)
-        if DEVICE_MEMORY in tried.lacks or (HOST_MEMORY in tried.lacks and not self.machine.on_accelerator):
-            nbytes = self._left_for_units(tried)
-            if nbytes is not None and "memory.device" not in self.fixed:
-                tried = self._try({**keys, "memory.device": nbytes})
+        for _ in range(_BUDGETS):
+            left = self._left_for_units(tried)
+            short = HOST_MEMORY if not self.machine.on_accelerator and tried.planned else DEVICE_MEMORY
+            if (
+                "memory.device" in self.fixed
+                or short not in tried.lacks
+                or left in (None, keys.get("memory.device"))
+            ):
+                break
+            keys = {**keys, "memory.device": left}
+            tried = self._try(keys)
         planned = tried.planned
         if planned is None or tried.lacks:
             return False
@@ -249,26 +260,35 @@ class _Search:
         return self._models[tile]
 
     def _left_for_units(self, tried: _Tried) -> int | None:
-        """Return the device memory that activations leave to units; None: no plan says what they take."""
-        like = tried.planned or next((each.planned for each in self._tried.values() if each.planned), None)
-        if like is None or like.policy == "plan":
+        """Return the device memory that activations leave to units; None: there is none, or they are planned.
+
+        Where a budget was too small for units, what they take is not known yet: they get most of the device.
+        """
+        machine, planned = self.machine, tried.planned
+        if planned is None:
+            return None if tried.keys.get("memory.device") else self._most_of_device
+        if planned.policy == "plan":
             return None
-        size = tried.keys.get("train.batch_size", self.recipe.train.batch_size)
-        assert isinstance(size, int)
-        peak_nbytes = like.trace.peak_nbytes
-        if tried.planned is None and not like.layered:
-            peak_nbytes = peak_nbytes * size // like.recipe.train.batch_size
-        left = like.device_nbytes - peak_nbytes
-        if not self.machine.on_accelerator:  # states are there, too
-            left -= sum(unit.resident_nbytes for unit in like.units if not unit.on_nvme)
+        left = planned.device_nbytes - planned.trace.peak_nbytes
+        if not machine.on_accelerator:  # states are there, too
+            left -= sum(unit.resident_nbytes for unit in planned.units if not unit.on_nvme)
         return whole(left) if left > 0 else None
+
+    @property
+    def _most_of_device(self) -> int:
+        """Return three quarters of what computes has, half of it beside states in host memory."""
+        machine = self.machine
+        if machine.on_accelerator:
+            return whole((machine.devices.memory or 0) * 3 // 4)
+        return whole(machine.host.memory * machine.nodes.count // self.ranks // 2)
 
     def _is_worth_it(self, order: Keys) -> bool:
         """Return whether an order that recomputes nothing could be faster than what was found."""
-        if not self._fitting or order["memory.activations"] in ("recompute", None):
+        policy = order["memory.activations"]
+        if order["train.schedule"] == "layer" or policy in ("recompute", None):
             return True
-        if order["train.schedule"] == "layer":
-            return True
+        if not self._fitting:  # what keeps all takes more than what did not fit
+            return policy != "keep" or "memory.activations" in self.fixed
         best = self._fitting[0]
         kept = replace(best.trace, flops=best.trace.flops * best.trace.model_flops / best.trace.flops.sum())
         return least_s(best, kept.times_s(best.rates).sum(), passes=2) < (1 - _WORTH_A_RECORD) * self._best_s

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import aligned, format_nbytes, rounded
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
+from infinity.device.memory import Lease
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import EngineConfig, reduction_dtype
 from infinity.engine.schedule import Blocks
@@ -141,6 +143,8 @@ class Layout:
         placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=rank.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
+            if unit.stored is not None and not shape.on_nvme:
+                unit.home.stored_form = cast(Lease, SimpleNamespace(nbytes=unit.stored.shard_nbytes))
         return placed
 
     @property

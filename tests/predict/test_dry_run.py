@@ -17,9 +17,11 @@ import infinity
 from infinity.activations.profiler import MemoryMeter
 from infinity.activations.store import directly_moved_nbytes
 from infinity.app.train import built
+from infinity.core import budget
 from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
+from infinity.core.nbytes import rounded
 from infinity.observe.metrics import View
 from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
@@ -492,3 +494,25 @@ def test_attention_with_narrow_values_is_planned_in_one_kernel_on_an_accelerator
         pairs_nbytes = 8 * 512 * 512 * 4  # heads x tokens x tokens, in fp32
         there = dry_run(recipe, load_machine("desktop-4090"), 1).trace.peak_nbytes
         assert there < pairs_nbytes < dry_run(recipe, MACHINE, 1).trace.peak_nbytes
+
+
+def test_a_base_in_stored_form_takes_its_own_bytes_of_host_memory_beside_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(
+        tmp_path, quantized_llama(tmp_path), "model.seq_len=32", "train.batch_size=2", "lora.rank=2",
+        "memory.resident=true", "memory.device=4MiB",
+    )  # fmt: skip
+    counted: list[int] = []
+    divide_host = budget.divide_host
+
+    def divided(total: int, residents: int, *args: Any, **options: Any) -> Any:
+        counted.append(residents)
+        return divide_host(total, residents, *args, **options)
+
+    monkeypatch.setattr(budget, "divide_host", divided)
+    units = dry_run(recipe, load_machine("desktop-4090"), 1).units
+    assert not any(unit.on_nvme for unit in units)
+    assert any(unit.stored_nbytes and unit.kept_nbytes < unit.nbytes for unit in units)
+    gradients = sum(rounded(2 * unit.shard_numel) for unit in units if unit.trainable)  # counted apart
+    assert set(counted) == {sum(unit.resident_nbytes for unit in units) - gradients}
