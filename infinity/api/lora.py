@@ -162,7 +162,7 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
 
 
 def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """Return what is saved with adapters, on the CPU, by full name; every rank must call."""
+    """Return what is saved with adapters, on the CPU of rank 0, by full name; every rank must call."""
     from infinity.api.expert_lora import factors_of
 
     runtime, factors = runtime_of(model), factors_of(model)
@@ -174,7 +174,8 @@ def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
         inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
         if inside:
             with gathered([p for p in named.values() if id(p) in inside]):
-                for name in [name for name, param in named.items() if id(param) in inside]:
+                held = (name for name, param in named.items() if id(param) in inside)
+                for name in held if runtime.ranks.rank == 0 else ():
                     value = named[name].detach()
                     if (factor := factors.get(id(named[name]))) is not None:
                         value = factor.as_matrix(value)

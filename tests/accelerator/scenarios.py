@@ -88,6 +88,10 @@ SLOW: dict[str, Scenario] = {
     "two ranks, experts": Scenario(
         model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)
     ),
+    "adapted experts": Scenario(model="mixtral", lora=8, clip=1.0, steps=2),
+    "two ranks, adapted experts in tiles": Scenario(
+        model="mixtral", lora=64, world=2, steps=2, more=("partition.tile=7KiB",)
+    ),
     "two ranks, experts in tiles": Scenario(model="mixtral", world=2, steps=2, more=("partition.tile=7KiB",)),
     "base in MXFP4 in tiles": Scenario(base="gpt_oss", lora=4, steps=2, more=("partition.tile=7KiB",)),
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
