@@ -95,13 +95,16 @@ class Loop:
         train = self._recipe.train
         if train.eval_first and self.step == 0:
             self._evaluate(0)
-        for step in range(self.step + 1, train.steps + 1):
+        first = self.step + 1
+        for step in range(first, train.steps + 1):
             self.step = step
             batches = list(islice(self._data.train, train.accumulate))
             loss = self._mean(self._step(batches))
             tokens = sum(batch.token_count for batch in batches)
             report = self._optimizer.report(loss=loss, tokens=tokens)
             self._views.step(replace(report, step=step))
+            if step == first and self._scheduled is not None and (plan := self._scheduled.passing.plan):
+                self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
             if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):

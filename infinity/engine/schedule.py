@@ -310,6 +310,9 @@ class Sliced(Tensor):
             cls, shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
         )
         self.parts, self._whole = parts, None
+        if first.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return self
 
     @classmethod
@@ -326,10 +329,7 @@ class Sliced(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
-        raise StateError(
-            f"{func}: what a block returned for all micro-batches came to a function that torch does not "
-            "announce to it (a torch.autograd.Function, a compiled one). Use the ordinary schedule"
-        )
+        raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:
         """Return the rows of all slices, joined when they are first asked for."""
@@ -337,6 +337,16 @@ class Sliced(Tensor):
             parts = [each.arrive(each.ticket) if isinstance(each, Passed) else each for each in self.parts]
             self._whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._whole
+
+
+_BYPASSED = (
+    "what a block returned for all micro-batches came to a function that torch does not announce to it (a "
+    "torch.autograd.Function, a compiled one). Use the ordinary schedule"
+)
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise StateError(_BYPASSED)  # it would be lost: parts have gradients, in their blocks
 
 
 class StandIn(nn.Module):

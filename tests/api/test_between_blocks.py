@@ -221,6 +221,33 @@ def test_a_disk_that_fails_ends_the_step_with_its_error(tmp_path: Path, on: Any)
             steps(1, 2)
 
 
+class Twice(torch.autograd.Function):
+    """An operator that torch does not announce to subclasses of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Bypassing(Skipping):
+    """Blocks with such an operator between them."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = Twice.apply(self.blocks[0](self.embedding(input_ids)))  # type: ignore[no-untyped-call]
+        return type("Output", (), {"loss": self.blocks[2](self.blocks[1](hidden)).sum()})()
+
+
+def test_a_function_that_would_lose_the_gradient_of_a_block_is_an_error() -> None:
+    scheduled = LayerSchedule(Bypassing(), 2)
+    given = whole(models.build("llama", seed=0)[1], 0, 2)
+    with pytest.raises(StateError, match="does not announce to it"):
+        scheduled(**given).loss.backward()
+
+
 class Writing(nn.Module):
     """A block that writes its input."""
 
