@@ -56,7 +56,8 @@ def quantized_base(
         raise SettingError("memory.nvme", nvme, f"a directory for the weights in {form} (model.stored_as)")
     with template(source, form, auto_class=auto_class, config_overrides=config_overrides) as like:
         root = user_path(nvme[0], "memory.nvme")
-        out = root / _FOLDER / f"{source.name}-{form}-{fingerprint(source, like)}"
+        own = root / _FOLDER / f"{source.name}-{form}-{fingerprint(source, like)}"
+        out = agree(own, ranks.world_size, f"naming {own}")
         with all_ranks_or_raise(ranks, f"making {out.parent}"):
             if ranks.rank == 0:
                 shared_directory(root)

@@ -48,7 +48,7 @@ from infinity.partition.builder import is_packed
 _VERSION = b"1"
 #: The most bytes of values in one file.
 _MOST_FILE_NBYTES = 4 * 2**30
-#: Matrices with fewer rows or columns are left: gates, and routers to a few experts.
+#: Matrices with fewer rows or columns are left, such as gates.
 _LEAST_ROWS = 16
 _FP8_BLOCK, _NF4_BLOCK = 128, 64
 
@@ -227,22 +227,31 @@ def template(
 
 def _chosen(model: Any, plain: Checkpoint, form: _Form) -> tuple[set[str], list[str]]:
     """Return the keys of matrices that take ``form``, and the names of linear layers that do not."""
-    sources, head = sources_of(model, plain), model.get_output_embeddings()
-    shared = {
-        id(param) for each in (head, model.get_input_embeddings()) if each for param in each.parameters()
-    }
-    chosen, left = set[str](), list[str]()
+    sources, chosen, left = sources_of(model, plain), set[str](), list[str]()
+    kept = {id(param) for param in _kept(model)}
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             linear = isinstance(module, nn.Linear) and name == "weight"
             if not (linear or is_packed(module, param)):
                 continue
             keys = sources.get(f"{module_name}.{name}", set())
-            if id(param) not in shared and keys and all(_fits(plain[key], form) for key in keys):
+            if id(param) not in kept and keys and all(_fits(plain[key], form) for key in keys):
                 chosen |= keys
             elif linear:
                 left.append(module_name)
     return chosen, left
+
+
+def _kept(model: Any) -> Iterator[nn.Parameter]:
+    """Yield parameters of embeddings, of the head, and of linear layers that choose experts beside them."""
+    for each in (model.get_input_embeddings(), model.get_output_embeddings()):
+        yield from () if each is None else each.parameters()
+    for name, module in model.named_modules():
+        counts = {len(param) for param in module.parameters(recurse=False) if is_packed(module, param)}
+        block = model.get_submodule(name.rpartition(".")[0]) if counts else module
+        for each in block.modules() if counts else ():
+            if isinstance(each, nn.Linear) and each.out_features in counts:
+                yield from each.parameters()
 
 
 def _fits(tensor: Stored, form: _Form) -> bool:

@@ -182,7 +182,7 @@ def _write_tensors(
             if source is None:
                 copied += _stored_parts(tensor)
             elif isinstance(tensor, Decoded):
-                what = f"{key} cannot be quantized again as {form.form}"
+                what = f"{key} cannot be quantized as {form.form}"
                 with library_errors(CheckpointError, what):
                     lost, total = tensor.encode(values[source], put)
                 errors[key] = math.sqrt(lost / total) if lost else 0.0

@@ -73,6 +73,24 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def test_a_router_that_is_a_linear_layer_stays_as_it_is(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_dense_layers": 1}
+    config = transformers.AfmoeConfig(vocab_size=97, num_experts=16, num_experts_per_tok=2, **sizes, **heads)
+    model = transformers.AfmoeForCausalLM(config).bfloat16()
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    routers = {f"{name}.weight" for name in linear if name.endswith("router.gate")}
+    model.save_pretrained(tmp_path / "plain")
+    infinity.quantize(tmp_path / "plain", tmp_path / "out", "nf4")
+    before, after = (load_file(tmp_path / each / WEIGHTS) for each in ("plain", "out"))
+    values = quantized.stands_for(tmp_path / "out")
+    assert routers
+    assert all(same_bits(before[key], after[key]) for key in routers)
+    assert any(".experts." in key for key in values)
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert {f"{name}.weight" for name in config["llm_int8_skip_modules"]} == routers | {"lm_head.weight"}
+
+
 def test_transformers_reads_what_is_quantized_to_fp8(tmp_path):
     save(tmp_path / "plain", "qwen3")
     infinity.quantize(tmp_path / "plain", tmp_path / "out", "fp8")

@@ -98,7 +98,7 @@ def test_a_trained_model_is_quantized_again_and_the_error_is_what_it_says(writte
     assert (result.weights, result.worst) == (len(errors), max(errors, key=errors.get))
     assert result.largest_error == pytest.approx(max(errors.values()), rel=1e-4)
     assert result.mean_error == pytest.approx(sum(errors.values()) / len(errors), rel=1e-4)
-    assert result.largest_error < (0.2 if "4" in result.form else 0.04)
+    assert result.largest_error < (0.04 if kind in ("deepseek_v3", "qwen3_fp8", "llm_int8") else 0.2)
     assert f"{result.largest_error:.2g} at most, of {result.worst}" in str(result)
     rest = {
         key: tensor for key, tensor in load_file(out / WEIGHTS).items() if key in plain.keys() - after.keys()
@@ -301,7 +301,7 @@ def test_a_value_without_a_number_is_refused_and_its_weight_named(written, tmp_p
     param = model.get_parameter(f"model.layers.1.{name}")
     with infinity.gathered([param], modify=True):
         param.view(-1)[17] = value
-    with pytest.raises(CheckpointError, match=rf"layers\.1\.{name} cannot be quantized again as .*{why}"):
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.{name} cannot be quantized as .*{why}"):
         infinity.export(model, tmp_path / "out", stored_as=directory)
     infinity.close(model)
     assert {path.name for path in tmp_path.iterdir()} <= {kind, "plain"}
