@@ -37,7 +37,12 @@ _NEEDLESS = {
 #: Ways to set the first values that leave the base as it is.
 _INITS = (True, False, "gaussian", "orthogonal")
 #: The most keys of a kind that an error names.
-_MOST_NAMED = 10
+_MOST_NAMED = 4
+#: Settings that say that adapters are wanted.
+_OF_ADAPTERS = (
+    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "rslora", "dora", "init",
+    "modules_to_save", "trainable_token_indices", "lr_ratio",
+)  # fmt: skip
 _RANKS = Valid(1, 2**16)
 _ALPHAS = Valid(1e-6, 10**6)
 
@@ -88,8 +93,12 @@ class LoraConfig(Config):
         for each in settings_of(LoraConfig) if self.adapter is not None else ():
             value, default = getattr(self, each.name), getattr(LoraConfig, each.name)
             if each.name not in ("adapter", "lr_ratio") and value != default:
-                wanted = f"{shown(default)} with lora.adapter, which says it in its {CONFIG}"
+                wanted = f"{_yaml(default)} with lora.adapter, which says it in its {CONFIG}"
                 raise SettingError(each.name, value, wanted)
+        for name in () if self.active else _OF_ADAPTERS:
+            value, default = getattr(self, name), getattr(LoraConfig, name)
+            if value != default:  # else all weights would be trained
+                raise SettingError(name, value, f"{_yaml(default)} without lora.rank or lora.adapter")
 
     @property
     def active(self) -> bool:
@@ -116,6 +125,11 @@ class LoraConfig(Config):
             name_experts(config, model)
         check_parameters(config, model)
         return config
+
+
+def _yaml(default: object) -> str:
+    """Return how a recipe writes the default of a setting."""
+    return {None: "null", False: "false", (): "[]"}.get(default, str(default))  # type: ignore[call-overload, no-any-return]
 
 
 def peft() -> Any:

@@ -90,7 +90,8 @@ def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> A
                 adapted = peft().get_peft_model(model, config)
             check_used(adapted, config, patterns)
         except (ValueError, TypeError, IndexError, re.error) as error:
-            raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
+            key = "trainable_token_indices: " if isinstance(error, IndexError) else ""
+            raise RecipeError(f"adapters for {type(model).__name__}: {key}{error}") from error
     return adapted
 
 

@@ -399,10 +399,8 @@ def publish_per_expert(path: str | Path, out: str | Path, *, base: str | Path | 
 
 def _base_of(adapters: Path, base: Path) -> Path:
     if not (base / "config.json").is_file():
-        raise CheckpointError(
-            f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
-            "--base DIR"
-        )
+        named = "not named" if base == Path() else f"{str(base)!r}, which is no directory with config.json"
+        raise CheckpointError(f"{adapters}: their base is {named}; name it with --base DIR")
     return base
 
 
