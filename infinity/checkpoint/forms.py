@@ -81,10 +81,10 @@ def declared(path: Path) -> tuple[str, Any]:
     given = raw.get("quantization_config") or inner.get("quantization_config")
     if given or not (path / HF_QUANT_CONFIG).is_file():
         return "config.json", given
-    quantization = read_json_object(path / HF_QUANT_CONFIG).get("quantization")
-    if isinstance(quantization, dict) and quantization.get("quant_algo") is None:
-        return HF_QUANT_CONFIG, None
-    return HF_QUANT_CONFIG, quantization and {"quant_method": "modelopt"} | quantization
+    said = read_json_object(path / HF_QUANT_CONFIG).get("quantization")
+    if not isinstance(said, dict):
+        return HF_QUANT_CONFIG, said  # which is an error, unless it is nothing
+    return HF_QUANT_CONFIG, said.get("quant_algo") and {"quant_method": "modelopt"} | said
 
 
 def _parse(given: Mapping[str, Any]) -> Quantization:

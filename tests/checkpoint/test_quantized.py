@@ -154,6 +154,13 @@ def test_a_quantization_that_only_modelopts_own_file_declares_is_found(written, 
     (directory / "hf_quant_config.json").write_text(json.dumps(ours))
     with pytest.raises(CheckpointError, match=r'hf_quant_config\.json: quant_algo is "W4A8_AWQ"'):
         read_quantization(directory)
+    for said, what in (([3], "hf_quant_config"), ("FP8", "hf_quant_config"), ({}, None), (None, None)):
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+        if what is None:
+            assert read_quantization(directory) is None
+        else:
+            with pytest.raises(CheckpointError, match=what):
+                read_quantization(directory)
 
 
 def test_a_weight_whose_inputs_are_scaled_is_refused_since_no_plain_model_has_it(written):
