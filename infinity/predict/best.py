@@ -17,6 +17,7 @@ the window come once for each pass, states once a step. A candidate that cannot 
 far is not played.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -49,6 +50,8 @@ _TOGETHER = (
     ("train.schedule", "memory.activations"), ("train.batch_size", "train.accumulate"), ("partition.tile",),
     ("memory.device",), ("memory.versions",), ("memory.resident",), ("memory.updates",),
 )  # fmt: skip
+#: Where a sentence of an error ends.
+_SENTENCE = re.compile(r"\. (?=[A-Z])")
 #: Sizes of tiles that are tried where larger ones do not fit.
 _TILES = ("1GiB", "256MiB", "64MiB")
 #: Activations that are not recomputed are looked at if they could make a step faster by this share.
@@ -195,7 +198,9 @@ class _Search:
             return self._offer({**keys, "train.batch_size": size, "train.accumulate": count})
 
         low, high = 0, len(splits) - 1
-        if splits and fits(0):
+        if splits and not fits(0):
+            fits(high)  # one micro-batch, for which no gradients wait
+        elif splits:
             while low < high:  # the largest that fits; those on the way are candidates, too
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -314,22 +319,35 @@ class _Search:
             return {"memory.versions": 1}
         if HOST_MEMORY in lacks and "memory.resident" in free - common.keys() and memory.resident:
             return {"memory.resident": False} if memory.nvme else {}
-        if DEVICE_MEMORY in lacks and "partition.tile" in free - common.keys():
-            for tile in _TILES:
-                if self._would_fit({**nearest.keys, "partition.tile": tile}):
+        if DEVICE_MEMORY in lacks and "partition.tile" in free:
+            tried = common.get("partition.tile")
+            smaller = _TILES if tried is None else _TILES[_TILES.index(str(tried)) + 1 :]
+            size, count = self._splits()[0]
+            split: Keys = {"train.batch_size": size, "train.accumulate": count}
+            for tile in smaller:
+                tiled = {**common, **split, "partition.tile": tile}
+                if any(self._would_fit({**tiled, **order}) for order in self._orders()):
                     return {"partition.tile": tile}
         return {}
 
     def _would_fit(self, keys: Keys) -> bool:
         """Return whether units in smaller tiles would leave activations their room, without a record."""
-        recipe, _ = with_keys(self.recipe, self.machine, {**keys, "memory.device": None})
+        if "memory.device" not in self.fixed:
+            keys = {**keys, "memory.device": self._most_of_device}
+        recipe, _ = with_keys(self.recipe, self.machine, keys)
         now, tile = self.recipe.partition.tile, parse_nbytes(recipe.partition.tile)
         if now not in ("auto", "never") and parse_nbytes(now) <= tile:
             return False
+        try:
+            layout = Layout(self._model(recipe), recipe, self.machine)
+            least_nbytes = layout.divide().least
+        except (BudgetError, StateError):
+            return False
+        if layout.layered:  # most of what it keeps may leave
+            return True
         like = next((each.planned for each in self._tried.values() if each.planned), None)
-        layout = Layout(self._model(recipe), recipe, self.machine)
         peak_nbytes = 0 if like is None else like.trace.peak_nbytes
-        return layout.budget.division.least + peak_nbytes <= layout.device_nbytes
+        return least_nbytes + peak_nbytes <= layout.device_nbytes
 
     def _nearest(self) -> _Tried:
         """Return the candidate that lacks fewest parts, and least of those."""
@@ -406,7 +424,7 @@ def _value(recipe: Recipe, key: str) -> int | str | None:
 def _said(tried: _Tried) -> str:
     """Return what a candidate takes, or why it does not fit."""
     if tried.planned is None:
-        return f"does not fit: {tried.error.partition('. ')[0]}"
+        return f"does not fit: {_SENTENCE.split(tried.error)[0]}"
     if tried.lacks:
         return f"does not fit: lacks {', '.join(tried.planned.missing())}"
     return f"{tried.planned.tokens_per_s:,.0f} tokens/s"

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
+from infinity.predict import best as module
 from infinity.predict.best import FREE, find_best, least_s
 from infinity.predict.changes import with_keys
 from infinity.predict.dry_run import DryRun, dry_run
@@ -100,6 +101,19 @@ def test_what_does_not_fit_as_written_is_found_with_what_each_change_is_for() ->
     assert best.as_written.startswith("does not fit: lacks")
     assert best.planned.tokens == 64 * 32
     assert any("does not fit" in effect.without for effect in best.effects)
+
+
+def test_units_that_no_device_memory_is_left_for_travel_in_smaller_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_TILES", ("64MiB", "64KiB"))
+    recipe = given("model.d_model=256", "model.n_heads=4", "train.batch_size=1", "train.accumulate=2")
+    small = machine("hgx-h100", "devices.memory=1030MiB")  # of which the runtime takes 1 GiB
+    best = find_best(with_keys(recipe, small, {"memory.host": 2**26})[0], small, 1, set())
+    assert not best.planned.lacks()
+    [effect] = [each for each in best.effects if "partition.tile" in each.keys]
+    assert effect.keys["partition.tile"] == "64KiB"
+    assert effect.without.startswith("does not fit: ")
 
 
 def test_drives_that_hold_one_version_only_get_one_and_it_is_said() -> None:
