@@ -162,6 +162,7 @@ class Factor(nn.Module):
         values = torch.zeros(self.weight.shape, device=device)
         if self.stored is not None and not values.is_meta:
             values.copy_(self.of_matrix(self.stored.read(dtype=torch.float32).view(self.matrix_shape)))
+            self.stored = None  # its file is closed soon
         elif self._is_first and self._std is not None:
             values.normal_(std=self._std)
         elif self._is_first:
@@ -263,16 +264,17 @@ def check_parameters(config: Any, model: nn.Module) -> None:
                     f"lora.target_parameters={each!r}: {name} is {shape}; wanted (experts, rows, columns), "
                     "or (rows, columns)"
                 )
-    given = {
-        "dropout": (config.lora_dropout, 0.0), "dora": (config.use_dora, False),
-        "init": (config.init_lora_weights, True),
-    }  # fmt: skip
-    for key, (value, default) in given.items() if config.target_parameters else ():
-        if value != default and value != "gaussian":
+    packed = ", ".join(sorted(config.target_parameters or ()))
+    for key, value, wanted in (
+        ("dropout", config.lora_dropout, (0.0,)),
+        ("dora", config.use_dora, (False,)),
+        ("init", config.init_lora_weights, (True, "gaussian")),
+    ):
+        if packed and value not in wanted:
+            allowed = "default or gaussian" if key == "init" else wanted[0]
             raise RecipeError(
-                f"lora.{key}={value}: wanted {default} with adapters of "
-                f"{', '.join(sorted(config.target_parameters))}, for which peft has no other; or name other "
-                "layers alone in lora.target_modules"
+                f"lora.{key}={value}: wanted {allowed} with adapters of {packed}, for which peft has no "
+                "other; or name other layers alone in lora.target_modules"
             )
 
 

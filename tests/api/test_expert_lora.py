@@ -463,6 +463,8 @@ def test_what_is_named_is_adapted_and_only_that_and_peft_loads_it(tmp_path, name
         ),
         ({"target_parameters": ["nowhere"]}, r"target_parameters='nowhere': no parameter"),
         ({"dropout": 0.1}, r"lora\.dropout=0\.1: wanted 0\.0 with adapters of mlp\.experts\.down_proj"),
+        ({"dora": True}, r"lora\.dora=True: wanted False with adapters of mlp\.experts"),
+        ({"init": "orthogonal"}, r"lora\.init=orthogonal: wanted default or gaussian with adapters of mlp"),
         ({"target_modules": ["gate_proj"]}, r"gate_proj without also targeting up_proj"),
         ({"target_parameters": ["q_norm.weight"]}, r"layers\.0\S*q_norm\.weight is \(8,\); wanted \(experts"),
     ],
