@@ -275,21 +275,21 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 523,
-    "activations": 2365,
-    "api": 3774,
-    "app": 1251,
+    "activations": 2362,
+    "api": 3775,
+    "app": 1249,
     "checkpoint": 3861,
     "comm": 839,
     "core": 2189,
     "device": 1060,
-    "engine": 3020,
+    "engine": 3018,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
-    "partition": 2582,
-    "planner": 2294,
+    "partition": 2587,
+    "planner": 2292,
     "predict": 4017,
-    "recipes": 1999,
+    "recipes": 1995,
     "shards": 3897,
 }
 

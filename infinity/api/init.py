@@ -225,6 +225,7 @@ def _source(
     """Return the directory that is read for ``path``, and lines about it; an error closes the model."""
     with contextlib.ExitStack() as stack:
         stack.callback(runtime.close)
+        runtime.construction.check_alone()
         if not path.exists():
             raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
         lines = list[str]()

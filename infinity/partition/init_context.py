@@ -173,13 +173,18 @@ class Construction:
         """Treat ``module`` as a model, whose new parameters are stored when the block ends."""
         self._roots.append(weakref.ref(module))
 
-    def __enter__(self) -> "Construction":
+    @staticmethod
+    def check_alone() -> None:
+        """Raise a StateError inside the block of another one."""
         if Construction._open is not None:
             raise StateError(
                 "this infinity.Init is inside another one, whose block is not over: build the models in one "
                 "block, or in one after the other (infinity.from_pretrained opens a block of its own: call "
                 "it outside)"
             )
+
+    def __enter__(self) -> "Construction":
+        self.check_alone()
         Construction._open = self
         if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
             self._normal_mode.enter_context(torch.inference_mode(False))
