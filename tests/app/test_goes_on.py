@@ -85,7 +85,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: What a run calls at the end of each forward pass, optimizer step and evaluation.
 ENDS = {
-    "loss": (BatchLoss, "__call__"),
+    "loss": (BatchLoss, "sum"),
     "step": (infinity.AdamW, "report"),
     "evaluation": (View, "evaluated"),
 }

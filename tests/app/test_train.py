@@ -46,8 +46,10 @@ class Plain:
         api = self
 
         class AdamW(torch.optim.AdamW):
-            def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
-                super().__init__(model.parameters(), **numbers)
+            def __init__(
+                self, model: nn.Module, *, max_grad_norm: float | None, params: Any = None, **numbers: Any
+            ) -> None:
+                super().__init__(model.parameters() if params is None else params, **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
                 records = SimpleNamespace(interval=SimpleNamespace(every=1))
                 self.runtime = SimpleNamespace(
