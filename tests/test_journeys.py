@@ -18,8 +18,8 @@ MOST_FILES = {
     "end": 28,
     "resume": 15,
     "activation": 26,
-    "plan": 45,
-    "train": 56,
+    "plan": 47,
+    "train": 57,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.
