@@ -276,11 +276,11 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 523,
     "activations": 2362,
-    "api": 3775,
+    "api": 3847,
     "app": 1249,
-    "checkpoint": 3861,
-    "comm": 839,
-    "core": 2189,
+    "checkpoint": 3877,
+    "comm": 843,
+    "core": 2196,
     "device": 1060,
     "engine": 3018,
     "nvme": 1228,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "planner": 2292,
     "predict": 4017,
     "recipes": 1995,
-    "shards": 3897,
+    "shards": 3896,
 }
 
 

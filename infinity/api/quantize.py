@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infinity.checkpoint.quantize import fingerprint, quantize_checkpoint, template
 from infinity.checkpoint.requantize import Requantized
-from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise
+from infinity.comm.ranks import ALONE, agree, all_ranks_or_raise
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError
 from infinity.core.files import own_directory, shared_directory, user_path
@@ -39,9 +37,9 @@ def quantize(path: str | Path, out: str | Path, form: str, *, auto_class: Any = 
         CheckpointError: ``path`` is quantized or damaged, ``form`` is unknown, or ``out`` is not free.
         DiskError: A drive failed or is full.
     """
-    source, alone = user_path(path, "path"), Ranks(0, 1, torch.device("cpu"))
+    source = user_path(path, "path")
     with template(source, form, auto_class=auto_class) as like:
-        return quantize_checkpoint(source, like, user_path(out, "out"), alone)
+        return quantize_checkpoint(source, like, user_path(out, "out"), ALONE)
 
 
 def quantized_base(

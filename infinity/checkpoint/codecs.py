@@ -274,7 +274,8 @@ def encode_e2m1(
     unit = (1.0 / whole if divides else whole).double().item()
     largest = values.abs().amax().item() if values.numel() else 0.0
     if not 0 < unit < math.inf or largest / _E2M1_MOST / unit > _ROUNDED_UP * limits.max:
-        unit = largest / (_E2M1_MOST * limits.max) or 1.0
+        least = torch.finfo(torch.float32).tiny  # whose inverse is a number, too
+        unit = max(largest / (_E2M1_MOST * limits.max), least) if largest else 1.0
         whole = torch.full_like(whole, 1.0 / unit if divides else unit)
         scales = torch.full_like(scales.float(), math.nan).to(scales.dtype)
     numbers = torch.tensor(_E2M1, device=values.device)

@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import Checkpoint, Stored, read_json_object
 from infinity.checkpoint.quantized import Decoded, Kept, SlabPart
-from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.config import shown
+from infinity.core.errors import CheckpointError, first_line, library_errors
 from infinity.device.machine import compile_ahead
 
 #: ModelOpt's file beside a ``config.json`` that does not name the quantization.
@@ -64,11 +65,13 @@ def read_quantization(path: Path) -> Quantization | None:
     if not given:
         return None
     try:
+        if not isinstance(given, dict):
+            raise ValueError(f"it is {shown(given)}; wanted a map")
         return _parse(given)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointError(
             f"{path} holds quantized weights that cannot be decoded: quantization_config in {file}: "
-            f"{error}. Decoded are fp8 (e4m3 with block scales), mxfp4, compressed-tensors "
+            f"{first_line(error)}. Decoded are fp8 (e4m3 with block scales), mxfp4, compressed-tensors "
             f"({', '.join(_COMPRESSED)}), modelopt ({', '.join(_MODELOPT)}), awq (gemm), gptq (4 or 8 bits) "
             "and bitsandbytes. Save another one as bf16 once, with the library that wrote it"
         ) from error
@@ -351,6 +354,7 @@ def _packed(group: _Group, packed: Stored, quantization: Quantization) -> Decode
         raise ValueError("its columns are grouped in another order (weight_g_idx)")
     if (
         scales.shape[0] != rows
+        or not groups
         or -(-columns // in_word) != words
         or columns % max(1, groups)
         or any(part.tensor.shape != (-(-rows // in_word), groups) for part in parts[2:])

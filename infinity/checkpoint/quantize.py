@@ -18,7 +18,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -177,9 +177,17 @@ def quantize_checkpoint(source: Path, like: Path, out: Path, ranks: Ranks) -> Re
         found = [plain / name for name in ("config.json", "generation_config.json")]
         return [path for path in found if path.is_file()] + tokenizer_files(plain)
 
-    return export_stored(
+    result = export_stored(
         like, out, shapes=shapes, export=lambda path: source, companions=companions, ranks=ranks
     )
+    with Checkpoint(source) as plain, Checkpoint(like) as made:
+        packed = [(made.get(key), each) for key, each in plain.items() if len(each.shape) == 3]
+        left = [
+            each.shape.numel() * each.dtype.itemsize
+            for like, each in packed
+            if min(each.shape[-2:]) >= _LEAST_ROWS and like is not None and like.dtype == each.dtype
+        ]
+    return replace(result, left_nbytes=tuple(left))
 
 
 def fingerprint(source: Path, like: Path) -> str:

@@ -29,7 +29,8 @@ from infinity.checkpoint.forms import HF_QUANT_CONFIG, declared, decode_checkpoi
 from infinity.checkpoint.quantized import Decoded, unchanged
 from infinity.checkpoint.writer import FilePlan, Publication, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
-from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.errors import CheckpointError, library_errors, listed
+from infinity.core.nbytes import format_nbytes
 
 #: The folder of the export in the compute dtype.
 _PLAIN = "plain"
@@ -47,11 +48,16 @@ class Requantized:
     largest_error: float
     worst: str  # key of the weight with the largest error
     copied: int  # tensors of the checkpoint that the model does not have
+    left_nbytes: tuple[int, ...] = ()  # of experts in one tensor, for which the form has no place
 
     def __str__(self) -> str:
         text = f"{self.weights} weights in {self.form}, relative error {self.mean_error:.2g} in the mean"
         if self.largest_error:
             text += f", {self.largest_error:.2g} at most, of {self.worst}"
+        if self.left_nbytes:
+            nbytes = format_nbytes(sum(self.left_nbytes))
+            text += f"; {len(self.left_nbytes)} weights ({nbytes}) stay as they are: there is no form for "
+            text += "experts in one tensor"
         return text + (f"; {self.copied} tensors of the checkpoint are copied" if self.copied else "")
 
 
@@ -90,10 +96,9 @@ class QuantizedLayout(Checkpoint):
             if key not in self or self[key].shape != torch.Size(shape)
         ]
         if wrong:
-            more = "" if len(wrong) <= _MOST_NAMED else f", and {len(wrong) - _MOST_NAMED} more"
             raise CheckpointError(
-                f"the model does not fit the stored form of {self.path}: {'; '.join(wrong[:_MOST_NAMED])}"
-                f"{more}. Export it without quantization, or name the checkpoint that it was loaded from"
+                f"the model does not fit the stored form of {self.path}: {listed(wrong, _MOST_NAMED)}. "
+                "Export it without quantization, or name the checkpoint that it was loaded from"
             )
 
         def twin(mine: Stored) -> str | None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.directory import DTYPES, SAFETENSORS
-from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise
+from infinity.comm.ranks import ALONE, Ranks, agree, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.files import open_locked, sync
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
@@ -47,8 +47,6 @@ _Bytes: TypeAlias = np.ndarray[Any, Any]
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
-#: For what one process writes.
-_ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class WriteError(DiskError):
@@ -93,7 +91,7 @@ class Publication(AbstractContextManager["Publication"]):
     Raises a CheckpointError if ``out`` is taken or another rank does not see it, else a WriteError.
     """
 
-    def __init__(self, out: Path, ranks: Ranks = _ALONE, verb: str = "export") -> None:
+    def __init__(self, out: Path, ranks: Ranks = ALONE, verb: str = "export") -> None:
         place, what = (out.absolute(), secrets.token_hex(4)), f"agreeing on the directory to {verb} to"
         self.out, self.token = agree(place, ranks.world_size, what)
         self.path = _partial_path(self.out, self.token)

@@ -75,6 +75,10 @@ class Ranks:
         return made  # type: ignore[no-any-return]
 
 
+#: One process that shares with none, and needs no accelerator.
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
 def rank() -> int:
     """Return this process's rank, from torch.distributed or, before it is initialized, the launcher."""
     return dist.get_rank() if dist.is_initialized() else launched().rank

@@ -8,7 +8,7 @@ import errno as errno_names
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -192,7 +192,14 @@ def copied(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, or the name of its type."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    line = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return f"{line} is unknown, or missing" if isinstance(error, KeyError) else line
+
+
+def listed(items: Sequence[str], most: int) -> str:
+    """Return ``items`` for a message, and the number of those after ``most``."""
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return "; ".join([*items[:most], *more])
 
 
 def free_space(path: str) -> str:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from infinity.comm.ranks import Ranks
+from infinity.comm.ranks import ALONE
 from infinity.core.errors import DamagedDataError, StateError
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, TransferEngine, chained
 from infinity.device.machine import background_threads
@@ -200,7 +199,7 @@ def verify(folders: Sequence[Path]) -> tuple[list[RankCheck], list[str]]:
     changed. Raises as :func:`find_saved`, and a StateError without a commit.
     """
     lines: list[str] = []
-    saved = find_saved(folders, Ranks(0, 1, torch.device("cpu")), lines.append)
+    saved = find_saved(folders, ALONE, lines.append)
     if saved is None:
         raise StateError(f"there is no commit in {', '.join(map(str, folders))}")
     return [_check_rank(saved.ranks[rank]) for rank in range(saved.world_size)], lines

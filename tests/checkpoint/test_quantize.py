@@ -257,6 +257,19 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(tmp_path
     assert {path.name for path in tmp_path.iterdir()} <= {"plain", "full", "nvme"}
 
 
+def test_experts_that_stay_as_they_are_and_the_smallest_values_are_said_and_kept(tmp_path):
+    config = transformers.GptOssConfig(**quantized._GPT_OSS)
+    transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "oss")
+    result = infinity.quantize(tmp_path / "oss", tmp_path / "out", "fp8")
+    assert "4 weights (" in str(result)
+    assert "stay as they are: there is no form for experts in one tensor" in str(result)
+    weight = torch.full((4, 16), 1e-37)
+    scales, whole = torch.zeros(4, 1).to(torch.float8_e4m3fn), torch.zeros(1)
+    codes, found, whole = codecs.encode_e2m1(weight, torch.zeros(4, 8).byte(), scales, whole, divides=True)
+    values = codecs.decode_e2m1(0, codes, found, whole, divides=True)
+    torch.testing.assert_close(values, weight, rtol=0.2, atol=0)
+
+
 def test_a_value_without_a_number_and_a_full_disk_leave_nothing(tmp_path, monkeypatch):
     plain, free = save(tmp_path / "plain", "llama"), shutil.disk_usage
     with monkeypatch.context() as patch:
