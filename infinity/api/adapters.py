@@ -7,7 +7,9 @@ config asks for what a frozen base that is served in units cannot have.
 """
 
 import dataclasses
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.directory import FileTensor, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
-from infinity.core.errors import CheckpointError, RecipeError, library_errors
+from infinity.core.errors import CheckpointError, RecipeError, library_errors, listed
 from infinity.core.files import user_path
 
 #: Files of a directory of adapters.
@@ -34,6 +36,8 @@ _NEEDLESS = {
     "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_type", "peft_version",
     "megatron_core", "runtime_config",
 }  # fmt: skip
+#: Keys with lists of names, and whether one text, a regular expression, is allowed, too.
+_LISTS = {"target_modules": True, "target_parameters": False, "modules_to_save": False}
 #: Ways to set the first values that leave the base as it is.
 _INITS = (True, False, "gaussian", "orthogonal")
 #: The most keys of a kind that an error names.
@@ -152,36 +156,64 @@ def saved_names(adapted: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def check_used(adapted: nn.Module, config: Any, patterns: Mapping[str, Sequence[str]]) -> None:
+def check_used(adapted: nn.Module, config: Any, given: Any = None) -> None:
     """Raise a ValueError if ``config`` names modules or tokens that the model does not have.
 
-    So with ``patterns`` for layers, by their setting, some of which peft adds to those that it was given.
+    With ``given``, the config of new adapters as it was before peft added to it, layers are checked, too.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    layers, copied, tokens = list[str](), list[str](), list[Any]()
+    layers, copied, tokens = list[str](), dict[str, nn.Module](), dict[str, Any]()
     for name, module in adapted.named_modules():
         if isinstance(module, ParamWrapper):
             layers.append(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
             layers.append(name)
         elif isinstance(module, ModulesToSaveWrapper):
-            copied.append(name)
+            copied[name] = module.original_module
         elif isinstance(module, TrainableTokensWrapper):
-            tokens.append(module.token_adapter)
-    for key, given in patterns.items():
-        for pattern in given:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
-                raise ValueError(f"{key} names {shown(pattern)}, but no layer with adapters is called so")
+            tokens[name] = module.token_adapter
+    if given is not None:
+        _check_layers(layers, config, given)
+        _refuse_copies_of_tied(adapted, copied)
     for wanted in config.modules_to_save or ():
+        if any(name.endswith(wanted) for name in tokens):
+            raise ValueError(
+                f"modules_to_save names {shown(wanted)}, of which trainable_token_indices trains rows: leave "
+                "one of them out"
+            )
         if not any(name.endswith(wanted) for name in copied):
             raise ValueError(f"modules_to_save names {shown(wanted)}, but no module is called so")
-    for layer in tokens:
+    for layer in tokens.values():
         rows, numbers = layer.base_layer.weight.shape[0], layer.token_indices["default"]
+        if twice := [number for number, count in Counter(numbers).items() if count > 1]:
+            raise ValueError(f"trainable_token_indices has {twice[0]} more than once")
         if wrong := [number for number in numbers if not 0 <= number < rows]:
             raise ValueError(f"trainable_token_indices has {wrong[0]}; the model has {rows} tokens")
+
+
+def _check_layers(layers: Sequence[str], config: Any, given: Any) -> None:
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(given, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
+                raise ValueError(f"{key} names {shown(pattern)}, but no layer with adapters is called so")
+    if isinstance(given.target_modules, str):  # peft itself raises where a pattern fits no layer
+        return
+    for name in sorted(set(given.target_modules or ()) & set(config.target_modules or ())):  # not converted
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            raise ValueError(f"target_modules names {shown(name)}, but no layer is called so")
+
+
+def _refuse_copies_of_tied(adapted: nn.Module, copied: Mapping[str, nn.Module]) -> None:
+    uses = Counter(id(param) for _, param in adapted.named_parameters(remove_duplicate=False))
+    for name, module in copied.items():
+        if any(uses[id(param)] > 1 for param in module.parameters()):
+            raise ValueError(
+                f"modules_to_save names {shown(name.rpartition('.')[2])}, whose weight is tied to another "
+                "one, and a copy would not be: name tokens in trainable_token_indices, or untie the model"
+            )
 
 
 class SavedAdapters:
@@ -238,6 +270,14 @@ class SavedAdapters:
                 raise CheckpointError(
                     f"{where}: {name} is {shown(value)}; wanted a map from layers to numbers"
                 )
+        for value in (self.entries.get("lora_alpha", 1), *self.entries.get("alpha_pattern", {}).values()):
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise CheckpointError(f"{where}: an alpha is {shown(value)}; wanted a finite number")
+        for name, may_be_text in _LISTS.items():
+            value = self.entries.get(name)
+            texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+            if not (value is None or texts or (may_be_text and isinstance(value, str))):
+                raise CheckpointError(f"{where}: {name} is {shown(value)}; wanted a list of names")
         with library_errors(CheckpointError, str(where)):
             return kind(**{name: value for name, value in self.entries.items() if name in _KNOWN})
 
@@ -272,10 +312,9 @@ class SavedAdapters:
             if key in self.tensors and self.tensors[key].shape != shape
         ]
         if wrong:
-            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
             base = self.entries.get("base_model_name_or_path")
             raise CheckpointError(
-                f"{self.path / VALUES} does not fit {kind}: {'; '.join(wrong[:_MOST_NAMED])}{more}. They are "
+                f"{self.path / VALUES} does not fit {kind}: {listed(wrong, _MOST_NAMED)}. They are "
                 f"adapters of {shown(base)}: give that model, or other adapters"
             )
         return [(tensor, self.tensors[key]) for key, tensor in wanted.items()]

@@ -249,6 +249,7 @@ def name_experts(config: Any, model: nn.Module) -> None:
 def check_parameters(config: Any, model: nn.Module) -> None:
     """Raise unless the parameters that ``config`` names are matrices or experts, and all else fits them."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    embeddings = [f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)]
     for each in config.target_parameters or ():
         found = {name: shape for name, shape in shapes.items() if f".{name}".endswith(f".{each}")}
         if not found:
@@ -263,6 +264,11 @@ def check_parameters(config: Any, model: nn.Module) -> None:
                 raise RecipeError(
                     f"lora.target_parameters={each!r}: {name} is {shape}; wanted (experts, rows, columns), "
                     "or (rows, columns)"
+                )
+            if name in embeddings:
+                raise RecipeError(
+                    f"lora.target_parameters={each!r}: {name} is of an embedding, which is no product; name "
+                    f"{name.split('.')[-2]} in lora.target_modules"
                 )
     packed = ", ".join(sorted(config.target_parameters or ()))
     for key, value, wanted in (

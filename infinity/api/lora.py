@@ -7,8 +7,10 @@ of both. They are added to a finished model, of which peft asks only shapes and 
 """
 
 import contextlib
+import difflib
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import torch
 from torch import nn
 
 from infinity.activations.tensor_cache import patched
-from infinity.api.adapters import LoraConfig, SavedAdapters, check_used, peft, saved_names
+from infinity.api.adapters import CONFIG, LoraConfig, SavedAdapters, check_used, peft, saved_names
 from infinity.api.init import gathered
-from infinity.core.config import SettingError
-from infinity.core.errors import RecipeError, StateError, quiet_libraries
+from infinity.core.config import SettingError, settings_of, shown
+from infinity.core.errors import CheckpointError, RecipeError, StateError, library_errors, quiet_libraries
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
@@ -40,17 +42,25 @@ def add_lora(model: nn.Module, **settings: Any) -> Any:
             ``adapter="DIR"`` training goes on with adapters in peft's format, whose config says the rest.
 
     Raises:
-        StateError: The model is not finished, or runs already.
+        StateError: The model is not finished, runs already, or has adapters.
         RecipeError: A setting is wrong; peft is not installed, or finds no such layers or parameters.
         CheckpointError: ``adapter`` cannot be read, or has adapters of another model; names the keys.
     """
     runtime = runtime_of(model)
+    if hasattr(model, "peft_config"):
+        raise StateError("add_lora: the model has adapters already; name all layers in one call")
     if runtime.construction.active or runtime.started:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
     defaults = {} if settings.get("adapter") is not None else {"rank": 16}
+    known = [each.name for each in settings_of(LoraConfig)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise RecipeError(f"add_lora has no setting {shown(name)}; {hint}")
     config = LoraConfig(**(defaults | settings))
     if not config.active:
         raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")
@@ -78,17 +88,20 @@ def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> A
 
     With ``saved``, or in a run that is resumed, values that follow from the base's are not computed.
     """
-    patterns = {} if saved else {key: [*getattr(config, key)] for key in ("rank_pattern", "alpha_pattern")}
+    given = None if saved else deepcopy(config)  # peft changes it
     servers = _servers(model)
     later = saved is not None or any(server.resuming for server in servers)  # first values come from there
     values = bool(config.trainable_token_indices) or config.use_dora
+    reading: Any = contextlib.nullcontext()
+    if saved is not None:
+        reading = library_errors(CheckpointError, f"{saved.path / CONFIG} for {type(model).__name__}")
     with _serving_peft(servers, values and not later, not later), quiet_libraries():
         from infinity.api.expert_lora import ParamWrapper
 
         try:
-            with patched(peft().tuners.lora.layer, "ParamWrapper", ParamWrapper):
+            with patched(peft().tuners.lora.layer, "ParamWrapper", ParamWrapper), reading:
                 adapted = peft().get_peft_model(model, config)
-            check_used(adapted, config, patterns)
+                check_used(adapted, config, given)
         except (ValueError, TypeError, IndexError, re.error) as error:
             key = "trainable_token_indices: " if isinstance(error, IndexError) else ""
             raise RecipeError(f"adapters for {type(model).__name__}: {key}{error}") from error
@@ -166,6 +179,11 @@ def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
     """Return what is saved with adapters, on the CPU of rank 0, by full name; every rank must call."""
     from infinity.api.expert_lora import factors_of
 
+    if not hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{type(model).__name__} is no model that add_lora returned, so it has no adapters to save; "
+            "infinity.export saves all weights"
+        )
     runtime, factors = runtime_of(model), factors_of(model)
     with _placeholders_in_state_dict(model):
         wanted = {id(tensor) for tensor in saved_names(model).values()}
@@ -195,15 +213,16 @@ def lora_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for ``infinity.AdamW(model, params=...)`` in which B learns faster than A.
 
-    LoRA+ (arXiv:2402.12354): matrices B, and vectors as DoRA's magnitudes, have ``lr_ratio`` times the rate
-    ``lr`` of the others. Vectors do not decay.
+    LoRA+ (arXiv:2402.12354): matrices B, and vectors (DoRA's magnitudes, copies of norms), have ``lr_ratio``
+    times the rate ``lr`` of the others, as in peft. Vectors do not decay.
     """
     fast: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            group = vectors if param.ndim < 2 else fast if "lora_B" in name else others
+            is_b = "lora_B" in name or "lora_embedding_B" in name
+            group = vectors if param.ndim < 2 else fast if is_b else others
             group.append(param)
     groups = (others, lr, weight_decay), (fast, lr * lr_ratio, weight_decay), (vectors, lr * lr_ratio, 0.0)
     return [{"params": each, "lr": rate, "weight_decay": decay} for each, rate, decay in groups if each]

@@ -32,13 +32,11 @@ from infinity.checkpoint.load import CheckpointValues, fill_rounded, named_targe
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import Publication, RangeWriter, create_files, plan_files
-from infinity.comm.ranks import Ranks, all_ranks_or_raise
+from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 
 #: Elements of a weight that are merged at a time; a row at least.
 _BLOCK_NUMEL = 2**21
-#: For what one process writes.
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @dataclass(eq=False, slots=True)
@@ -177,8 +175,8 @@ class MergedWeight(Stored):
             merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
             if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
                 raise CheckpointError(
-                    f"{self.name}: a merged value is NaN or infinite in {self.dtype}, as the adapters, "
-                    "or the base, are not finite"
+                    f"{self.name}: a merged value is NaN or infinite in {self.dtype}: the adapters, or the "
+                    "base, are not finite or too large, or DoRA divides by the norm of a row of zeros"
                 )
             self.kept[self, first] = merged
         return self.kept[self, first]
@@ -187,8 +185,8 @@ class MergedWeight(Stored):
 class MergedModel:
     """Opens a base and adapters of it as the tensors of a directory of the merged model.
 
-    ``dtype`` is the compute dtype; None: that of the base's config, or bf16. ``config`` and ``auto_class``
-    are those of the model that was trained; None: as the base's directory says.
+    ``dtype`` is the compute dtype; None: that of the base's config, or of its weights. ``config`` and
+    ``auto_class`` are those of the model that was trained; None: as the base's directory says.
     """
 
     def __init__(
@@ -200,9 +198,11 @@ class MergedModel:
             opened.callback(saved.close)
             config = read_config(base) if config is None else copy.deepcopy(config)
             checkpoint = opened.enter_context(Checkpoint(base))
-            given = getattr(config, "dtype", None)
-            self.dtype: torch.dtype = dtype or (given if isinstance(given, torch.dtype) else torch.bfloat16)
-            if (quantization := read_quantization(base)) is not None:
+            quantization, given = read_quantization(base), getattr(config, "dtype", None)
+            if not isinstance(given, torch.dtype):
+                given = torch.bfloat16 if quantization is not None else _first_dtype(checkpoint)
+            self.dtype: torch.dtype = dtype or given
+            if quantization is not None:
                 decode_checkpoint(checkpoint, quantization, self.dtype)
             with torch.device("meta"):
                 self.model = build_model(config, auto_class, self.dtype, len(checkpoint))
@@ -266,7 +266,11 @@ class MergedModel:
                 copies = module.modules_to_save["default"].state_dict(keep_vars=True)
                 for key, tensor in module.original_module.state_dict(keep_vars=True).items():
                     _refuse_tied(names[id(tensor)], uses[id(tensor)])
-                    found[id(tensor)] = stored[id(copies[key])]
+                    whole: Stored = stored[id(copies[key])]
+                    if isinstance(tensor, torch.nn.Parameter) and tensor.ndim:  # through what looks for NaN
+                        own = names[id(tensor)]
+                        whole = MergedWeight(whole, Rows((), whole), own, tensor.shape, tensor.dtype, kept)
+                    found[id(tensor)] = whole
         adapted.base_model.unload()
         return found
 
@@ -285,6 +289,12 @@ class MergedModel:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _first_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that transformers gives a model whose config names none."""
+    dtypes = (tensor.dtype for tensor in checkpoint.values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
 
 
 def _refuse_tied(name: str, uses: int) -> None:

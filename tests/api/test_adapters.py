@@ -11,7 +11,7 @@ from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file, save_file
 
 import infinity
-from infinity import CheckpointError, RecipeError, add_lora, save_lora
+from infinity import CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.api.adapters import LoraConfig, SavedAdapters
 from infinity.app.train import train as train_recipe
 from infinity.engine.runtime import runtime_of
@@ -172,6 +172,11 @@ def test_adapters_of_another_model_are_refused_by_the_names_of_their_keys(tmp_pa
         ({"rank_pattern": {"q_proj": -1}}, r"rank -1 is that of no tensor"),
         ({"rank_pattern": 3}, r"rank_pattern is 3; wanted a map from layers to numbers"),
         ({"modules_to_save": ["nowhere"]}, r"modules_to_save names 'nowhere', but no module is called so"),
+        ({"modules_to_save": "lm_head"}, r"modules_to_save is 'lm_head'; wanted a list of names"),
+        ({"target_modules": [5]}, r"target_modules is \[5\]; wanted a list of names"),
+        ({"lora_alpha": "x"}, r"adapter_config\.json: an alpha is 'x'; wanted a finite number"),
+        ({"lora_alpha": float("nan")}, r"an alpha is nan; wanted a finite number"),
+        ({"lora_dropout": "x"}, r"adapter_config\.json for LlamaForCausalLM: "),
     ],
 )
 def test_a_config_that_asks_for_something_unknown_is_refused(
@@ -207,6 +212,18 @@ def test_a_directory_without_adapters_says_what_is_missing(tmp_path: Path) -> No
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: got .*wanted map from text to int or null, 1 to"),
         ({"init": "pissa"}, "init: got 'pissa'; wanted default | gaussian | orthogonal"),
         ({"rank": None}, "rank: got None; wanted the rank of the adapters"),
+        ({"ranks": 3}, "add_lora has no setting 'ranks'; did you mean rank"),
+        ({"bits": 4}, "add_lora has no setting 'bits'; known: rank, alpha"),
+        ({"target_modules": ["q_proj", "nope"]}, "target_modules names 'nope', but no layer is called so"),
+        ({"trainable_token_indices": [3, 4, 3]}, "trainable_token_indices has 3 more than once"),
+        (
+            {"trainable_token_indices": [3], "modules_to_save": ["embed_tokens"]},
+            "modules_to_save names 'embed_tokens', of which trainable_token_indices trains rows",
+        ),
+        (
+            {"target_parameters": ["embed_tokens.weight"]},
+            "is of an embedding, which is no product; name embed_tokens in lora.target_modules",
+        ),
         ({"adapter": "x", "rank": 3}, "rank: got 3; wanted null with lora.adapter, which says it"),
         ({"adapter": "x", "dora": True}, "dora: got True; wanted false with lora.adapter"),
     ],
@@ -283,6 +300,38 @@ def test_tokens_of_a_tied_embedding_are_trained_in_both_of_its_uses(tmp_path: Pa
         trained = [unit for unit in runtime_of(model).units if unit.trainable]
         assert sum("trainable_tokens" in s.whole_name for unit in trained for s in unit.segments) == 1
     assert_bitwise(got, train_plain(plain(factory, "bf16", **settings), batch, "bf16", Rule()))
+
+
+def test_copies_of_tied_weights_are_refused_when_they_are_made(tmp_path: Path) -> None:
+    factory, _ = zoo.build("qwen3", seed=27)
+    with infinity.Init(training.recipe("bf16", overrides("nvme", tmp_path))):
+        model = factory()
+    with closing(model), pytest.raises(RecipeError, match=r"'embed_tokens', whose weight is tied .*_indices"):
+        add_lora(model, modules_to_save=["embed_tokens", "lm_head"])
+
+
+def test_adapters_are_added_once_and_only_adapters_are_saved_as_such(tmp_path: Path) -> None:
+    factory, _ = models.build("llama", seed=24)
+    with infinity.Init(training.recipe("bf16", overrides("nvme", tmp_path))):
+        model = factory()
+    with closing(model):
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM .* has no adapters to save"):
+            save_lora(model, tmp_path / "saved")
+        adapted = add_lora(model, rank=2)
+        for each in (model, adapted):
+            with pytest.raises(StateError, match="has adapters already"):
+                add_lora(each, rank=2)
+
+
+def test_matrices_b_of_embeddings_are_among_those_that_learn_faster(tmp_path: Path) -> None:
+    factory, _ = models.build("llama", seed=24)
+    recipe, targets = training.recipe("fp32", overrides("nvme", tmp_path)), ["q_proj", "embed_tokens"]
+    with closing(built(factory, recipe, target_modules=targets)) as model:
+        groups = infinity.lora_groups(model, lr=1e-3, lr_ratio=16.0)
+        rates = {id(param): group["lr"] for group in groups for param in group["params"]}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                assert rates[id(param)] == (1.6e-2 if "_B" in name else 1e-3), name
 
 
 # --- runs ----------------------------------------------------------------------------------------

@@ -316,16 +316,30 @@ def test_a_tied_weight_that_would_become_two_is_refused(tmp_path: Path) -> None:
         MergedModel(tmp_path / "base", tmp_path / "adapters")
 
 
-def test_adapters_that_are_not_finite_publish_nothing(tmp_path: Path) -> None:
-    adapters_of(base_of(tmp_path / "base", "llama", "bf16"), tmp_path / "adapters", **ATTENTION)
+@pytest.mark.parametrize(
+    ("key", "where"),
+    [("layers.1.mlp.up_proj.lora_B.weight", r"layers\.1\.mlp\.up_proj"), ("lm_head.weight", "lm_head")],
+)
+def test_adapters_that_are_not_finite_publish_nothing(tmp_path: Path, key: str, where: str) -> None:
+    settings = ATTENTION | {"modules_to_save": ["lm_head"]}
+    adapters_of(base_of(tmp_path / "base", "llama", "bf16"), tmp_path / "adapters", **settings)
     file = tmp_path / "adapters" / "adapter_model.safetensors"
     values = load_file(file)
-    key = next(key for key in values if key.endswith("layers.1.mlp.up_proj.lora_B.weight"))
+    key = next(each for each in values if each.endswith(key))
     values[key][0, 0] = float("nan")
     save_file(values, file)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: a merged value is NaN"):
+    with pytest.raises(CheckpointError, match=rf"{where}\.weight: a merged value is NaN"):
         merge(tmp_path / "base", tmp_path / "adapters", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "base"]
+
+
+def test_a_base_whose_config_names_no_dtype_is_merged_in_that_of_its_weights(tmp_path: Path) -> None:
+    wanted = adapters_of(base_of(tmp_path / "base", "llama", "fp32"), tmp_path / "adapters", **ATTENTION)
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    assert config.pop("dtype") == "float32"
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    got = merge(tmp_path / "base", tmp_path / "adapters", tmp_path / "out")
+    assert_same(got, wanted, tmp_path / "out")
 
 
 def test_tokens_that_the_base_does_not_have_are_refused(tmp_path: Path) -> None:
