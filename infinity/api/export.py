@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from infinity.api.lora import gathered_adapters, write_adapters
@@ -40,7 +39,7 @@ from infinity.checkpoint.writer import (
     plan_files,
     writing,
 )
-from infinity.comm.ranks import Ranks, all_ranks_or_raise
+from infinity.comm.ranks import ALONE, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
@@ -160,9 +159,8 @@ def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = 
     if stored_as is not None:
         with Checkpoint(source) as kept:
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
-        alone = Ranks(0, 1, torch.device("cpu"))
         return export_stored(
-            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source, ranks=alone
+            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source, ranks=ALONE
         )
     adapter = (source / "adapter_config.json").is_file()
     needed = "adapter_model.safetensors" if adapter else "config.json"
