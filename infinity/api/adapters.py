@@ -224,6 +224,10 @@ class SavedAdapters:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = user_path(directory, "the directory of adapters")
+        if (of_run := self.path / "adapters" / CONFIG).is_file() and not (self.path / CONFIG).is_file():
+            raise CheckpointError(
+                f"{self.path} is the folder of a run, and holds no {CONFIG}; use its {of_run.parent}"
+            )
         self.entries = read_json_object(self.path / CONFIG)
         self.config = self._read_config()
         if not (self.path / VALUES).is_file():
@@ -313,9 +317,12 @@ class SavedAdapters:
         ]
         if wrong:
             base = self.entries.get("base_model_name_or_path")
+            why = "Their config names no base" if base is None else f"They are adapters of {shown(base)}"
+            what = "give that model, or other adapters" if base else "give the model that they are of"
+            if any(re.search(r"\.experts\.\d+\.", key) for key in self.tensors.keys() - wanted.keys()):
+                why, what = "They have a layer for each expert (--per-expert)", "give the packed form"
             raise CheckpointError(
-                f"{self.path / VALUES} does not fit {kind}: {listed(wrong, _MOST_NAMED)}. They are "
-                f"adapters of {shown(base)}: give that model, or other adapters"
+                f"{self.path / VALUES} does not fit {kind}: {listed(wrong, _MOST_NAMED)}. {why}: {what}"
             )
         return [(tensor, self.tensors[key]) for key, tensor in wanted.items()]
 

@@ -114,14 +114,16 @@ def _merge(model: Any, runtime: Runtime, out: Path, **how: Any) -> Requantized |
     with all_ranks_or_raise(ranks, f"merging adapters into {out}"):
         if not hasattr(model, "peft_config"):
             raise CheckpointError(f"{type(model).__name__} has no adapters to merge: export it without merge")
-        base, plain = Path(model.peft_config["default"].base_model_name_or_path or ""), model.get_base_model()
-        if not (base / "config.json").is_file():
+        named, plain = model.peft_config["default"].base_model_name_or_path, model.get_base_model()
+        base = Path(named or "")  # "" is the working directory, which may be a checkpoint of another model
+        if not named or not (base / "config.json").is_file():
+            found = f"{named} is no directory with config.json" if named else "the adapters name none"
             raise CheckpointError(
-                f"merge needs the checkpoint that the base was loaded from: {base} is no directory with "
-                "config.json. Load the base with infinity.from_pretrained, or save adapters alone (save_lora)"
+                f"merge needs the checkpoint that the base was loaded from: {found}. Load "
+                "the base with infinity.from_pretrained, or save adapters alone (save_lora)"
             )
     values = gathered_adapters(model)
-    with Publication(out.with_name(f"{out.name}.adapters"), ranks) as place:  # is never published
+    with Publication(out, ranks) as place:  # is never published
         with all_ranks_or_raise(ranks, f"writing adapters beside {out}"):
             if ranks.rank == 0:
                 write_adapters(model, values, place.path)

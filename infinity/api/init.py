@@ -214,8 +214,7 @@ def from_pretrained(
     init, given = Init(recipe), user_path(path, "path")
     source, lines = _source(given, stored_as, init.runtime, auto_class, config_overrides)
     model = _load(source, init, auto_class, config_overrides, values, frozen, lines).eval()
-    if source != given:
-        model.config.name_or_path = str(given)  # that of the base, where adapters are used
+    model.config.name_or_path = str(given.absolute())  # adapters name it, wherever they are used
     return model
 
 

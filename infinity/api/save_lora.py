@@ -7,8 +7,8 @@ Both say the same: projections in one parameter share ``lora_A``, and each has i
 """
 
 import contextlib
-import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,12 @@ from torch import Tensor
 from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
 from infinity.api.lora import gathered_adapters, wrap, write_adapters
 from infinity.api.saved import SavedTensor, saved_tensors
-from infinity.checkpoint.directory import FileTensor
+from infinity.checkpoint.directory import FileTensor, ReadableFile
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
 from infinity.checkpoint.writer import Publication, writing
 from infinity.core.errors import CheckpointError
-from infinity.core.files import open_regular, user_path
+from infinity.core.files import user_path
 from infinity.engine.runtime import runtime_of
 
 #: More tensors than a checkpoint has.
@@ -36,10 +36,11 @@ _MANY_TENSORS = 10**6
 def save_lora(model: Any, directory: str | Path, *, per_expert: bool = False) -> None:
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
-    ``README.md`` has the SHA-256 of each weight file of a base that is a directory. One unit of adapters is
-    gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or not at all.
-    With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM and SGLang
-    load them; a CheckpointError says that checkpoints of this kind of model have no such layers.
+    ``README.md`` has a digest of samples of each weight file of a base that is a directory. One unit of
+    adapters is gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or
+    not at all. With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM
+    and SGLang load them, and alphas of single layers are a factor of their values; a CheckpointError says
+    that checkpoints of this kind of model have no such layers.
     """
     from huggingface_hub import ModelCard
 
@@ -55,11 +56,11 @@ def save_lora(model: Any, directory: str | Path, *, per_expert: bool = False) ->
         base = model.peft_config["default"].base_model_name_or_path
         base = base or "the model that they were trained on"
         if Path(base).is_dir():
-            sums = card.data["base_model_sha256"] = {}
+            samples = card.data["base_model_samples"] = {}
             for path in sorted(Path(base).iterdir()):
                 if path.suffix in (".safetensors", ".bin"):
-                    with open(open_regular(path), "rb") as file:
-                        sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                    with contextlib.closing(ReadableFile(path)) as file:  # whole, it could take hours
+                        samples[path.name] = file.sample()
         card.text = _CARD.format(base=base, dtype=runtime.dtype)
         card.save(publication.path / "README.md")
         publication.publish()
@@ -68,8 +69,9 @@ def save_lora(model: Any, directory: str | Path, *, per_expert: bool = False) ->
 _CARD = """
 # Adapters of {base}
 
-They change that model and no other. Where it was a directory, the SHA-256 of each of its weight files stands
-under base_model_sha256 in the head of this file. With transformers and peft:
+They change that model and no other. Where it was a directory, base_model_samples in the head of this file has
+a digest of each of its weight files: BLAKE2b (16 bytes) of the file's size in decimal digits and of 64 evenly
+spaced blocks of 4096 bytes. With transformers and peft:
 
     base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
     model = PeftModel.from_pretrained(base, "the directory of this file")
@@ -120,7 +122,8 @@ def split_experts(folder: Path, config: Any) -> None:
         entries = dict(saved.entries)
         for name, module in layers.items():
             values |= _split(module, projections[name], stored)
-            _name_layers(entries, projections[name], module)
+        packed_in = {module: projections[name] for name, module in layers.items()}
+        _name_layers(entries, values, adapted, packed_in)
     with writing(f"writing to {folder}", folder):
         new = folder / f"{VALUES}.new"
         save_file(values, new, metadata={"format": "pt"})
@@ -181,17 +184,39 @@ def _projections(tensors: Sequence[SavedTensor], named: dict[str, Tensor]) -> di
     }
 
 
-def _name_layers(entries: dict[str, Any], projections: Sequence[Projection], module: Any) -> None:
-    """Let peft's config name the layers of ``projections`` in place of a packed parameter."""
+def _name_layers(
+    entries: dict[str, Any],
+    values: dict[str, Tensor],
+    adapted: Any,
+    layers: Mapping[Any, Sequence[Projection]],
+) -> None:
+    """Let peft's config name the layers of ``layers`` in place of packed parameters.
+
+    Patterns name packed parameters, and a server may read none: each other alpha becomes a factor of B.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    ranks, ends = dict[str, int](), set[str]()
+    for name, module in adapted.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        alpha, default = module.lora_alpha["default"], entries["lora_alpha"]
+        keys = [f"{name}.lora_B.weight", f"{name}.lora_embedding_B"]
+        numbered = [name.removeprefix("base_model.model.")]
+        if module in layers:
+            ends |= {each.layer.rpartition(".")[2] for each in layers[module]}
+            keys = [f"base_model.model.{each.layer}.lora_B.weight" for each in layers[module]]
+            # peft packs experts again in models that do, then their layers have no number
+            numbered = [re.sub(r"\.\d+(\.\w+)$", r"(\\.\\d+)?\1", each.layer) for each in layers[module]]
+        ranks |= dict.fromkeys(numbered, module.r["default"])
+        for key in keys if alpha != default else ():
+            if key in values:
+                values[key] = values[key] * (alpha / default)
     modules = entries.get("target_modules") or []
-    ends = {each.layer.rpartition(".")[2] for each in projections}
-    entries["target_modules"] = sorted({*modules, *ends} if isinstance(modules, list) else ends)
-    entries["target_parameters"] = None
-    name = module.parameter_name
-    for key, default, value in (
-        ("rank_pattern", "r", module.r["default"]),
-        ("alpha_pattern", "lora_alpha", module.lora_alpha["default"]),
-    ):
-        kept = {k: v for k, v in (entries.get(key) or {}).items() if not k.endswith(name)}
-        kept |= dict.fromkeys(ends, value) if value != entries[default] else {}
-        entries[key] = kept
+    every = {name.rpartition(".")[2] for name in ranks}
+    entries["target_modules"] = sorted({*modules, *ends} if isinstance(modules, list) else every)
+    entries["target_parameters"], entries["alpha_pattern"], entries["rank_pattern"] = None, {}, {}
+    for end in sorted(every):
+        alike = {name: rank for name, rank in ranks.items() if name.rpartition(".")[2] == end}
+        named = {end: max(alike.values())} if len(set(alike.values())) == 1 else alike
+        entries["rank_pattern"] |= {name: rank for name, rank in named.items() if rank != entries["r"]}

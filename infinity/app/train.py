@@ -17,7 +17,7 @@ from rich.console import Console
 
 import infinity
 from infinity.activations.controller import Activations
-from infinity.api.adapters import CONFIG
+from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.export import (
     ADAPTERS_FOLDER,
     MODEL_FOLDER,
@@ -51,6 +51,8 @@ from infinity.recipes.recipe import Recipe, TrainConfig
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
+#: The folder in which a run keeps the adapters of lora.adapter.
+_GIVEN = "given-adapters"
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
 
@@ -81,7 +83,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
         stack.enter_context(_explained(run))
         stack.callback(views.close)
-        model, optimizer = stack.enter_context(built(recipe, folder.name, views))
+        model, optimizer = stack.enter_context(built(_start(recipe, run), folder.name, views))
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
@@ -126,6 +128,8 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and not recipe.lora.active:
         check_room_for(model, folder)
+    if after < 0 and recipe.lora.adapter is not None:
+        _keep_adapters(Path(recipe.lora.adapter).expanduser(), folder / _GIVEN)
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
@@ -266,6 +270,22 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _keep_adapters(source: Path, folder: Path) -> None:
+    """Copy the adapters of lora.adapter, from which the run begins and whose config a resumed run reads."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that begins anew
+    folder.mkdir()
+    for name in (VALUES, CONFIG):
+        shutil.copyfile(source / name, folder / name)
+
+
+def _start(recipe: Recipe, run: runs.Run) -> Recipe:
+    """Return the recipe by which a model is built: a run that goes on reads the adapters that it kept."""
+    kept = run.folder / _GIVEN
+    if run.before is None or recipe.lora.adapter is None or not (kept / CONFIG).is_file():
+        return recipe
+    return replace(recipe, lora=replace(recipe.lora, adapter=str(kept)))
+
+
 @contextmanager
 def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
@@ -351,9 +371,10 @@ def publish_run(
     """
     folder, result = user_path(path, "RUN"), None
     if merge and (folder / CONFIG).is_file():
-        found = read_json_object(folder / CONFIG).get("base_model_name_or_path") if base is None else base
-        result = _merge(folder, user_path(found or "", "--base"), user_path(out, "OUT"), stored)
-        return f"{path} and its base {found}" + ("" if result is None else f" ({result})")
+        found = _base_of(folder, base)
+        if rank() == 0:
+            result = _merge(folder, found, user_path(out, "OUT"), stored)
+        return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
     if base is not None:
         raise CheckpointError(
             f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
@@ -362,16 +383,18 @@ def publish_run(
     stored_as = recipe.model.path if recipe is not None and stored else None
     if recipe is not None and (why := _why_plain(recipe, stored, merge)):
         raise CheckpointError(f"{folder} trained {why}")
-    what = f"the model of {path}"
+    alone, after = not merge and (folder / ADAPTERS_FOLDER).is_dir(), ""
     if runs.is_interrupted(folder):
         with _last_commit(folder) as (now, model, _, step):
             result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge)
-        what += f" after step {step}"
+        alone, after = not merge and now.lora.active, f" after step {step}"
     elif rank() == 0 and merge and recipe is not None:
-        adapters, trained_on = saved_folder(folder), Path(recipe.model.path or "")
+        adapters = saved_folder(folder)
+        trained_on = _base_of(adapters, recipe.model.path)
         result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
     elif rank() == 0:
         result = export_run(path, out, stored_as)
+    what = f"the {'adapters' if alone else 'model'} of {path}{after}"
     return what if result is None else f"{what} ({result})"
 
 
@@ -391,16 +414,22 @@ def publish_per_expert(path: str | Path, out: str | Path, *, base: str | Path | 
         return f"the adapters of {path} after step {step}"
     if rank() == 0:
         source = folder if trained is None else saved_folder(folder)
-        said = base or read_json_object(source / CONFIG).get("base_model_name_or_path") or ""
-        config = read_config(_base_of(source, user_path(said, "--base")))
+        config = read_config(_base_of(source, base))
         copy_saved(source, target, lambda copied: split_experts(copied, config))
     return f"the adapters of {path}"
 
 
-def _base_of(adapters: Path, base: Path) -> Path:
+def _base_of(adapters: Path, given: str | Path | None) -> Path:
+    """Return the directory of the base of ``adapters``, which is ``given`` or the one that they name."""
+    named = given or read_json_object(adapters / CONFIG).get("base_model_name_or_path")
+    if not named:
+        raise CheckpointError(f"{adapters}: the adapters name no base: give --base DIR")
+    base = user_path(str(named), "--base")
     if not (base / "config.json").is_file():
-        named = "not named" if base == Path() else f"{str(base)!r}, which is no directory with config.json"
-        raise CheckpointError(f"{adapters}: their base is {named}; name it with --base DIR")
+        raise CheckpointError(
+            f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
+            "--base DIR"
+        )
     return base
 
 
@@ -408,7 +437,6 @@ def _merge(
     adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
 ) -> Requantized | None:
     """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
-    _base_of(adapters, base)
     dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
     tokenizer = base if tokenizer_files(base) else None
     if recipe is not None:
@@ -458,7 +486,8 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         if ranks.rank == 0:
             stack.enter_context(runs.locked(folder))
         set_threads(recipe.train)
-        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), keep=True))
+        start = _start(recipe, found)
+        model, optimizer = stack.enter_context(built(start, folder.name, View(), keep=True))
         unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
         optimizer.follow(loop=unused, scheduler=unused)
         yield recipe, model, optimizer, infinity.resume(model, optimizer)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import infinity
 from infinity import CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.api.adapters import LoraConfig, SavedAdapters
+from infinity.app.train import publish_run
 from infinity.app.train import train as train_recipe
 from infinity.engine.runtime import runtime_of
 from tests.api.test_lora import ALPHA, RANK, built, closing, overrides, plain, train, train_plain
@@ -373,6 +374,30 @@ def test_a_run_with_every_setting_goes_on_to_the_bit_after_an_interruption(tmp_p
     assert all(torch.equal(value, parts[key]) for key, value in whole.items())
     assert sum("lora_magnitude_vector" in key for key in whole) == 14
     assert {"base_model.model.lm_head.weight"} < whole.keys()
+    with pytest.raises(CheckpointError, match=r"is the folder of a run.*use its .*whole/adapters"):
+        SavedAdapters(tmp_path / "runs" / "whole")
+
+
+def test_a_run_that_began_from_adapters_goes_on_when_these_are_gone(tmp_path: Path) -> None:
+    base_in(tmp_path / "base")
+
+    def further(name: str) -> infinity.Recipe:
+        given = [f"model.path={tmp_path}/base", "durability.every=1", "train.steps=3", f"run.name={name}"]
+        return run_recipe(tmp_path, *given, f"lora.adapter={tmp_path}/first", sizes=())
+
+    train_recipe(of_run(tmp_path, "run.name=before"))
+    (tmp_path / "runs" / "before" / "adapters").rename(tmp_path / "first")
+    train_recipe(further("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train_recipe(further("parts"))
+    (tmp_path / "first").rename(tmp_path / "elsewhere")
+    assert "the adapters of" in publish_run(tmp_path / "runs" / "parts", tmp_path / "exported")
+    train_recipe(further("parts"))
+    whole, parts = (adapters_in(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[key]) for key, value in whole.items())
 
 
 def test_the_layer_schedule_trains_what_steps_do_from_the_first_forward_on(tmp_path: Path) -> None:

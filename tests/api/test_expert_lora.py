@@ -525,8 +525,31 @@ def test_adapters_of_a_layer_for_each_expert_are_those_that_peft_loads_for_check
     assert configs[0] == configs[1]
     with small_units(), infinity.Init(recipe("fp32", streaming(tmp_path / "other"))):
         other = make(family)
-    with closing(other), pytest.raises(infinity.CheckpointError, match=r"does not fit .*ForCausalLM: "):
+    with (
+        closing(other),
+        pytest.raises(infinity.CheckpointError, match=r"a layer for each expert .*packed form"),
+    ):
         add_lora(other, adapter=tmp_path / "layers")
+
+
+def test_ranks_and_alphas_of_chosen_experts_are_kept_in_a_layer_for_each(tmp_path):
+    down, attention = r"layers\.0\.mlp\.experts\.down_proj", "q_proj"
+    make("Qwen3Moe").save_pretrained(tmp_path / "base")
+    with small_units():
+        model = infinity.from_pretrained(tmp_path / "base", recipe("fp32", streaming(tmp_path / "nvme")))
+        patterns = {"rank_pattern": {down: 4, attention: 2}, "alpha_pattern": {down: 64, attention: 8}}
+        model = add_lora(model.train(), rank=RANK, alpha=ALPHA, **patterns)
+    with closing(model):
+        trained(model, 2)
+        save_lora(model, tmp_path / "layers", per_expert=True)
+        model.eval()
+        with torch.no_grad():
+            logits = model(**batch(9)).logits
+    config = peft.PeftConfig.from_pretrained(str(tmp_path / "layers"))
+    assert not config.alpha_pattern  # servers do not read it
+    loaded = peft.PeftModel.from_pretrained(make("Qwen3Moe"), str(tmp_path / "layers")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch(9)).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_models_whose_checkpoints_pack_experts_have_no_layer_for_each_and_say_so(tmp_path):

@@ -148,7 +148,9 @@ def test_a_trained_model_is_exported_merged_as_peft_merges_its_saved_adapters(tm
     write_tokenizer(tmp_path / "base")
     with closing(trained(tmp_path / "run", tmp_path / "base", batch, dora=False)) as model:
         infinity.save_lora(model, tmp_path / "adapters")
+        (tmp_path / "out.adapters").write_text("of the user")
         infinity.export(model, tmp_path / "out", merge=True, tokenizer=tmp_path / "base")
+        (tmp_path / "out.adapters").unlink()
         with pytest.raises(CheckpointError, match="has adapters: export it with merge=True"):
             infinity.export(model, tmp_path / "other")
     wanted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapters")).merge_and_unload()
@@ -174,7 +176,7 @@ def test_two_ranks_write_the_merged_model_of_one(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), wanted, tmp_path / "out")
 
 
-def test_a_base_that_no_file_has_cannot_be_merged(tmp_path: Path) -> None:
+def test_a_base_that_no_file_has_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, _ = models.build("llama", seed=34)
     with small_units(), infinity.Init(training.recipe("bf16", overrides("nvme", tmp_path / "a"))):
         model = factory()
@@ -182,9 +184,10 @@ def test_a_base_that_no_file_has_cannot_be_merged(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="has no adapters to merge: export it without merge"):
             infinity.export(model, tmp_path / "out", merge=True)
         model = infinity.add_lora(model)
-        with pytest.raises(CheckpointError, match=r"merge needs the checkpoint.*infinity\.from_pretrained"):
+        base_of(tmp_path / "base", "llama", "bf16")
+        monkeypatch.chdir(tmp_path / "base")  # a checkpoint of this architecture, but not the base
+        with pytest.raises(CheckpointError, match=r"merge needs the checkpoint.*name none\. Load"):
             infinity.export(model, tmp_path / "out", merge=True)
-    base_of(tmp_path / "base", "llama", "bf16")
     with small_units():
         grown: Any = infinity.from_pretrained(
             tmp_path / "base", training.recipe("bf16", overrides("nvme", tmp_path / "b")), frozen=True
@@ -259,13 +262,13 @@ def test_a_run_s_adapters_are_merged_into_a_quantized_base_and_stored_in_its_for
 
 
 def test_a_directory_of_adapters_is_merged_without_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = adapters_of(base_of(tmp_path / "base", "llama", "bf16"), tmp_path / "adapters", **ATTENTION)
     command = ["export", str(tmp_path / "adapters"), str(tmp_path / "out"), "--merge"]
     assert main(command) == 0
     assert (
-        f"exported {tmp_path}/adapters and its base {tmp_path}/base to {tmp_path}/out"
+        f"exported {tmp_path}/adapters merged into {tmp_path}/base to {tmp_path}/out"
         in capsys.readouterr().out
     )
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), wanted, tmp_path / "out")
@@ -273,6 +276,15 @@ def test_a_directory_of_adapters_is_merged_without_a_run(
     shutil.move(tmp_path / "base", tmp_path / "moved")
     assert main(command) == 1
     assert "which is no directory with config.json; name it with --base DIR" in capsys.readouterr().err
+    config = tmp_path / "adapters" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    monkeypatch.chdir(tmp_path / "moved")  # a checkpoint, but nobody named it
+    assert main(command) == 1
+    assert "the adapters name no base: give --base DIR" in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # of two ranks rank 0 alone writes
+        patch.setattr("infinity.app.train.rank", lambda: 1)
+        assert main([*command, "--base", str(tmp_path / "moved")]) == 0
+    assert not (tmp_path / "out").exists()
     assert main([*command, "--base", str(tmp_path / "moved")]) == 0
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), wanted, tmp_path / "out")
 
