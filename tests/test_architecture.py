@@ -275,14 +275,14 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 523,
-    "activations": 2362,
-    "api": 3878,
+    "activations": 2370,
+    "api": 3881,
     "app": 1278,
     "checkpoint": 3877,
     "comm": 843,
     "core": 2196,
     "device": 1060,
-    "engine": 3018,
+    "engine": 3059,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,

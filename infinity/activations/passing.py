@@ -31,15 +31,15 @@ from infinity.core.plan import Place, SlotKey
 from infinity.core.process import uninterrupted
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing
 
-#: Of values that wait to be stored, as many bytes as so many micro-batches: then the training thread waits.
+#: The training thread waits while more bytes than those of this many micro-batches wait to be stored.
 _BACKLOG = 2
 
 
 class Passing:
     """Keeps or stores values between ``blocks``, each of which takes all ``slices`` before the next.
 
-    ``rooms`` is asked when the first block has returned its first value, and when a larger one comes. Called
-    by the training thread.
+    ``rooms`` is asked when the first block has returned its first value, and when a larger one comes: the
+    plan made then stays for later steps, also if their values are smaller. Called by the training thread.
     """
 
     plan: PassingPlan | None = None  # None: nothing has been returned yet
@@ -64,7 +64,7 @@ class Passing:
         if self.plan is None or nbytes > self.plan.nbytes:
             self.plan = plan_passing(self._blocks, self._slices, nbytes, self._rooms())
         for place in going:
-            leaves[place] = Passed(self, leaves[place], block, index)
+            leaves[place] = Passed(self, leaves[place], block, index, width=len(going))
         return tree_unflatten(leaves, spec)
 
     def _takes(self, leaf: Any, rows: int) -> bool:
@@ -124,10 +124,15 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Holds the gradients of a value between the blocks that took it and the one that returned it."""
+    """Holds the gradients of a value between the blocks that took it and the one that returned it.
 
-    def __init__(self, passing: Passing, key: SlotKey, place: Place, number: int) -> None:
-        self._passing, self._key, self._place, self._number = passing, key, place, number
+    Those that stay in device memory are added up as they come; of those that leave each waits by itself, one
+    for every block that took the value.
+    """
+
+    def __init__(self, passing: Passing, key: SlotKey, place: Place, number: int, width: int) -> None:
+        self._passing, self._key, self._place = passing, key, place
+        self._next = number - width
         self._pass = -1  # the backward pass that they are of: one that failed may have left some
         self._waiting: list[SlotHandle] = []
         passing.gradients[number] = self
@@ -136,6 +141,8 @@ class Gradients:
         running = torch._C._current_graph_task_id()
         if running != self._pass:
             self._pass, self._waiting = running, []
+        if self._waiting and self._place is Place.KEEP:
+            grad = self._passing.get(self._waiting.pop()) + grad
         self._waiting.append(self._passing.put(grad, self._key, self._place))
 
     def expect(self) -> int:
@@ -145,7 +152,7 @@ class Gradients:
     def take(self) -> Tensor:
         """Return the sum, in the order in which they came, as autograd adds; begin to load the next ones."""
         self._passing.cache.stats.on_demand += self.expect()
-        if (following := self._passing.gradients.get(self._number - 1)) is not None:
+        if (following := self._passing.gradients.get(self._next)) is not None:
             following.expect()
         waiting, self._waiting = self._waiting, []
         total = self._passing.get(waiting.pop(0))
@@ -157,15 +164,16 @@ class Gradients:
 class Passed:
     """Stands for what ``block`` returned for micro-batch ``index``; see [Note: tickets].
 
-    ``ticket`` is autograd's, ``()``.
+    ``ticket`` is autograd's, ``()``. A block returns ``width`` of them for each micro-batch, so that the next
+    micro-batch's is so many further.
     """
 
-    def __init__(self, passing: Passing, value: Tensor, block: int, index: int) -> None:
+    def __init__(self, passing: Passing, value: Tensor, block: int, index: int, width: int) -> None:
         plan, key = passing.plan, SlotKey(2 * block + 1, index)
         assert plan is not None
         self.shape, self.dtype, self.device = value.shape, value.dtype, value.device
-        self._passing, self._number = passing, next(passing.numbers)
-        self._gradients = Gradients(passing, key, plan.gradient(index), self._number)
+        self._passing, self._number, self._width = passing, next(passing.numbers), width
+        self._gradients = Gradients(passing, key, plan.gradient(index), self._number, width)
         self._value = passing.put(value, key, plan.value(block * plan.slices + index))
         if plan.is_held(index):
             passing.expect(self._value, last=False)
@@ -185,7 +193,7 @@ class Passed:
         """Return the value, and begin to load the one that is used next."""
         passing, backward = self._passing, torch._C._current_graph_task_id() != -1
         passing.cache.stats.on_demand += passing.expect(self._value, last=backward)
-        following = passing.values.get(self._number + (-1 if backward else 1))
+        following = passing.values.get(self._number + (-self._width if backward else self._width))
         if following is not None:
             passing.expect(following._value, last=backward)
         return passing.get(self._value)

@@ -392,6 +392,9 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
             scheduled(**batch).loss.backward()
             optimizer.step()
 
+    Give ``train.schedule=layer`` to ``Init``, too, if ``memory.device`` is set: activations are otherwise
+    planned as for the ordinary schedule, and what blocks return stays in device memory.
+
     Args:
         model: Built under ``Init``; its blocks are the largest ``nn.ModuleList``.
         micro_batches: Slices of each batch.

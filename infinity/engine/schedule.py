@@ -192,11 +192,17 @@ class Forward:
             )
         #: Outputs of modules in the order of their calls, each as one tree per slice.
         self.given: dict[nn.Module, list[Sequence[Any]]] = {}
+        #: What modules beside the blocks returned, and its versions: the tails take it as it was returned.
+        self._unwritten: list[tuple[nn.Module, Tensor, int]] = []
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = self.schedule.blocks.modules
         if module not in blocks:
             output = module(*args, **kwargs)
+            tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self._unwritten += [
+                (module, leaf, _version(leaf)) for leaf in tensors if type(leaf) is not Sliced
+            ]
         else:
             outputs = self._in_slices(module, args, kwargs)
             if module is blocks[-1]:
@@ -225,10 +231,12 @@ class Forward:
         skipped = len(blocks.modules) - 1 - sum(block in self.given for block in blocks.modules)
         if skipped:
             raise StateError(f"{blocks}: the last one ran, and {skipped} before it did not")
+        self._check_unwritten()
         losses = []
         for index, batch in enumerate(self._slices(self.batch)):
             leaves, spec = tree_flatten(outputs[index])
             losses.append(_recomputed(partial(self._tail, index, batch, spec), leaves, blocks.modules[-1]))
+            self._check_unwritten()
         raise Finished(torch.stack(losses))
 
     def _tail(self, index: int, batch: Any, spec: TreeSpec, *leaves: Any) -> Tensor:
@@ -254,6 +262,15 @@ class Forward:
             raise StateError(f"the loss of a slice is {_described(loss)}; wanted a scalar tensor")
         return loss
 
+    def _check_unwritten(self) -> None:
+        """Raise if the model wrote into what a tail, or backward's recomputation of a block, takes again."""
+        for module, leaf, version in self._unwritten:
+            if _version(leaf) != version:
+                raise StateError(
+                    f"what {type(module).__name__} returned is written in place, and is needed again. "
+                    "Let the model write into a copy, or use the ordinary schedule"
+                )
+
     def _slices(self, tree: Any) -> list[Any]:
         """Cut a tree into one per slice: tensors with all rows are cut, other values are in each."""
         leaves, spec = tree_flatten(tree)
@@ -261,8 +278,10 @@ class Forward:
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(self.slices)]
 
     def _parts(self, leaf: Tensor) -> Sequence[Any]:
-        if type(leaf) is Sliced and len(leaf.parts) == self.slices:
-            return leaf.parts
+        if type(leaf) is Sliced:
+            if len(leaf.parts) == self.slices and not leaf.is_written:
+                return leaf.parts
+            leaf = leaf.whole()
         return torch.split(leaf, self.rows // self.slices)
 
     def _joined(self, trees: Sequence[Any], block: nn.Module) -> Any:
@@ -301,6 +320,7 @@ class Sliced(Tensor):
 
     parts: Sequence[Any]
     _whole: Tensor | None
+    _version_read: int  # the version of _whole when it was joined
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> "Sliced":
@@ -321,6 +341,8 @@ class Sliced(Tensor):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":  # of a property, which func is bound to
             name = func.__self__.__name__
+        if name == "__set__":
+            raise StateError(_ASSIGNED)
         if name in METADATA and name != "__repr__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -332,13 +354,27 @@ class Sliced(Tensor):
         raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:
-        """Return the rows of all slices, joined when they are first asked for."""
+        """Return the rows of all slices, joined when they are first asked for.
+
+        They are a copy even of one part, since the model may write into them, and backward recomputes a block
+        from the parts.
+        """
         if self._whole is None:
             parts = [each.arrive(each.ticket) if isinstance(each, Passed) else each for each in self.parts]
-            self._whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._whole = torch.cat(parts)
+            self._version_read = _version(self._whole)
         return self._whole
 
+    @property
+    def is_written(self) -> bool:
+        """Return whether the model has written into the joined rows, so that the parts are out of date."""
+        return self._whole is not None and _version(self._whole) != self._version_read
 
+
+_ASSIGNED = (
+    "an attribute (.data, .grad, .requires_grad) of what a block returned for all micro-batches is assigned. "
+    "Let the model make a new tensor, or use the ordinary schedule"
+)
 _BYPASSED = (
     "what a block returned for all micro-batches came to a function that torch does not announce to it (a "
     "torch.autograd.Function, a compiled one). Use the ordinary schedule"
@@ -413,6 +449,11 @@ def _loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             "(labels=...), or give the schedule a function that computes the loss of one slice"
         )
     return loss  # type: ignore[no-any-return]
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of writes so far; tensors of inference mode do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _has(leaf: Any, rows: int) -> bool:

@@ -1,7 +1,7 @@
 """Promises of the layer schedule about what blocks return: it may leave memory, and no number changes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,74 @@ def test_a_model_that_reads_what_blocks_returned_gets_their_values_and_gradients
                 assert loss.item() == pytest.approx(ordinary(**given).loss.item(), rel=1e-6)
 
 
+class Between(Skipping):
+    """Blocks, after the first of which, or after the embedding, the model does ``write`` with what it got."""
+
+    def __init__(self, write: Callable[[Any], Any], after: str = "block") -> None:
+        torch.manual_seed(5)
+        super().__init__()
+        self.write, self.after = write, after
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.embedding(input_ids)
+        if self.after == "embedding":
+            self.write(hidden)
+        hidden = self.blocks[0](hidden)
+        if self.after == "block":
+            self.write(hidden)
+        hidden = self.blocks[2](self.blocks[1](hidden))
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+        return type("Output", (), {"loss": loss})()
+
+
+def _assign(hidden: Tensor) -> None:
+    hidden.data = hidden * 2
+
+
+WRITES = {
+    "mul": lambda hidden: hidden.mul_(2),
+    "rows": lambda hidden: hidden[:, 0].zero_(),
+    "item": lambda hidden: hidden.__setitem__((slice(None), 0), 0.0),
+    "view": lambda hidden: hidden.view(-1).add_(1),
+    "add": lambda hidden: hidden.__iadd__(1.0),
+    "relu": lambda hidden: nn.functional.relu(hidden, inplace=True),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_model_writes_in_place_between_blocks_counts(write: str, micro_batches: int) -> None:
+    given = whole(models.build("llama", seed=0)[1], 0, micro_batches)
+    plain, model = Between(WRITES[write]), Between(WRITES[write])
+    losses = []
+    for index in range(micro_batches):
+        part = {key: value.chunk(micro_batches)[index] for key, value in given.items()}
+        losses.append(plain(**part).loss)
+        (losses[-1] / micro_batches).backward()
+    scheduled = LayerSchedule(model, micro_batches)(**given)
+    scheduled.loss.backward()
+    torch.testing.assert_close(scheduled.losses, torch.stack(losses))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("write", "after", "error"),
+    [
+        (_assign, "block", "is assigned"),
+        (WRITES["mul"], "embedding", "what Embedding returned is written in place"),
+    ],
+)
+def test_writes_that_would_be_lost_are_errors(
+    write: Callable[[Any], Any], after: str, error: str, micro_batches: int
+) -> None:
+    model = Between(write, after)
+    model.embedding.requires_grad_(False)  # so that autograd does not see the write
+    with pytest.raises(StateError, match=error):
+        LayerSchedule(model, micro_batches)(**whole(models.build("llama", seed=0)[1], 0, micro_batches))
+
+
 # --- memory and bytes --------------------------------------------------------------------------------
 
 
@@ -198,6 +266,39 @@ def test_stored_values_give_their_room_back_when_backward_has_used_them(tmp_path
             optimizer.step()
             used.append(optimizer.runtime.storage.volume.peak_nbytes)
         assert used[1] == used[3]
+
+
+class Pair(nn.Module):
+    """A block that returns two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + torch.tanh(self.linear(rest)), rest + hidden
+
+
+class Pairs(Skipping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = rest = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden, rest = block(hidden, rest)
+        loss = nn.functional.cross_entropy(self.head(hidden + rest).flatten(0, 1).float(), labels.flatten())
+        return type("Output", (), {"loss": loss})()
+
+
+def test_all_values_that_a_block_returns_come_back_ahead_of_their_use(tmp_path: Path) -> None:
+    slices, batch = 8, models.build("llama", seed=0)[1]
+    with layered(tmp_path, "gpt", slices, OFFLOAD, factory=Pairs, dtype="fp32") as (scheduled, optimizer, _):
+        stats = optimizer.runtime.activations.cache.stats
+        scheduled(**whole(batch, 0, slices)).loss.backward()
+        optimizer.step()
+        assert 0 < stats.on_demand <= 2 * slices  # of 64 values and 64 gradients
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------
