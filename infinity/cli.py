@@ -359,8 +359,8 @@ def _plan(args: argparse.Namespace) -> None:
         if not args.best and (args.output, args.tokens_per_step) != (None, None):
             raise RecipeError("--output and --tokens-per-step are for --best")
         output = None if args.output is None else _new_file(args.output)
-        if output is not None and output.exists() and output.samefile(args.run):
-            raise RecipeError(f"--output {args.output}: that is the recipe itself, with its comments")
+        if output is not None and output.exists():
+            raise RecipeError(f"--output {args.output}: exists; remove it, or name another file")
         more = {"best": args.best, "tokens_per_step": args.tokens_per_step, "output": output}
         _show_recipe(args.run, args, budget=args.budget, **more)
         return

@@ -125,7 +125,7 @@ class LayerSchedule:
         everything else is every slice's. Caches of keys and values are left out. A ValueError says that rows
         are no multiple of ``micro_batches``, or cannot be told from tokens.
         """
-        self._check()
+        check_model(self._model, self.blocks)
         try:
             with self.calling(Forward(self, (args, kwargs)).call):
                 self.loss(*args, **kwargs)
@@ -152,20 +152,6 @@ class LayerSchedule:
             for parent, name, module in before:
                 parent._modules[name] = module
             self.caller = outer
-
-    def _check(self) -> None:
-        """Raise if the model recomputes its blocks itself, or collects a loss from inside them."""
-        owners = {*self.blocks.modules, *(parent for parent, _, _ in self._places)}
-        if any(getattr(module, "gradient_checkpointing", False) is True for module in owners):
-            raise StateError(
-                f"{type(self._model).__name__} has gradient_checkpointing on, and the layer schedule "
-                "recomputes blocks itself; turn it off"
-            )
-        if getattr(getattr(self._model, "config", None), "output_router_logits", False):
-            raise StateError(
-                "output_router_logits is on: that loss needs the routers of all blocks at once. Turn it off, "
-                "or use the ordinary schedule"
-            )
 
 
 class Finished(Exception):  # noqa: N818 (nothing went wrong)
@@ -399,6 +385,21 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["schedule"].caller(self.__dict__["module"], args, kwargs)
+
+
+def check_model(model: nn.Module, blocks: Blocks) -> None:
+    """Raise StateError if a model recomputes its blocks itself, or collects a loss from inside them."""
+    owners = {*blocks.modules, *(parent for parent, _, _ in _calls(model, set(blocks.modules)))}
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in owners):
+        raise StateError(
+            f"{type(model).__name__} has gradient_checkpointing on, and the layer schedule recomputes blocks "
+            "itself; turn it off"
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise StateError(
+            "output_router_logits is on: that loss needs the routers of all blocks at once. Turn it off, or "
+            "use the ordinary schedule"
+        )
 
 
 def _calls(parent: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:

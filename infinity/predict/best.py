@@ -17,9 +17,11 @@ the window come once for each pass, states once a step. A candidate that cannot 
 far is not played.
 """
 
+import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from infinity.core.config import SettingError
@@ -56,6 +58,8 @@ _SENTENCE = re.compile(r"\. (?=[A-Z])")
 _TILES = ("1GiB", "256MiB", "64MiB")
 #: Activations that are not recomputed are looked at if they could make a step faster by this share.
 _WORTH_A_RECORD = 0.05
+#: The most that train.batch_size and train.accumulate may be.
+_MOST = 10**6
 #: A candidate gets so many other budgets for its units.
 _BUDGETS = 2
 
@@ -79,16 +83,18 @@ class Best(NamedTuple):
 
 def find_best(
     recipe: Recipe, machine: Machine, ranks: int | None, fixed: Collection[str], *,
-    tokens: int | None = None, here: bool = False,
+    tokens: int | None = None, here: bool = False, say: Callable[[str], None] = lambda text: None,
 ) -> Best:  # fmt: skip
     """Return the fastest recipe for a machine that has the values of ``recipe`` for the keys ``fixed``.
 
     Args:
         tokens: Tokens of a step on all ranks; None: as many as ``recipe`` has.
         ranks: None: one for each device. ``here``: as for :func:`dry_run`.
+        say: Is told what is tried.
 
     Raises:
-        RecipeError: No number of sequences has as many tokens, or the fixed keys give another number.
+        RecipeError: No number of sequences has as many tokens, or they are too many, or the fixed keys give
+            another number.
         BudgetError: Nothing fits; names the part of the machine that would have to be larger.
         CheckpointError: As :func:`dry_run`.
     """
@@ -105,7 +111,7 @@ def find_best(
                 f"tokens (model.seq_len), {least} together; wanted a multiple of that, such as {near}"
             )
         sequences = tokens // least
-    return _Search(recipe, machine, ranks, frozenset(fixed) & FREE, sequences, here).run()
+    return _Search(recipe, machine, ranks, frozenset(fixed) & FREE, sequences, here, say).run()
 
 
 class _Tried(NamedTuple):
@@ -121,43 +127,55 @@ class _Search:
     """Tries candidates; see the module's notes."""
 
     def __init__(
-        self, recipe: Recipe, machine: Machine, ranks: int, fixed: frozenset[str], sequences: int, here: bool
-    ) -> None:
+        self, recipe: Recipe, machine: Machine, ranks: int, fixed: frozenset[str], sequences: int, here: bool,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.recipe, self.machine, self.ranks, self.here = recipe, machine, ranks, here
-        self.fixed, self.sequences = fixed, sequences
+        self.fixed, self.sequences, self.say = fixed, sequences, say
+        small = [size for size in range(1, min(math.isqrt(sequences), _MOST) + 1) if sequences % size == 0]
+        sizes = sorted({*small, *(sequences // size for size in small)})
+        self._divisors = [size for size in sizes if max(size, sequences // size) <= _MOST]
+        if not self._divisors:
+            raise RecipeError(
+                f"{sequences} sequences a rank and step cannot be divided into micro-batches: "
+                f"train.batch_size and train.accumulate are {_MOST} at most"
+            )
         self._models: dict[str, ModelWithoutValues] = {}  # by size of tiles
         self._tried: dict[str, _Tried] = {}
         self._fitting: list[DryRun] = []  # played ones
         if not self._splits():
             given = " and ".join(f"{key}={_value(recipe, key)}" for key in sorted(SPLIT & fixed))
             raise RecipeError(f"{given}: wanted values that give {sequences} sequences a rank and step")
-        self._recorded = self._splits()[0][0]
+
+    @property
+    def _recorded(self) -> int:
+        """Return the sequences of the micro-batch whose record others are scaled from."""
+        return self._splits()[0][0]
 
     def run(self) -> Best:
         as_written = self._try({})
         same = self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences
         if same and not as_written.lacks:
             self._offer({})  # what is not faster changes nothing
-        self._look({})
-        if not self._fitting and self.fixed:  # nothing fits as it is named
+        found, tried = self._look({}), 0
+        if found is None and self.fixed:  # nothing fits as it is named
+            tried = len(self._tried)
             self.fixed = frozenset()
-            self._look({})
-        while self._fitting:
-            found = self._verified()
-            if found is not None:
-                keys = self._changes(found.recipe)
-                return Best(found, _said(as_written), tuple(self._effects(keys, found)), len(self._tried))
-        raise BudgetError(self._what_to_buy())
+            self._tried.clear()  # they are scaled from another record
+            found = self._look({})
+        if found is None:
+            raise BudgetError(self._what_to_buy())
+        effects = tuple(self._effects(self._changes(found.recipe), found))
+        return Best(found, _said(as_written, found.tokens), effects, tried + len(self._tried))
 
     # --- candidates ---------------------------------------------------------------------------------
 
     def _splits(self) -> list[tuple[int, int]]:
         """Return sequences of a micro-batch with the number of micro-batches, the smallest first."""
         n, train = self.sequences, self.recipe.train
-        found = ((size, n // size) for size in range(1, n + 1) if n % size == 0)
         return [
             (size, count)
-            for size, count in found
+            for size, count in ((size, n // size) for size in self._divisors)
             if ("train.batch_size" not in self.fixed or size == train.batch_size)
             and ("train.accumulate" not in self.fixed or count == train.accumulate)
         ]
@@ -178,15 +196,20 @@ class _Search:
                 order["memory.device"] = self._most_of_device
             yield order
 
-    def _look(self, common: dict[str, int | str | None]) -> None:
-        """Try all orders, each with as many sequences in a micro-batch as fit; if none do, smaller things."""
+    def _look(self, common: dict[str, int | str | None]) -> DryRun | None:
+        """Try all orders, each with as many sequences in a micro-batch as fit; if none do, smaller things.
+
+        Returns the plan of the fastest, from its own record; None: nothing fits.
+        """
         for order in self._orders():
             if self._is_worth_it(order):
                 self._try_splits({**common, **order})
         if self._fitting:
             self._refine()
-        elif more := self._smaller(common):
-            self._look({**common, **more})
+        found = self._verified()
+        if found is None and (more := self._smaller(common)):
+            return self._look({**common, **more})
+        return found
 
     def _try_splits(self, keys: Keys) -> None:
         splits = self._splits()
@@ -238,24 +261,16 @@ class _Search:
             del changed["memory.activations"]  # that is what null stands for
         name = written(dict(sorted(changed.items())))
         if name not in self._tried:
-            self._tried[name] = self._planned(changed)
+            self.say(f"trying {name or 'the recipe as written'}")
+            self._tried[name] = _attempt(changed, partial(self._estimate, changed))
         return self._tried[name]
 
-    def _planned(self, keys: Keys) -> _Tried:
-        try:
-            recipe, _ = with_keys(self.recipe, self.machine, keys)
-            model = self._model(recipe)
-            memory, layered = recipe.memory, recipe.train.schedule == "layer"
-            by_plan = memory.activations is None and memory.device is not None and not layered
-            by_plan |= memory.activations in ("plan", "offload")  # from activations of their true size
-            planned = DryRun(model, recipe, self.machine, None if by_plan else self._recorded)
-        except BudgetError as error:
-            text = str(error)
-            of_device = text.find("memory.device") >= 0 and "memory.host" not in text.partition(";")[0]
-            return _Tried(keys, None, {DEVICE_MEMORY if of_device else HOST_MEMORY: 0}, text)
-        except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
-            return _Tried(keys, None, {"": 0}, str(error))
-        return _Tried(keys, planned, planned.lacks())
+    def _estimate(self, keys: Keys) -> DryRun:
+        recipe, _ = with_keys(self.recipe, self.machine, keys)
+        memory, layered = recipe.memory, recipe.train.schedule == "layer"
+        by_plan = memory.activations is None and memory.device is not None and not layered
+        by_plan |= memory.activations in ("plan", "offload")  # from activations of their true size
+        return DryRun(self._model(recipe), recipe, self.machine, None if by_plan else self._recorded)
 
     def _model(self, recipe: Recipe) -> ModelWithoutValues:
         tile = recipe.partition.tile
@@ -341,7 +356,7 @@ class _Search:
         try:
             layout = Layout(self._model(recipe), recipe, self.machine)
             least_nbytes = layout.divide().least
-        except (BudgetError, StateError):
+        except (BudgetError, StateError, SettingError):
             return False
         if layout.layered:  # most of what it keeps may leave
             return True
@@ -360,13 +375,21 @@ class _Search:
     # --- what was found -----------------------------------------------------------------------------
 
     def _verified(self) -> DryRun | None:
-        """Return the plan of the fastest candidate from a record of its own; None: it does not fit."""
-        estimate = self._fitting.pop(0)
-        try:
-            planned = dry_run(estimate.recipe, self.machine, None, estimate, here=self.here)
-        except BudgetError:
-            return None
-        return None if planned.lacks() else planned
+        """Return the plan of the fastest candidate that fits by a record of its own; None: none does."""
+        while True:
+            if not self._fitting:  # or those that a bound left out
+                fit = [each.planned for each in self._tried.values() if each.planned and not each.lacks]
+                self._fitting = sorted(fit, key=lambda each: each.cost.step_s)
+            if not self._fitting:
+                return None
+            estimate = self._fitting.pop(0)
+            name, keys = next((n, each.keys) for n, each in self._tried.items() if each.planned is estimate)
+            self.say(f"checking {name or 'the recipe as written'}")
+            again = partial(dry_run, estimate.recipe, self.machine, None, estimate, here=self.here)
+            tried = _attempt(keys, again)
+            if not tried.lacks:
+                return tried.planned
+            self._tried[name] = tried
 
     def _changes(self, recipe: Recipe) -> dict[str, int | str | None]:
         """Return what differs in ``recipe`` from what was written."""
@@ -384,9 +407,8 @@ class _Search:
             if not mine:
                 continue
             without = self._try({key: value for key, value in keys.items() if key not in mine})
-            said = _said(without)
-            if without.planned is not None and not without.lacks:
-                said = f"{without.planned.tokens_per_s / estimate.tokens_per_s - 1:+.0%} tokens/s"
+            than = estimate.tokens_per_s
+            said = _said(without, best.tokens, than)
             yield Effect(mine, {key: _value(self.recipe, key) for key in mine}, said)
 
     def _what_to_buy(self) -> str:
@@ -421,13 +443,31 @@ def _value(recipe: Recipe, key: str) -> int | str | None:
     return value
 
 
-def _said(tried: _Tried) -> str:
-    """Return what a candidate takes, or why it does not fit."""
+def _attempt(keys: Keys, plan: Callable[[], DryRun]) -> _Tried:
+    """Return what ``plan`` returns, or the error that there is none."""
+    try:
+        planned = plan()
+    except BudgetError as error:
+        text = str(error)
+        of_device = text.find("memory.device") >= 0 and "memory.host" not in text.partition(";")[0]
+        return _Tried(keys, None, {DEVICE_MEMORY if of_device else HOST_MEMORY: 0}, text)
+    except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
+        return _Tried(keys, None, {"": 0}, str(error))
+    return _Tried(keys, planned, planned.lacks())
+
+
+def _said(tried: _Tried, tokens: int, than: float | None = None) -> str:
+    """Return the tokens per second of a candidate, also as a share beyond ``than``; or why it does not fit.
+
+    A step of another number of tokens than ``tokens`` is said.
+    """
     if tried.planned is None:
-        return f"does not fit: {_SENTENCE.split(tried.error)[0]}"
+        return f"{'cannot run' if '' in tried.lacks else 'does not fit'}: {_SENTENCE.split(tried.error)[0]}"
+    at = "" if tried.planned.tokens == tokens else f" at {tried.planned.tokens:,} tokens a step"
     if tried.lacks:
-        return f"does not fit: lacks {', '.join(tried.planned.missing())}"
-    return f"{tried.planned.tokens_per_s:,.0f} tokens/s"
+        return f"does not fit: lacks {', '.join(tried.planned.missing())}{at}"
+    rate = tried.planned.tokens_per_s
+    return f"{rate:,.0f} tokens/s{at}" if than is None else f"{rate / than - 1:+.0%} tokens/s{at}"
 
 
 def least_s(run: DryRun, compute_s: float | None = None, passes: int | None = None) -> float:

@@ -49,7 +49,7 @@ def waiting(spans: Sequence[BlockSpan], plan: PassingPlan) -> Iterator[tuple[int
 
 
 def kept_of(plan: PassingPlan, block: int) -> int:
-    """Return how many micro-batches of what a block returned stay in device memory for backward."""
+    """Return for how many micro-batches a block's output stays in device memory until backward."""
     return sum(plan.value(block * plan.slices + index) is Place.KEEP for index in range(plan.slices))
 
 

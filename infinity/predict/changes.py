@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, StateError
 from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun
 from infinity.predict.machines import Machine
@@ -68,7 +69,7 @@ def with_keys(recipe: Recipe, machine: Machine, keys: Keys) -> tuple[Recipe, Mac
 def changed(planned: DryRun, keys: Keys) -> DryRun | None:
     try:
         return planned.changed(*with_keys(planned.recipe, planned.machine, keys))
-    except (BudgetError, StateError):  # or no blocks were found for a layer schedule
+    except (BudgetError, StateError, SettingError):  # no blocks for a layer schedule, a value out of bounds
         return None
 
 

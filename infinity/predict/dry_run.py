@@ -32,7 +32,7 @@ from infinity.device.machine import DTYPES
 from infinity.device.memory import Lease
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import EngineConfig, reduction_dtype
-from infinity.engine.schedule import Blocks
+from infinity.engine.schedule import Blocks, check_model
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing
@@ -80,7 +80,12 @@ class Layout:
             self.device_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
         #: Policy of activations.
         self.policy = memory.activations or ("keep" if memory.device is None else "plan")
+        beside = self.layered and machine.on_accelerator  # in host memory there is a place, too
+        if memory.activations == "offload" and not (memory.nvme or beside):
+            wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
+            raise SettingError("memory.activations", "offload", wanted)
         if self.layered:
+            check_model(model.module, Blocks.of(model.module))
             self.policy = "recompute"
         #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
         self.micro_batches = 1 if self.layered else recipe.train.accumulate
@@ -347,9 +352,6 @@ class DryRun(Layout):
     def _choose_plan(self) -> ActivationPlan:
         profile, hardware, budget = self.profile, self.channels(), self.budget
         if self.policy == "offload":
-            if not self.recipe.memory.nvme:
-                wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
-                raise SettingError("memory.activations", "offload", wanted)
             return simple_plan("offload", profile, hardware)
         if budget.device_nbytes is None:
             return make_plan(profile, hardware)

@@ -63,7 +63,11 @@ def show_recipe(
     if best:
         named = named_keys(path, overrides)
         fixed = named if tokens_per_step is None else named - SPLIT | named_keys(None, overrides)
-        found = find_best(recipe, machine, ranks, fixed, tokens=tokens_per_step, here=on is None)
+        with console.status("looking for the fastest recipe that fits") as status:
+            here = on is None
+            found = find_best(
+                recipe, machine, ranks, fixed, tokens=tokens_per_step, here=here, say=status.update
+            )
         planned = found.planned
         _show_best(found, console)
     else:
@@ -93,9 +97,14 @@ def _show_changes(planned: DryRun, console: Console) -> None:
 
 
 def _show_best(found: Best, console: Console) -> None:
-    rows = [(written(each.keys), written(each.was), each.without) for each in found.effects]
+    rows = []
+    for each in found.effects:  # a line for each key
+        to, was = (written(keys).replace(" ", "\n") for keys in (each.keys, each.was))
+        rows.append((to, was, each.without))
     if rows:
-        console.print(make_table(["changed to", "from", "without this change"], rows))
+        table = make_table(["changed to", "from", "without this change"], rows)
+        table.columns[-1].no_wrap = False  # keys stay whole on a narrow terminal
+        console.print(table)
     else:
         print_line(console, "nothing is changed: no candidate is faster than the recipe as written")
     print_line(

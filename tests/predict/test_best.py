@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from infinity.cli import main
-from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.config import SettingError
+from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.predict import best as module
 from infinity.predict.best import FREE, find_best, least_s
-from infinity.predict.changes import with_keys
+from infinity.predict.changes import changes, with_keys
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import show_recipe
@@ -144,10 +145,63 @@ def test_a_step_of_so_many_tokens_is_divided_and_one_that_cannot_be_is_an_error(
     recipe = given("train.batch_size=8", "train.accumulate=1")
     best = find_best(recipe, machine(), 1, set(), tokens=32 * 6)
     assert best.planned.tokens == 32 * 6
+    assert best.as_written.endswith("tokens/s at 256 tokens a step")
     with pytest.raises(RecipeError, match=r"whole sequences of 32 tokens .*such as 192"):
         find_best(recipe, machine(), 1, set(), tokens=32 * 6 + 1)
+    with pytest.raises(RecipeError, match=r"train.batch_size and train.accumulate are 1000000 at most"):
+        find_best(recipe, machine(), 1, set(), tokens=32 * 10**15)
     with pytest.raises(RecipeError, match=r"train.batch_size=8: wanted values that give 6 sequences"):
         find_best(recipe, machine(), 1, {"train.batch_size"}, tokens=32 * 6)
+
+
+def test_estimates_that_do_not_fit_by_their_own_record_are_followed_by_the_next_or_an_error_with_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, on = given("train.batch_size=1", "train.accumulate=4"), machine("hgx-h100")
+    whole, seen = module.dry_run, list[Recipe]()
+
+    def too_large(recipe: Recipe, *args: Any, **kwargs: Any) -> DryRun:
+        run = whole(recipe, *args, **kwargs)
+        seen.append(recipe)
+        if len(seen) != 2:
+            run.trace = replace(run.trace, peak_nbytes=2**40)
+        return run
+
+    monkeypatch.setattr(module, "dry_run", too_large)
+    best = find_best(recipe, on, 1, set())
+    assert best.planned.recipe == seen[1] != seen[0]
+    with pytest.raises(BudgetError, match=r"lacks .* of device memory: it fits with devices.memory=\d+GiB"):
+        find_best(recipe, on, 1, {"memory.versions"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["memory.activations=offload", "memory.nvme=[]"], "a directory in memory.nvme"),
+        (["model.path=routed"], "output_router_logits is on"),
+    ],
+)
+def test_a_plan_of_a_layer_schedule_is_refused_as_its_run_is(
+    overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+        architectures=["MixtralForCausalLM"],
+    ).save_pretrained("routed")  # fmt: skip
+    recipe = load_recipe(None, ["model.seq_len=32", "train.batch_size=1", "train.accumulate=2", *overrides])
+    layered = with_keys(recipe, machine(), {"train.schedule": "layer"})[0]
+    with pytest.raises((SettingError, StateError), match=words):
+        dry_run(layered, machine(), 1)
+    if recipe.model.path:
+        assert not find_best(recipe, machine(), 1, {"memory.nvme"}).planned.layered
+
+
+def test_the_largest_number_of_micro_batches_is_planned_and_no_larger_one_proposed() -> None:
+    run = dry_run(given("train.batch_size=1", "train.accumulate=1000000"), machine(), 1)
+    assert all(change.planned.recipe.train.accumulate <= 10**6 for change in changes(run))
 
 
 @pytest.fixture
@@ -184,14 +238,14 @@ def test_the_recipe_that_is_written_is_planned_as_said_and_trains(
     assert main(["train", "best.yaml"]) == 0
 
 
-def test_options_of_best_are_refused_without_it_and_the_recipe_itself_is_not_written_over(
+def test_options_of_best_are_refused_without_it_and_no_file_is_written_over(
     written: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = written("recipe.yaml")
     for more, words in {
         ("--output", "best.yaml"): "--output and --tokens-per-step are for --best",
         ("--tokens-per-step", "64"): "--output and --tokens-per-step are for --best",
-        ("--best", "--output", "recipe.yaml"): "that is the recipe itself",
+        ("--best", "--output", "recipe.yaml"): "exists; remove it",
         ("--best", "--output", "nowhere/best.yaml"): "in a folder that exists",
     }.items():
         assert main(["plan", "recipe.yaml", "--on", "vm-2core", *more]) == 1
