@@ -199,7 +199,8 @@ def _check_layers(layers: Sequence[str], config: Any, given: Any) -> None:
         for pattern in getattr(given, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
                 raise ValueError(f"{key} names {shown(pattern)}, but no layer with adapters is called so")
-    if isinstance(given.target_modules, str):  # peft itself raises where a pattern fits no layer
+    # Where a pattern fits no layer peft itself raises; what is excluded came from no user.
+    if isinstance(given.target_modules, str) or given.exclude_modules:
         return
     for name in sorted(set(given.target_modules or ()) & set(config.target_modules or ())):  # not converted
         if not any(f".{layer}".endswith(f".{name}") for layer in layers):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.directory import Stored
 from infinity.core.errors import RecipeError
+from infinity.partition.builder import routers
 
 _MATMULS = ("matmul", "mm", "bmm", "__matmul__")
 #: ``F.grouped_mm`` wants rows of a multiple of this.
@@ -242,8 +243,8 @@ def name_experts(config: Any, model: nn.Module) -> None:
         config.target_parameters = packed
         config.rank_pattern, config.alpha_pattern = patterns
         linear = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-        routers = [name for name, each in linear if type(each).forward is not nn.Linear.forward]
-        config.exclude_modules = sorted({name.rpartition(".")[2] for name in routers}) or None
+        special = {name for name, each in linear if type(each).forward is not nn.Linear.forward}
+        config.exclude_modules = sorted(special.union(name for name, _ in routers(model))) or None
 
 
 def check_parameters(config: Any, model: nn.Module) -> None:

@@ -42,7 +42,7 @@ from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import FilePlan, TensorSpec, plan_files
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.partition.builder import is_packed
+from infinity.partition.builder import is_packed, routers
 
 #: What is encoded, and how: to be changed when a form's tensors or rules change.
 _VERSION = b"1"
@@ -254,12 +254,8 @@ def _kept(model: Any) -> Iterator[nn.Parameter]:
     """Yield parameters of embeddings, of the head, and of linear layers that choose experts beside them."""
     for each in (model.get_input_embeddings(), model.get_output_embeddings()):
         yield from () if each is None else each.parameters()
-    for name, module in model.named_modules():
-        counts = {len(param) for param in module.parameters(recurse=False) if is_packed(module, param)}
-        block = model.get_submodule(name.rpartition(".")[0]) if counts else module
-        for each in block.modules() if counts else ():
-            if isinstance(each, nn.Linear) and each.out_features in counts:
-                yield from each.parameters()
+    for _, router in routers(model):
+        yield from router.parameters()
 
 
 def _fits(tensor: Stored, form: _Form) -> bool:

@@ -27,7 +27,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -148,6 +148,16 @@ def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
     known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")  # by transformers
     known = known or hasattr(module, "packs_experts")
     return known and param.ndim == 3 and len(param) == getattr(module, "num_experts", None)
+
+
+def routers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers that choose experts: those beside packed ones, with an output for each."""
+    for name, module in model.named_modules():
+        counts = {len(param) for param in module.parameters(recurse=False) if is_packed(module, param)}
+        block = name.rpartition(".")[0]
+        for inner, each in model.get_submodule(block).named_modules(prefix=block) if counts else ():
+            if isinstance(each, nn.Linear) and each.out_features in counts:
+                yield inner, each
 
 
 class _Joined(NamedTuple):

@@ -559,3 +559,15 @@ def test_models_whose_checkpoints_pack_experts_have_no_layer_for_each_and_say_so
     ):
         save_lora(model, tmp_path / "layers", per_expert=True)
     assert not (tmp_path / "layers").exists()
+
+
+def test_a_router_that_is_a_linear_layer_gets_no_adapters():
+    config = transformers.HunYuanMoEV1Config(
+        **TEXT | {"num_experts": 4, "moe_topk": 1, "head_dim": 8, "num_experts_per_tok": 1}
+    )
+    with small_units(), infinity.Init(recipe("fp32", [])):
+        model = transformers.HunYuanMoEV1ForCausalLM(config)
+    with closing(add_lora(model, rank=RANK)) as adapted:
+        plain = {name for name, each in adapted.named_modules() if type(each) is nn.Linear}
+        assert any(name.endswith("mlp.gate.wg") for name in plain)
+        assert any(name.endswith("q_proj.base_layer") for name in plain)
