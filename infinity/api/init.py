@@ -214,7 +214,8 @@ def from_pretrained(
     init, given = Init(recipe), user_path(path, "path")
     source, lines = _source(given, stored_as, init.runtime, auto_class, config_overrides)
     model = _load(source, init, auto_class, config_overrides, values, frozen, lines).eval()
-    model.config.name_or_path = str(given.absolute())  # adapters name it, wherever they are used
+    if hasattr(model.config, "name_or_path"):  # of transformers
+        model.config.name_or_path = str(given.absolute())  # adapters name it, wherever they are used
     return model
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -109,6 +109,9 @@ def _value_of(hint: Any, setting: Setting) -> st.SearchStrategy[str]:
         items = [_value_of(item, setting) for item in get_args(hint) if item is not Ellipsis]
         several = st.lists(items[0], max_size=3) if Ellipsis in get_args(hint) else st.tuples(*items)
         return several.map(lambda texts: f"[{', '.join(texts)}]")
+    if get_origin(hint) is Mapping:
+        names, values = (_value_of(each, setting) for each in get_args(hint))
+        return st.tuples(names, values).map(lambda item: f"{{{item[0]}: {item[1]}}}")
     if setting.path:
         return st.sampled_from(
             ["file", "nv", "nv/a", "link", "loop", "~/b", "none", "llama", "llama/config.json", "*"]
