@@ -230,14 +230,8 @@ class StepExecutor:
         self.prefetcher.hold_blocks(window_nbytes, tiles)
 
     def rooms_between_blocks(self) -> Rooms:
-        """Return the room for what blocks return in a layer schedule, while units have their budgets.
-
-        That is half of the free device memory, beside which a micro-batch has the rest; nothing leaves under
-        the policies keep and plan, and all under offload. In host memory half of what is free in its budget.
-        """
-        wanted, stores = self.tiers.storage.memory.activations, self.activations.cache.stores
-        if wanted == "keep" or self.activations.policy == "plan":
-            return Rooms(None)
+        """Return the room for what blocks return in a layer schedule, while units have their budgets."""
+        stores, policy = self.activations.cache.stores, self.tiers.storage.memory.activations
         device, host_pool = self.ranks.device, self.tiers.storage.host_pool
         pools = list[Pool](self.device_pools)
         if self.ranks.on_accelerator:
@@ -245,12 +239,10 @@ class StepExecutor:
         else:
             free, pools = free_host_nbytes(), [*pools, host_pool]
         free -= sum(pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes for pool in pools)
-        host = 0
-        if Place.HOST in stores:
-            storage = self.tiers.storage
-            chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
-            host = max(0, host_pool.capacity_nbytes - host_pool.peak_nbytes - chunks) // 2
-        return Rooms(0 if wanted == "offload" else max(0, free) // 2, host, Place.NVME in stores)
+        host = host_pool.capacity_nbytes - host_pool.peak_nbytes if Place.HOST in stores else 0
+        if self.activations.policy == "plan":
+            policy = "plan"
+        return Rooms.within(policy, free, host, nvme=Place.NVME in stores)
 
     def _begin_forward(self) -> None:
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate

@@ -418,10 +418,8 @@ class DryRun(Layout):
         )  # fmt: skip
 
     def _rooms_between_blocks(self) -> Rooms:
-        """Return the room for what blocks return, as the runtime's executor does."""
+        """Return the room for what blocks return, from budgets; the runtime asks what is free."""
         memory, storage, host = self.recipe.memory, self.storage, self.budget.host
-        if memory.activations in ("keep", "plan"):
-            return Rooms(None)
         device, free = self.device_nbytes - self.budget.division.total, 0
         if host is None:
             device -= self.host_nbytes
@@ -429,8 +427,7 @@ class DryRun(Layout):
             chunks = STAGED_CHUNKS * storage.chunk_nbytes if memory.nvme else 0
             residents = sum(unit.resident_nbytes for unit in self.placed if not unit.on_nvme)
             free = self.host_nbytes - host.gradients - host.weights - host.staging - residents - chunks
-        device = 0 if memory.activations == "offload" else max(0, device) // 2
-        return Rooms(device, max(0, free) // 2, bool(memory.nvme))
+        return Rooms.within(memory.activations, device, free, nvme=bool(memory.nvme))
 
     def _auto_logits(self) -> Mode | None:
         """Return how memory lets logits be computed; None: the recipe says it, or there is no head."""
