@@ -241,7 +241,8 @@ class Job:
 
     way: str  # what the row says
     source: str
-    tokens: int  # of a micro-batch, which is one sequence
+    tokens: int  # of a sequence
+    sequences: int  # of a step
     micro_batches: int
     layer_by_layer: bool
     warmup: int
@@ -279,14 +280,14 @@ def train(job: Job) -> dict[str, Any]:
     files, results = sorted(Path(job.source).glob("*.safetensors")), []
     for step in range(job.warmup + job.steps):
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(job.vocabulary, (job.micro_batches, job.tokens), generator=generator)
+        ids = torch.randint(job.vocabulary, (job.sequences, job.tokens), generator=generator)
         before = engine.nbytes_read, reading.seconds, decoding_s[0]
         began = time.perf_counter()
         if schedule is not None:
             loss = schedule(input_ids=ids, labels=ids).loss
             loss.backward()
         else:
-            for number, rows in enumerate(ids.split(1), start=1):
+            for number, rows in enumerate(ids.chunk(job.micro_batches), start=1):
                 last = number == job.micro_batches
                 with contextlib.nullcontext() if last else infinity.no_sync(model):
                     loss = model(input_ids=rows, labels=rows).loss / job.micro_batches
@@ -318,17 +319,21 @@ def train(job: Job) -> dict[str, Any]:
 class Way:
     """A row of the table."""
 
-    tokens: int  # of a micro-batch
+    tokens: int  # of a sequence
     micro_batches: int
     layer_by_layer: bool
-    device: str  # memory.device; layer by layer it holds a block's experts
+    device: str  # memory.device
+    sequences: int = 1  # of a micro-batch
 
 
 WAYS = {
     "few tokens": Way(8, 1, False, "1.5GiB"),
     "more tokens": Way(64, 1, False, "2GiB"),
-    "layer by layer": Way(16, 4, True, "2.5GiB"),
+    "layer by layer": Way(64, 16, True, "1.5GiB"),
+    "in one": Way(64, 1, True, "1.5GiB", sequences=16),
 }
+#: What reads at most so many times the bytes of the other, whose tokens are the same.
+SAME_TOKENS, MOST_TIMES = ("layer by layer", "in one"), 1.05
 COLUMNS = [
     *("run", "tokens", "M", "step s", "read GB", "reading s", "reading GB/s", "step GB/s", "fio GB/s"),
     *("/ fio", "step / fio", "wait read s", "wait decode s", "decoding s", "tiles", "peak RSS GiB"),
@@ -352,6 +357,7 @@ class Bench:
                 way=way,
                 source=str(source),
                 tokens=WAYS[way].tokens,
+                sequences=WAYS[way].sequences * WAYS[way].micro_batches,
                 micro_batches=WAYS[way].micro_batches,
                 layer_by_layer=WAYS[way].layer_by_layer,
                 warmup=self.options.warmup,
@@ -391,7 +397,8 @@ class Bench:
     def rows(self) -> list[list[str]]:
         rows = []
         for way, result in self.results.items():
-            tokens, micro_batches = WAYS[way].tokens, WAYS[way].micro_batches
+            micro_batches = WAYS[way].micro_batches
+            tokens = WAYS[way].tokens * WAYS[way].sequences
             step_s, read, reading_s = (self.median(way, key) for key in ("step_s", "read", "reading_s"))
             has_fio = result["steps"][0]["fio_per_s"] is not None
             last = result["steps"][-1]
@@ -423,6 +430,10 @@ class Bench:
                 Claim(f"{way}: bytes read / checkpoint", passes, 2.0, "x", holds=passes <= 2.0),
                 Claim(f"{way}: tiles of experts read / there", used, 1.0, "x", holds=used <= 1.0),
             ]
+            if way == SAME_TOKENS[0] and SAME_TOKENS[1] in self.results:
+                times = self.median(way, "read") / self.median(SAME_TOKENS[1], "read")
+                text = f"{way}: bytes read / of one micro-batch of as many tokens"
+                most.append(Claim(text, times, MOST_TIMES, "x", holds=times <= MOST_TIMES))
             if last["fio_per_s"] is None:
                 continue
             for text, key in (("while reading", "reading_s"), ("over the step", "step_s")):

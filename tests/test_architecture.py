@@ -282,7 +282,7 @@ ROOM_BUDGETS = {
     "comm": 843,
     "core": 2196,
     "device": 1060,
-    "engine": 3052,
+    "engine": 3312,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,

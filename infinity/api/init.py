@@ -385,8 +385,8 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
-    All micro-batches of a step go through a block before the next block is read; tiles of a parameter that
-    is too large to be gathered whole are read for each micro-batch, unless they stay in memory::
+    All micro-batches of a step go through a block before the next block is read. Packed experts run once for
+    all of them; tiles of other parameters are read for each micro-batch, unless they stay in memory::
 
         scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
         for batch in loader:  # of 8 micro-batches, row after row

@@ -1,10 +1,11 @@
 """Runs all micro-batches through a block before the next, so that a step reads every weight only twice.
 
-[Note: stand-ins]
+[Note: slices]
 The whole step's batch goes through the model's own forward once, with stand-ins in the places of the modules
 that it calls. A block's stand-in runs the block on one slice of the batch after another, each under
 ``torch.utils.checkpoint``: only the block's inputs are kept, or stored. Autograd runs the newest nodes first,
-so backward, too, finishes all slices of a block before the block below.
+so backward, too, finishes all slices of a block before the block below. A block with experts takes all slices
+together, under one checkpoint (:mod:`infinity.engine.expert_blocks`).
 
 [Note: the tail]
 What follows the last block (norm, head, loss) must never see the whole batch, since nothing is as large as
@@ -24,8 +25,7 @@ reduce once in a step; and beside the budgets there is memory for the gradients 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,13 +37,13 @@ from torch.utils.checkpoint import checkpoint
 from infinity.activations.passing import Passed, Passing
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.core.errors import StateError
+from infinity.engine.expert_blocks import Arguments, ExpertBlock
+from infinity.engine.stand_ins import Calls, called, written
 from infinity.partition.tiles import METADATA
 from infinity.partition.unit import UnitIndex
 from infinity.planner.passing import Rooms
 
 Loss = Callable[..., Tensor]
-#: Decides what a call of a module, with these arguments, does while the schedule runs.
-Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Losses(NamedTuple):
@@ -111,12 +111,9 @@ class LayerSchedule:
             cache = TensorCache(next(model.parameters()).device, {}, lambda wait: wait())
         self.passing = Passing(cache, len(self.blocks.modules), micro_batches, rooms)
         self.loss = loss or partial(_loss_of, model)
-        #: Where stand-ins take the places of modules, as ``parent._modules[name]``.
-        self._places = [
-            (parent, name, StandIn(module, self))
-            for parent, name, module in _calls(model, set(self.blocks.modules))
-        ]
-        self.caller: Caller | None = None
+        self.calls = Calls(model, set(self.blocks.modules))
+        #: Blocks with experts, which take all slices together.
+        self.expert_blocks = {block: run for block in self.blocks.modules if (run := ExpertBlock.of(block))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Losses:
         """The losses of a batch, ``micro_batches`` slices of equal size.
@@ -127,7 +124,7 @@ class LayerSchedule:
         """
         check_model(self._model, self.blocks)
         try:
-            with self.calling(Forward(self, (args, kwargs)).call):
+            with self.calls.handed_to(Forward(self, (args, kwargs)).call):
                 self.loss(*args, **kwargs)
         except Finished as finished:
             return Losses(finished.losses.mean(), finished.losses)
@@ -138,20 +135,6 @@ class LayerSchedule:
 
     def __repr__(self) -> str:
         return f"LayerSchedule({self.micro_batches} micro-batches through each of {self.blocks})"
-
-    @contextmanager
-    def calling(self, caller: Caller) -> Iterator[None]:
-        """Let ``caller`` decide, inside this context, what a call of the model's modules does."""
-        before = [(parent, name, parent._modules[name]) for parent, name, _ in self._places]
-        outer, self.caller = self.caller, caller
-        try:
-            for parent, name, stand_in in self._places:
-                parent._modules[name] = stand_in
-            yield
-        finally:
-            for parent, name, module in before:
-                parent._modules[name] = module
-            self.caller = outer
 
 
 class Finished(Exception):  # noqa: N818 (nothing went wrong)
@@ -186,9 +169,7 @@ class Forward:
         if module not in blocks:
             output = module(*args, **kwargs)
             tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-            self._unwritten += [
-                (module, leaf, _version(leaf)) for leaf in tensors if type(leaf) is not Sliced
-            ]
+            self._unwritten += [(module, leaf, written(leaf)) for leaf in tensors if type(leaf) is not Sliced]
         else:
             outputs = self._in_slices(module, args, kwargs)
             if module is blocks[-1]:
@@ -202,13 +183,17 @@ class Forward:
             kwargs = {**kwargs, "use_cache": False}
         self._check((args, kwargs), block)
         passing, number = self.schedule.passing, self.schedule.blocks.modules.index(block)
-        outputs = []
-        for index, part in enumerate(self._slices((args, kwargs))):
-            leaves, spec = tree_flatten(part)
+        run = self.schedule.expert_blocks.get(block) or partial(_run, block)
+        together = self.slices if block in self.schedule.expert_blocks else 1
+        parts, outputs = self._slices((args, kwargs)), list[Any]()
+        for first in range(0, self.slices, together):
+            leaves, spec = tree_flatten(parts[first : first + together])
             leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]  # a cache
-            output = _recomputed(partial(_call, block, spec), leaves, block)
-            outputs.append(passing.depart(output, self.rows // self.slices, number, index))
-            del output, leaves, part  # of what departed nothing may be held
+            returned = _recomputed(partial(_call, run, spec), leaves, block)
+            returned.reverse()
+            while returned:  # of what departed nothing may be held
+                departed = passing.depart(returned.pop(), self.rows // self.slices, number, len(outputs))
+                outputs.append(departed)
         return outputs
 
     def _end(self, outputs: list[Any]) -> NoReturn:
@@ -242,7 +227,7 @@ class Forward:
             return tree_map_only(Passed, lambda each: Sliced.of([each]), outputs[turn][index])
 
         args, kwargs = batch
-        with self.schedule.calling(call):
+        with self.schedule.calls.handed_to(call):
             loss = self.schedule.loss(*args, **kwargs)
         if not isinstance(loss, Tensor) or loss.dim():
             raise StateError(f"the loss of a slice is {_described(loss)}; wanted a scalar tensor")
@@ -251,7 +236,7 @@ class Forward:
     def _check_unwritten(self) -> None:
         """Raise if the model wrote into what a tail, or backward's recomputation of a block, takes again."""
         for module, leaf, version in self._unwritten:
-            if _version(leaf) != version:
+            if written(leaf) != version:
                 raise StateError(
                     f"what {type(module).__name__} returned is written in place, and is needed again. "
                     "Let the model write into a copy, or use the ordinary schedule"
@@ -348,13 +333,13 @@ class Sliced(Tensor):
         if self._whole is None:
             parts = [each.arrive(each.ticket) if isinstance(each, Passed) else each for each in self.parts]
             self._whole = torch.cat(parts)
-            self._version_read = _version(self._whole)
+            self._version_read = written(self._whole)
         return self._whole
 
     @property
     def is_written(self) -> bool:
         """Return whether the model has written into the joined rows, so that the parts are out of date."""
-        return self._whole is not None and _version(self._whole) != self._version_read
+        return self._whole is not None and written(self._whole) != self._version_read
 
 
 _ASSIGNED = (
@@ -371,25 +356,9 @@ def _refuse_gradient(grad: Tensor) -> None:
     raise StateError(_BYPASSED)  # it would be lost: parts have gradients, in their blocks
 
 
-class StandIn(nn.Module):
-    """Stands in for a module: calls go to the schedule's caller, all else to the module."""
-
-    def __init__(self, module: nn.Module, schedule: LayerSchedule) -> None:
-        super().__init__()
-        # not registered: the module keeps its place in the model
-        self.__dict__.update(module=module, schedule=schedule)
-        del self.__dict__["training"]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["schedule"].caller(self.__dict__["module"], args, kwargs)
-
-
 def check_model(model: nn.Module, blocks: Blocks) -> None:
     """Raise StateError if a model recomputes its blocks itself, or collects a loss from inside them."""
-    owners = {*blocks.modules, *(parent for parent, _, _ in _calls(model, set(blocks.modules)))}
+    owners = {*blocks.modules, *(parent for parent, _, _ in called(model, set(blocks.modules)))}
     if any(getattr(module, "gradient_checkpointing", False) is True for module in owners):
         raise StateError(
             f"{type(model).__name__} has gradient_checkpointing on, and the layer schedule recomputes blocks "
@@ -402,21 +371,12 @@ def check_model(model: nn.Module, blocks: Blocks) -> None:
         )
 
 
-def _calls(parent: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield the modules that the model itself calls: the blocks, and all beside them."""
-    for name, module in parent._modules.items():
-        if module is None:
-            continue
-        around = module not in blocks and not blocks.isdisjoint(module.modules())
-        if around or isinstance(module, nn.ModuleList | nn.ModuleDict):  # those are never called themselves
-            yield from _calls(module, blocks)
-        else:
-            yield parent, name, module
+def _run(block: nn.Module, given: Sequence[Arguments]) -> list[Any]:
+    return [block(*args, **kwargs) for args, kwargs in given]
 
 
-def _call(block: nn.Module, spec: TreeSpec, *leaves: Any) -> Any:
-    args, kwargs = tree_unflatten(leaves, spec)
-    return block(*args, **kwargs)
+def _call(run: Callable[[Sequence[Arguments]], Any], spec: TreeSpec, *leaves: Any) -> Any:
+    return run(tree_unflatten(leaves, spec))
 
 
 def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.Module) -> Any:
@@ -424,8 +384,8 @@ def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.M
     passed = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Passed)}
 
     def call(*leaves: Any) -> Any:
-        given = list(leaves)
-        for place, each in passed.items():
+        given, backward = list(leaves), torch._C._current_graph_task_id() != -1
+        for place, each in sorted(passed.items(), reverse=backward):  # each brings in what comes after it
             given[place] = each.arrive(leaves[place])
         versions = {place: given[place]._version for place in passed}
         output = function(*given)
@@ -450,11 +410,6 @@ def _loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             "(labels=...), or give the schedule a function that computes the loss of one slice"
         )
     return loss  # type: ignore[no-any-return]
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of writes so far; tensors of inference mode do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _has(leaf: Any, rows: int) -> bool:

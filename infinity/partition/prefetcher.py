@@ -31,7 +31,7 @@ unit is released waits for the last tile, or for the next use of a planned unit.
 
 A tile in a stored form is two items, the second made of the first: stored bytes come as far ahead as memory
 has room, full values for this use and the next few. Where micro-batches go through a block together, its
-tiles are decoded once, if memory holds all of them so.
+tiles are decoded once in backward, if memory holds all of them so.
 """
 
 from bisect import bisect_left
@@ -202,8 +202,8 @@ class TileRoom:
 
     def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
         self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
-        self.keeps_decoded = False  # from one micro-batch to the next
-        self.together_nbytes = 0  # of tiles that several micro-batches use one after another
+        self.keeps_decoded = False  # from one use in a block to the next
+        self.together_nbytes = 0  # of tiles that a block uses when it is recomputed, and again in backward
         self.decoded: dict[int, int] = {}  # bytes of full buffers, present, that were made of stored bytes
         self.items = {tile: Stored(tile) for tile in stored}
         #: The largest full buffer that stored bytes are decoded into; 0: there are none.

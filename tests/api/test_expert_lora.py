@@ -255,11 +255,11 @@ def test_two_ranks_train_the_adapters_of_one_in_tiles_or_whole(tmp_path, family)
     assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("tile", ["partition.tile=never", TILED["bf16"]])
+@pytest.mark.parametrize("tile", ["partition.tile=never", TILED["fp32"]])
 def test_micro_batches_in_the_layer_schedule_train_the_adapters_of_the_step_schedule(tmp_path, tile):
     found = []
     for schedule in ("step", "layer"):
-        model = built("Qwen3Moe", streaming(tmp_path, tile, "memory.activations=keep"), "bf16")
+        model = built("Qwen3Moe", streaming(tmp_path, tile, "memory.activations=keep"))
         with closing(model):
             optimizer = optimizer_for(model, Rule(max_grad_norm=None))
             runs: Any = infinity.layer_schedule(model, micro_batches=2) if schedule == "layer" else model
@@ -274,7 +274,7 @@ def test_micro_batches_in_the_layer_schedule_train_the_adapters_of_the_step_sche
                 optimizer.step()
             found.append(infinity.state_dict(model))
     for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=2e-2, atol=2e-3, msg=name)
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 # --- going on --------------------------------------------------------------------------------------
