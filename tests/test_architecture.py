@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2597,
     "planner": 2303,
-    "predict": 4066,
+    "predict": 4105,
     "recipes": 1995,
     "shards": 3896,
 }

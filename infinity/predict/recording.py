@@ -12,16 +12,22 @@ last block, so do the gradients of what it returned, then those of what it was g
 device memory a plan says (:mod:`infinity.planner.passing`). What is inside a block exists for one. Only
 one micro-batch is recorded, and a block is taken to return as many bytes as the next one is given. What all
 blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
+
+Experts run once for all micro-batches (:mod:`infinity.engine.expert_blocks`). So what exists while they run,
+or between them and the block's end, exists for all; in backward, too, from where they are recomputed. They
+are known by their grouped products.
 """
 
 import gc
 import itertools
 import math
 import sys
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -158,7 +164,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         lives = self._recorded.storages.lives
         spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
         if passing is not None:
-            spans += [*self._kept(passing), *waiting(self.block_spans, passing)]
+            spans += [*self._kept(passing), *waiting(self.block_spans, passing), *self._together(passing)]
         changes = [(born, nbytes) for born, _, nbytes in spans]
         changes += [(died, -nbytes) for _, died, nbytes in spans if died is not None]
         return max(itertools.accumulate((nbytes for _, nbytes in sorted(changes)), initial=0))
@@ -200,6 +206,38 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
                     life.born, None if life.died is None else max(life.died, spans[-1].backward),
                     number * life.nbytes,
                 )  # fmt: skip
+
+    def _together(self, passing: PassingPlan) -> Iterator[tuple[int, int, int]]:
+        """Yield begin, end and bytes of what blocks with experts have of all micro-batches but one."""
+        others, held = passing.slices - 1, min(passing.slices - 1, passing.held)
+        grouped = [at for at, call in enumerate(self._recorded.calls) if "grouped_mm" in call.name]
+        stretches: list[tuple[int, int, int, int]] = []  # a block's, and in it that of its experts
+        for number, span in enumerate(self.block_spans):
+            kept = min(others, kept_of(passing, number - 1)) if number else others
+            for begin, end, backward in ((span.begin, span.end, False), (span.backward, span.done, True)):
+                products = grouped[bisect_left(grouped, begin) : bisect_left(grouped, end)]
+                if products:
+                    stretches.append((begin, end, products[0], products[-1] if backward else end))
+                    # What waits elsewhere comes to the block.
+                    yield begin, end, (others - (kept if backward else max(kept, held))) * span.given
+                    yield begin, end, (others - held) * span.returned * backward
+        stretches.sort()
+        gradients = {(at, segment.numel * unit.dtype.itemsize) for at, unit, segment in self._received}
+        for life in self._recorded.storages.lives:
+            place = bisect_right(stretches, life.born, key=itemgetter(0)) - 1
+            if life.died is None or life.kind not in _OWN or place < 0:
+                continue
+            _, end, first, last = stretches[place]
+            is_there = first < life.died <= end and life.born <= last
+            if is_there and (life.died, life.nbytes) not in gradients:
+                yield life.born, life.died, others * life.nbytes
+
+    @property
+    def _received(self) -> Iterator[tuple[int, Unit, Segment]]:
+        """Yield the gradients that the runtime gets: operators before, unit and segment."""
+        for at, part, method, args, _ in self.calls:
+            if (part, method) == ("gradients", "receive"):
+                yield at, *args
 
     def again_flops(self) -> float:
         """Return the flops of forwards that run again."""

@@ -337,7 +337,7 @@ def layered(recipe: Recipe) -> Layered:
         (["model.n_layers=4"],),
         [
             ["model.n_layers=4"], ["llama"], ["llama", "data.packing=true"], ["llama", "lora.rank=2"],
-            ["model.n_layers=6", "memory.device=1MiB"],
+            ["model.n_layers=6", "memory.device=1MiB"], ["mixtral"], ["mixtral", "lora.rank=2"],
         ],
     ),
     ids=" ".join,
@@ -345,9 +345,11 @@ def layered(recipe: Recipe) -> Layered:
 def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[str], tmp_path: Path) -> None:
     """In memory there are the inputs of all blocks, for all of them; units are read as for one."""
     more = [*GPT, "model.seq_len=128", "train.schedule=layer"]
-    if overrides[0] == "llama":
-        more += [llama(tmp_path), "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
-    more += [each for each in overrides if each != "llama"]
+    if overrides[0] in ("llama", "mixtral"):
+        make = llama if overrides[0] == "llama" else mixtral
+        more += [make(tmp_path), "model.n_layers=6", "model.d_model=384", "model.n_heads=6", *overrides[1:]]
+    else:
+        more += overrides
     peaks = []
     for accumulate in (2, 5):
         recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
