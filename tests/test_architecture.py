@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2370,
     "api": 3884,
     "app": 1278,
-    "checkpoint": 3873,
+    "checkpoint": 4038,
     "comm": 843,
     "core": 2196,
     "device": 1060,

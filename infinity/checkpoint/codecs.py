@@ -302,6 +302,39 @@ def encode_e2m1(
     return _join_nibbles(codes).view(packed.shape), by_group.view(scales.dtype), whole
 
 
+def decode_e2m1_experts(
+    first: int, packed: Tensor, scales: Tensor, whole: Tensor, *, together: int, down: bool
+) -> Tensor:
+    """Decode e2m1 numbers of experts in one parameter, slabs from ``first`` on, to fp32.
+
+    Args:
+        packed: Pairs in bytes: of a row each slab, ``(n, 1, columns / 2)``; or, ``down``, of 16 rows each
+            slab, ``(n, 8, columns)``, a pair in one column.
+        scales: Of 16 numbers each: ``(n, columns / 16)`` or ``(n, columns)``.
+        whole: Scales of scales, from that of slab 0 on, each of ``together`` slabs: ``(k, 1)`` fp32.
+    """
+    packed = (packed.transpose(1, 2) if down else packed).flatten(1)
+    at = torch.arange(first, first + len(packed), device=packed.device) // together
+    values = decode_e2m1(first, packed, scales, whole[at])
+    return values.view(*scales.shape, 16).transpose(1, 2).flatten(1) if down else values
+
+
+def encode_e2m1_experts(
+    values: Tensor, packed: Tensor, scales: Tensor, whole: Tensor, *, down: bool
+) -> tuple[Tensor, ...]:
+    """Encode slabs for :func:`decode_e2m1_experts`; all slabs of each scale of scales."""
+    values = values.view(len(packed), -1, packed.shape[2])
+    values, pairs = (x.transpose(1, 2) if down else x for x in (values, packed))
+    each = (torch.chunk(x, len(whole)) for x in (values, pairs.flatten(1), scales, whole))
+    made = [encode_e2m1(v.reshape(-1), *rest) for v, *rest in zip(*each, strict=True)]
+    found, by_group, whole = (
+        torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype)
+        for parts in zip(*made, strict=True)
+    )
+    found = found.view(len(pairs), *pairs.shape[1:])
+    return (found.transpose(1, 2).contiguous() if down else found), by_group, whole
+
+
 def _join_nibbles(codes: Tensor) -> Tensor:
     """Pack two four-bit values into each byte, the first in the low half; halves the last dimension."""
     return codes[..., ::2] | codes[..., 1::2] << 4

@@ -11,6 +11,7 @@ something when it runs the model (``pre_quant_scale``, rotations), a decoded wei
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,6 +199,12 @@ def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.d
         )
     for key in [key for key in checkpoint if key.endswith(_NEEDLESS)]:
         del checkpoint[key]
+    for key, tensor in checkpoint.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} has {_plain(tensor.dtype)} numbers of shape "
+                f"{tuple(tensor.shape)}, and no scales that {form} knows. Download or copy it again"
+            )
     checkpoint.update(found)
     return len(found)
 
@@ -205,7 +212,7 @@ def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.d
 #: Endings of tensors that only quantized activations and caches need, or readers of another program.
 _NEEDLESS = (
     ".activation_scale", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
-    ".output_zero_point", ".k_scale", ".v_scale", ".q_scale", ".weight_format",
+    ".output_zero_point", ".k_scale", ".v_scale", ".q_scale", ".weight_format", "_proj_input_scale",
 )  # fmt: skip
 
 
@@ -251,10 +258,23 @@ def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
     return _e4m3(weight, scales, torch.float32, quantization)
 
 
+def _fp8_experts(group: _Group, quantization: Quantization) -> Decoded | None:
+    """Return experts of one parameter, as transformers stores them (``FP8Experts``)."""
+    if group.name.endswith("weight"):
+        return None  # the scales of a matrix: see _fp8
+    weight = group.take("", (torch.float8_e4m3fn,), 3)
+    scales = group.take("_scale_inv", (*_FLOATS, *_EXPONENTS))
+    return _e4m3(weight, scales, torch.float32, quantization)
+
+
 def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quantization) -> Decoded:
-    """Return an FP8 matrix whose products are rounded to ``dtype``."""
-    rows, columns = weight.shape
-    blocks, given = torch.Size((1, 1)) if scales.shape.numel() == 1 else scales.shape, quantization.block
+    """Return an FP8 matrix, or one of each expert, whose products are rounded to ``dtype``."""
+    matrices, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
+    blocks, given = scales.shape, quantization.block
+    if blocks.numel() == 1:  # one number for all
+        matrices, rows, blocks = torch.Size(), weight.shape[:-1].numel(), torch.Size((1, 1))
+    elif matrices and blocks[:1] == matrices:
+        blocks = blocks[1:] if blocks[1:].numel() > 1 else torch.Size((1, 1))
     if blocks == (rows,):
         blocks = torch.Size((rows, 1))
     if len(blocks) != 2:
@@ -265,6 +285,8 @@ def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quan
         block = rows // blocks[0], columns // blocks[1]
     else:
         raise _misfit(weight, scales, f", that of a block {given}")
+    if matrices and rows % block[0]:
+        raise ValueError(f"each expert has {rows} rows, which are no whole number of blocks of {block[0]}")
 
     decode = partial(codecs.decode_fp8, block=block, dtype=dtype)
 
@@ -335,6 +357,36 @@ def _e2m1(
     decode = partial(codecs.decode_e2m1, divides=divides)
     encode = partial(codecs.encode_e2m1, divides=divides)
     return Decoded(torch.Size((rows, 2 * width)), dtype, 2 * width, parts, decode, encode)
+
+
+def _modelopt_experts(group: _Group, quantization: Quantization) -> Decoded:
+    """Return experts of one parameter, as ModelOpt stores them: e4m3, or pairs of e2m1 along inputs.
+
+    Inputs are dimension 1 in models with transposed weights (Llama 4, gpt-oss), and 2 in others.
+    """
+    weight = group.take("", (torch.float8_e4m3fn, torch.uint8), 3)
+    if weight.dtype == torch.float8_e4m3fn:
+        scales = group.take("_weight_scale", _FLOATS)
+        return _e4m3(weight, scales, scales.dtype, quantization)
+    scales = group.take("_weight_scale", (torch.float8_e4m3fn,), 3)
+    whole = group.take("_weight_scale_2", (torch.float32,))
+    experts, rows, columns = weight.shape
+    down = scales.shape == (experts, rows // 8, columns)
+    along = down or scales.shape == (experts, rows, columns // 8)
+    if not along or (rows if down else columns) % 8:
+        raise _misfit(weight, scales, "; wanted one for 16 numbers along dimension 1 or 2")
+    if whole.shape.numel() not in (1, experts):
+        raise ValueError(f"its scales of scales have shape {tuple(whole.shape)}; wanted one, or {experts}")
+    if down:
+        shape, slab, slabs = torch.Size((experts, 2 * rows, columns)), (8, columns), rows // 8
+    else:
+        shape, slab, slabs = torch.Size((experts, rows, 2 * columns)), (1, columns), rows
+    together = max(1, slabs * experts // max(1, whole.shape.numel()))
+    groups = (math.prod(slab) // 8,)
+    parts = SlabPart(weight, slab), SlabPart(scales, groups), SlabPart(whole, (1,), together)
+    decode = partial(codecs.decode_e2m1_experts, together=together, down=down)
+    encode = partial(codecs.encode_e2m1_experts, down=down)
+    return Decoded(shape, torch.float32, 2 * math.prod(slab), parts, decode, encode)
 
 
 def _packed(group: _Group, packed: Stored, quantization: Quantization) -> Decoded:
@@ -507,10 +559,10 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
 _Make = Callable[[_Group, Quantization], Decoded | None]
 #: For each method: endings of a quantized key, the ending that replaces each, and the maker of the tensor.
 _METHODS: dict[str, tuple[tuple[str, str, _Make], ...]] = {
-    "fp8": (("weight", "weight", _fp8),),
+    "fp8": (("weight", "weight", _fp8), ("_scale_inv", "", _fp8_experts)),
     "mxfp4": (("_blocks", "", _mxfp4),),
     "compressed-tensors": (("weight_packed", "weight", _compressed), ("weight", "weight", _scaled)),
-    "modelopt": (("weight", "weight", _scaled),),
+    "modelopt": (("weight", "weight", _scaled), ("_weight_scale", "", _modelopt_experts)),
     "gptq": (("qweight", "weight", _gptq),),
     "awq": (("qweight", "weight", _awq),),
     "bitsandbytes": ((".absmax", "", _4bit), ("SCB", "weight", _llm_int8)),

@@ -31,6 +31,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -372,6 +373,14 @@ def _complaint(
         if each:
             more = [f"... and {len(each) - _MOST_NAMED} more"] if len(each) > _MOST_NAMED else []
             lines += [f"{what} ({len(each)}):", *(f"  {line}" for line in each[:_MOST_NAMED] + more)]
+    # ``experts.3.up_proj.weight`` where the model has ``experts.gate_up_proj``
+    layers = {key[: number.start()] for key in unexpected for number in re.finditer(r"\.\d+\.", key)}
+    if any(name.rpartition(".")[0] in layers for name in missing):
+        lines.append(
+            f"Its experts are layers, of which {type(model).__name__} has all of a block in one tensor, and "
+            "transformers has no conversion between the two: take a checkpoint whose experts are in one "
+            "tensor (bf16, which stored_as quantizes, MXFP4 as gpt-oss, FP8 or NVFP4 of ModelOpt)"
+        )
     lines.append(
         "Choose the model's class with auto_class. To train parameters from the model's own initialization, "
         "name them in new=[...]; to leave keys out, name them in ignore=[...]; patterns such as classifier.* "

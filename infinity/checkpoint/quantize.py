@@ -10,6 +10,12 @@ quantized checkpoint. So a plan is made from it, and quantizing is what an expor
 Those of linear layers and of packed experts, but for the head; the model says which they are, and its
 conversions which stored matrices they are made of. What the form has no blocks for stays as it is, and
 embeddings, norms, routers and biases do.
+
+[Note: experts in one tensor]
+compressed-tensors has no place for a tensor with the weights of all experts. So a checkpoint with such ones
+(Llama 4, gpt-oss) is written as the program does that has: FP8 as transformers' ``FP8Experts``, MXFP4 as
+gpt-oss is published (experts only), NVFP4 as ModelOpt, but with a scale of scales for each expert instead of
+one for all, so that one expert is encoded at a time. No program has one for INT8.
 """
 
 import hashlib
@@ -42,10 +48,10 @@ from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import FilePlan, TensorSpec, plan_files
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.partition.builder import is_packed, routers
+from infinity.partition.builder import routers
 
 #: What is encoded, and how: to be changed when a form's tensors or rules change.
-_VERSION = b"1"
+_VERSION = b"2"
 #: The most bytes of values in one file.
 _MOST_FILE_NBYTES = 4 * 2**30
 #: Matrices with fewer rows or columns are left, such as gates.
@@ -53,35 +59,62 @@ _LEAST_ROWS = 16
 _FP8_BLOCK, _NF4_BLOCK = 128, 64
 
 _Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """Describes a stored weight; a ``down`` one has inputs in dimension 1 of three, others in the last."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    down: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[1] if self.down else self.shape[-1]
+
+    def divided(self, by: int) -> _Shape:
+        """Return the shape with the inputs divided."""
+        if self.down:
+            return (self.shape[0], self.shape[1] // by, self.shape[2])
+        return (*self.shape[:-1], self.shape[-1] // by)
+
+
 #: By ending of the key: dtype, shape, and values if they do not depend on the matrix.
 _Tensors: TypeAlias = dict[str, tuple[torch.dtype, _Shape, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Describes how matrices are stored, and how a config says so.
+    """Describes how weights are stored, and how a config says so.
 
     Attributes:
-        tensors: Returns the tensors that a matrix of this shape and dtype becomes.
-        fits: Returns whether the form has whole blocks for such a matrix.
+        tensors: Returns the tensors that a weight becomes.
+        fits: Returns whether the form has a place and whole blocks for a weight.
         config: Returns ``quantization_config``, given the names of linear layers that are left.
     """
 
-    tensors: Callable[[_Shape, torch.dtype], _Tensors]
-    fits: Callable[[_Shape], bool]
+    tensors: Callable[[_Weight], _Tensors]
+    fits: Callable[[_Weight], bool]
     config: Callable[[list[str]], dict[str, Any]]
 
 
-def _is_matrix(shape: _Shape) -> bool:
-    return len(shape) == 2
-
-
-def _fp8(shape: _Shape, dtype: torch.dtype) -> _Tensors:
-    blocks = tuple(-(-size // _FP8_BLOCK) for size in shape)
+def _fp8(weight: _Weight) -> _Tensors:
+    *experts, rows, columns = weight.shape
+    blocks = (*experts, -(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
     return {
-        "": (torch.float8_e4m3fn, shape, None),
+        "": (torch.float8_e4m3fn, weight.shape, None),
         "_scale_inv": (torch.float32, blocks, None),
     }
+
+
+def _fits_fp8(weight: _Weight) -> bool:
+    rows = weight.shape[-2]  # of an expert
+    return weight.is_matrix or rows % min(rows, _FP8_BLOCK) == 0
 
 
 def _fp8_config(left: list[str]) -> dict[str, Any]:
@@ -90,30 +123,51 @@ def _fp8_config(left: list[str]) -> dict[str, Any]:
     return said | {"modules_to_not_convert": left}
 
 
-def _int8(shape: _Shape, dtype: torch.dtype) -> _Tensors:
-    return {"": (torch.int8, shape, None), "_scale": (torch.float32, (shape[0], 1), None)}
+def _int8(weight: _Weight) -> _Tensors:
+    return {"": (torch.int8, weight.shape, None), "_scale": (torch.float32, (weight.shape[0], 1), None)}
 
 
-def _mxfp4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
-    rows, columns = shape
+def _mxfp4(weight: _Weight) -> _Tensors:
     return {
-        "_packed": (torch.uint8, (rows, columns // 2), None),
-        "_scale": (torch.uint8, (rows, columns // 32), None),
+        "_packed": (torch.uint8, weight.divided(2), None),
+        "_scale": (torch.uint8, weight.divided(32), None),
     }
 
 
-def _nvfp4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
-    rows, columns = shape
+def _mxfp4_experts(weight: _Weight) -> _Tensors:
+    experts, inputs, outputs = weight.shape
+    groups = (experts, outputs, inputs // 32)
+    return {"_blocks": (torch.uint8, (*groups, 16), None), "_scales": (torch.uint8, groups, None)}
+
+
+def _mxfp4_experts_config(left: list[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+
+
+def _nvfp4(weight: _Weight) -> _Tensors:
     return {
-        "_packed": (torch.uint8, (rows, columns // 2), None),
-        "_scale": (torch.float8_e4m3fn, (rows, columns // 16), None),
+        "_packed": (torch.uint8, weight.divided(2), None),
+        "_scale": (torch.float8_e4m3fn, weight.divided(16), None),
         "_global_scale": (torch.float32, (1,), None),
     }
 
 
-def _nf4(shape: _Shape, dtype: torch.dtype) -> _Tensors:
-    numel, name = math.prod(shape), str(dtype).removeprefix("torch.")
-    state = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "dtype": name, "shape": list(shape)}
+def _nvfp4_modelopt(weight: _Weight) -> _Tensors:
+    scale, of_scales = ("_scale", ()) if weight.is_matrix else ("_weight_scale", weight.shape[:1])
+    return {
+        "": (torch.uint8, weight.divided(2), None),
+        scale: (torch.float8_e4m3fn, weight.divided(16), None),
+        f"{scale}_2": (torch.float32, of_scales, None),
+    }
+
+
+def _nvfp4_modelopt_config(left: list[str]) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": left}
+
+
+def _nf4(weight: _Weight) -> _Tensors:
+    numel, name = math.prod(weight.shape), str(weight.dtype).removeprefix("torch.")
+    state = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "dtype": name, "shape": list(weight.shape)}
     said = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return {
         "": (torch.uint8, (numel // 2, 1), None),
@@ -143,23 +197,30 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": Tr
 _E2M1 = {"num_bits": 4, "type": "float"}
 #: By the name of each form.
 FORMS: dict[str, _Form] = {
-    "fp8": _Form(_fp8, _is_matrix, _fp8_config),
+    "fp8": _Form(_fp8, _fits_fp8, _fp8_config),
     "int8": _Form(
         _int8,
-        _is_matrix,
+        lambda weight: weight.is_matrix,
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
     ),
     "mxfp4": _Form(
         _mxfp4,
-        lambda shape: _is_matrix(shape) and shape[1] % 32 == 0,
+        lambda weight: weight.is_matrix and weight.inputs % 32 == 0,
         _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
     ),
     "nvfp4": _Form(
         _nvfp4,
-        lambda shape: _is_matrix(shape) and shape[1] % 16 == 0,
+        lambda weight: weight.is_matrix and weight.inputs % 16 == 0,
         _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
     ),
-    "nf4": _Form(_nf4, lambda shape: math.prod(shape) % _NF4_BLOCK == 0, _nf4_config),
+    "nf4": _Form(_nf4, lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0, _nf4_config),
+}
+#: Those of checkpoints that have experts in one tensor, where they differ.
+_WITH_EXPERTS: dict[str, _Form] = {
+    "mxfp4": _Form(
+        _mxfp4_experts, lambda weight: weight.down and weight.inputs % 32 == 0, _mxfp4_experts_config
+    ),
+    "nvfp4": _Form(_nvfp4_modelopt, lambda weight: weight.inputs % 16 == 0, _nvfp4_modelopt_config),
 }
 
 
@@ -226,28 +287,41 @@ def template(
         config = read_config(source, dict(config_overrides or {}))
         with torch.device("meta"), library_errors(CheckpointError, f"building the model of {source}"):
             model = build_model(config, auto_class, torch.bfloat16, len(plain))
-        chosen, left = _chosen(model, plain, FORMS[form])
+        weights = _weights(model, plain)
+        packed = any(not weight.is_matrix for keys in weights.values() for weight in keys.values())
+        made = _WITH_EXPERTS.get(form, FORMS[form]) if packed else FORMS[form]
+        chosen, left = dict[str, _Weight](), list[str]()
+        for name, keys in weights.items():
+            if keys and all(map(_is_large, keys.values())) and all(map(made.fits, keys.values())):
+                chosen |= keys
+            elif name.endswith(".weight"):
+                left.append(name.removesuffix(".weight"))
         if not chosen:
             raise CheckpointError(f"{source} has no linear layer that {form} has whole blocks for")
-        _write_template(Path(folder), plain, FORMS[form], chosen, left)
+        _write_template(Path(folder), plain, made, chosen, left)
         yield Path(folder)
 
 
-def _chosen(model: Any, plain: Checkpoint, form: _Form) -> tuple[set[str], list[str]]:
-    """Return the keys of matrices that take ``form``, and the names of linear layers that do not."""
-    sources, chosen, left = sources_of(model, plain), set[str](), list[str]()
+def _weights(model: Any, plain: Checkpoint) -> dict[str, dict[str, _Weight]]:
+    """Return the stored weights by key that each linear layer and packed expert is made of, by its name.
+
+    What stays as it is, such as the head, is made of none.
+    """
+    sources, found = sources_of(model, plain), dict[str, dict[str, _Weight]]()
     kept = {id(param) for param in _kept(model)}
     for module_name, module in model.named_modules():
+        down = getattr(module, "is_transposed", True)  # as transformers has experts that do not say
         for name, param in module.named_parameters(recurse=False):
-            linear = isinstance(module, nn.Linear) and name == "weight"
-            if not (linear or is_packed(module, param)):
-                continue
-            keys = sources.get(f"{module_name}.{name}", set())
-            if id(param) not in kept and keys and all(_fits(plain[key], form) for key in keys):
-                chosen |= keys
-            elif linear:
-                left.append(module_name)
-    return chosen, left
+            full_name = f"{module_name}.{name}"
+            experts = param.ndim == 3 and len(param) == getattr(module, "num_experts", None)
+            if experts or (isinstance(module, nn.Linear) and name == "weight"):
+                keys = set[str]() if id(param) in kept else sources.get(full_name, set())
+                tensors = ((key, plain[key]) for key in keys)
+                found[full_name] = {
+                    key: _Weight(tuple(each.shape), each.dtype, down and len(each.shape) == 3)
+                    for key, each in tensors
+                }
+    return found
 
 
 def _kept(model: Any) -> Iterator[nn.Parameter]:
@@ -258,23 +332,20 @@ def _kept(model: Any) -> Iterator[nn.Parameter]:
         yield from router.parameters()
 
 
-def _fits(tensor: Stored, form: _Form) -> bool:
-    shape = tuple(tensor.shape)
-    return (
-        len(shape) in (2, 3)
-        and min(shape[-2:]) >= _LEAST_ROWS
-        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and form.fits(shape)
-    )
+def _is_large(weight: _Weight) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return len(weight.shape) in (2, 3) and min(weight.shape[-2:]) >= _LEAST_ROWS and weight.dtype in floats
 
 
-def _write_template(folder: Path, plain: Checkpoint, form: _Form, chosen: set[str], left: list[str]) -> None:
+def _write_template(
+    folder: Path, plain: Checkpoint, form: _Form, chosen: Mapping[str, _Weight], left: list[str]
+) -> None:
     specs, constants = list[TensorSpec](), dict[str, Tensor]()
     for key, tensor in sorted(plain.items(), key=lambda each: _place(each[1])):
         if key not in chosen:
             specs.append(TensorSpec(key, tensor.dtype, tuple(tensor.shape)))
             continue
-        for ending, (dtype, shape, value) in form.tensors(tuple(tensor.shape), tensor.dtype).items():
+        for ending, (dtype, shape, value) in form.tensors(chosen[key]).items():
             specs.append(TensorSpec(key + ending, dtype, shape))
             if value is not None:
                 constants[key + ending] = value

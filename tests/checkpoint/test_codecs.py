@@ -1,11 +1,16 @@
 """What is decoded has the bits that the library gives which reads the format for inference."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from infinity.checkpoint import codecs
+from infinity.checkpoint.directory import Checkpoint, MemoryTensor
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from tests.helpers import quantized
 
 
@@ -83,3 +88,36 @@ def test_gptq_is_decoded_with_its_own_order_of_columns(zeros_less_one):
     parts = [each.unsqueeze(0) for each in (quantized.words(whole.T).T, zeros, scales, order)]
     decoded = codecs.decode_gptq(0, *parts, bits=4, less_one=zeros_less_one)
     assert same(decoded, quantized.int4_values(whole, points[order], scales[order]).T)
+
+
+@pytest.mark.parametrize("wholes", [1, 3])
+@pytest.mark.parametrize("down", [True, False])
+def test_experts_of_modelopt_are_decoded_and_encoded_along_their_inputs(tmp_path, down, wholes):
+    """Of transposed weights and others, with one scale of scales for all experts or one for each."""
+    shape, groups = ((3, 16, 20), (3, 2, 20)) if down else ((3, 20, 16), (3, 20, 2))
+    scales = (torch.rand(groups) * 300 + 1).to(torch.float8_e4m3fn)
+    tensors = {
+        "experts.up_proj": torch.randint(0, 256, shape, dtype=torch.uint8),
+        "experts.up_proj_weight_scale": scales,
+        "experts.up_proj_weight_scale_2": torch.rand(wholes) * 1e-4 + 1e-4,
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    given = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": given}))
+    form = read_quantization(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        decode_checkpoint(checkpoint, form)
+        stored = checkpoint["experts.up_proj"]
+        expected = quantized.experts_values(tensors, "experts.up_proj")
+        assert stored.shape == expected.shape == ((3, 32, 20) if down else (3, 20, 32))
+        assert same(stored.read().view(stored.shape), expected)
+        wanted = torch.randn(expected.shape) * expected.std()
+        found = {}
+        lost, total = stored.encode(
+            MemoryTensor(wanted), lambda part, start, new: found.setdefault(id(part), []).append(new)
+        )
+        new = [torch.cat(found[id(part.tensor)]).view(part.tensor.shape) for part in stored.parts]
+    again = quantized.experts_values(dict(zip(tensors, new, strict=True)), "experts.up_proj")
+    error = (again - wanted).double().square().sum()
+    assert 0.005 < error / wanted.double().square().sum() < 0.02
+    assert lost / total == pytest.approx(float(error / wanted.double().square().sum()), rel=1e-4)

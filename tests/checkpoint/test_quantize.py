@@ -19,7 +19,7 @@ from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, DiskError, RecipeError
 from tests.checkpoint.test_load_parity import load
-from tests.helpers import models, quantized, zoo
+from tests.helpers import families, models, quantized, zoo
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.shards.test_mapped import held, loaded, mapped, train, train_plain
@@ -124,27 +124,27 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "deepseek_v3",
-    "gpt_oss",
+    "gpt-oss",
+    "Llama 4",
 )
-FAST = [("llama", "mxfp4"), ("phi", "int8"), ("mixtral", "nvfp4"), ("gpt_oss", "nf4"), ("gemma2", "fp8")]
+FAST = [("llama", "mxfp4"), ("phi", "int8"), ("mixtral", "nvfp4"), ("gpt-oss", "nf4"), ("gemma2", "fp8")]
+FAST += [("Llama 4", form) for form in ("fp8", "nvfp4", "mxfp4")]
 
 
 @pytest.mark.parametrize(("name", "form"), few(FAST, itertools.product(FAMILIES, quantize.FORMS)))
 def test_each_family_has_the_values_of_its_stored_form(tmp_path, name, form):
-    if name == "gpt_oss":
-        torch.manual_seed(5)
-        config = transformers.GptOssConfig(**quantized._GPT_OSS)
-        transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
-        plain = tmp_path / "plain"
+    plain = tmp_path / "plain"
+    if name in families.FAMILIES:
+        families.write(name, "bf16", plain)
     else:
-        plain = save(tmp_path / "plain", name)
+        save(plain, name)
     with loaded(plain, tmp_path / "nvme", "memory.device=1MiB", stored_as=form) as model:
         weights = infinity.state_dict(model)
         assert any(unit.stored for unit in mapped(model))
     [base] = (tmp_path / "nvme/bases").iterdir()
     values = quantized.stands_for(base)
     assert any("experts" in key for key in values) == (
-        name in ("mixtral", "qwen2_moe", "deepseek_v3") or (name, form) == ("gpt_oss", "nf4")
+        name in ("mixtral", "qwen2_moe", "deepseek_v3") or (name in families.IN_ONE_TENSOR and form != "int8")
     )
     target = quantized.without_quantization(base, values, tmp_path / "values")
     expected = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).state_dict()
@@ -257,10 +257,33 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(tmp_path
     assert {path.name for path in tmp_path.iterdir()} <= {"plain", "full", "nvme"}
 
 
+@pytest.mark.parametrize("family", families.IN_ONE_TENSOR)
+@pytest.mark.parametrize("form", ["fp8", "mxfp4", "nvfp4", "nf4"])
+def test_experts_in_one_tensor_have_the_nearest_numbers_an_expert_at_a_time(tmp_path, family, form):
+    families.write(family, "bf16", tmp_path / "plain")
+    before = load_file(tmp_path / "plain" / WEIGHTS)
+    result = infinity.quantize(tmp_path / "plain", tmp_path / "out", form)
+    values, after = quantized.stands_for(tmp_path / "out"), load_file(tmp_path / "out" / WEIGHTS)
+    experts = {key for key in before if before[key].ndim == 3}
+    assert {key for key in values if "experts." in key} == experts != set()
+    linear = {key for key in before if key.endswith("_proj.weight")}
+    assert values.keys() == (experts if form == "mxfp4" else experts | linear)
+    for key in before.keys() - values.keys():
+        assert same_bits(before[key], after[key]), key
+    errors = {
+        key: float((value.float() - before[key].float()).norm() / before[key].float().norm())
+        for key, value in values.items()
+    }
+    assert result.weights == len(errors)
+    assert result.largest_error == pytest.approx(max(errors.values()), rel=1e-4)
+    assert max(errors.values()) < ERRORS[form]
+    assert "stay as they are" not in str(result)
+
+
 def test_experts_that_stay_as_they_are_and_the_smallest_values_are_said_and_kept(tmp_path):
     config = transformers.GptOssConfig(**quantized._GPT_OSS)
     transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "oss")
-    result = infinity.quantize(tmp_path / "oss", tmp_path / "out", "fp8")
+    result = infinity.quantize(tmp_path / "oss", tmp_path / "out", "int8")
     assert "4 weights (" in str(result)
     assert "stay as they are: there is no form for experts in one tensor" in str(result)
     weight = torch.full((4, 16), 1e-37)

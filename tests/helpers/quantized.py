@@ -6,6 +6,7 @@ that it then stands for, by key, as plain numpy computes them from the format's 
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ GROUP = 8
 def fp8(directory: Path) -> Values:
     """As DeepSeek-V3, Kimi-K2 and Qwen3-FP8: e4m3, an fp32 scale for each block."""
     tensors, values = load_file(directory / "model.safetensors"), {}
-    for key in _projections(tensors):
+    for key in [*_projections(tensors), *_experts(tensors)]:
         tensors |= _fp8(key, tensors[key])
         values[key] = fp8_values(tensors[key], tensors[f"{key}_scale_inv"], BLOCK)
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -35,21 +36,21 @@ def fp8(directory: Path) -> Values:
 
 
 def _fp8(key: str, weight: Tensor) -> Values:
-    rows, columns = weight.shape
-    scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) * 0.01 + 0.001
-    whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+    *experts, rows, columns = weight.shape
+    scales = torch.rand(*experts, -(-rows // BLOCK), -(-columns // BLOCK)) * 0.01 + 0.001
+    whole = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
     return {key: (weight.float() / whole).to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
 
 
 def fp8_values(stored: Tensor, scales: Tensor, block: int) -> Tensor:
-    rows, columns = (np.arange(n) // block for n in stored.shape)
-    return torch.from_numpy(stored.float().numpy() * scales.float().numpy()[rows][:, columns])
+    rows, columns = (np.arange(n) // block for n in stored.shape[-2:])
+    return torch.from_numpy(stored.float().numpy() * scales.float().numpy()[..., rows, :][..., columns])
 
 
 def mxfp4(directory: Path) -> Values:
     """As gpt-oss: experts in blocks of 32 values with one exponent, and transposed."""
     tensors, values = load_file(directory / "model.safetensors"), {}
-    for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for key in _experts(tensors):
         experts, inputs, outputs = tensors.pop(key).shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
@@ -151,6 +152,45 @@ def nvfp4(directory: Path) -> Values:
     return stands_for(directory)
 
 
+def mxfp4_rows(directory: Path) -> Values:
+    """As compressed-tensors: e2m1 pairs, an exponent for 32 of them."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        rows, columns = tensors.pop(key).shape
+        tensors |= {
+            f"{key}_packed": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+            f"{key}_scale": torch.randint(118, 124, (rows, columns // 32), dtype=torch.uint8),
+        }
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "mxfp4-pack-quantized"}}
+    _write(directory, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+    return stands_for(directory)
+
+
+def modelopt_experts(directory: Path, *, form: str = "NVFP4") -> Values:
+    """As ModelOpt writes models with transposed experts in one tensor (Llama 4): pairs along inputs."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in _projections(tensors):
+        rows, columns = tensors[key].shape
+        tensors[key] = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        tensors[f"{key}_scale"] = (torch.rand(rows, columns // 16) * 300 + 1).to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale_2"] = torch.rand(()) * 1e-4 + 1e-4
+    for key in _experts(tensors):
+        experts, inputs, outputs = tensors[key].shape
+        if form == "FP8":
+            tensors[key] = (torch.randn(experts, inputs, outputs) * 100).to(torch.float8_e4m3fn)
+            tensors[f"{key}_weight_scale"] = torch.rand(()) * 0.001 + 0.001
+        else:
+            tensors[key] = torch.randint(0, 256, (experts, inputs // 2, outputs), dtype=torch.uint8)
+            scales = torch.rand(experts, inputs // 16, outputs) * 300 + 1
+            tensors[f"{key}_weight_scale"] = scales.to(torch.float8_e4m3fn)
+            tensors[f"{key}_weight_scale_2"] = torch.rand(()) * 1e-4 + 1e-4
+        tensors[f"{key}_input_scale"] = torch.rand(())
+    algorithm = "MIXED_PRECISION" if form == "FP8" else "NVFP4"
+    _write(directory, tensors, {"quant_method": "modelopt", "quant_algo": algorithm})
+    return stands_for(directory)
+
+
 def modelopt(directory: Path) -> Values:
     """As ModelOpt's mixed precision: attention in FP8 with one scale, the others in NVFP4."""
     tensors = load_file(directory / "model.safetensors")
@@ -220,11 +260,11 @@ def awq(directory: Path) -> Values:
 def nf4(directory: Path) -> Values:
     """As transformers saves bitsandbytes' NF4, with quantized scales, and FP4 without."""
     tensors = load_file(directory / "model.safetensors")
-    for key in _projections(tensors):
-        rows, columns = tensors[key].shape
-        blocks, kind = rows * columns // 64, "fp4" if "v_proj" in key else "nf4"
-        said = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
-        tensors[key] = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8)
+    for key in [*_projections(tensors), *_experts(tensors)]:
+        shape, numel = list(tensors[key].shape), tensors[key].numel()
+        blocks, kind = numel // 64, "fp4" if "v_proj" in key else "nf4"
+        said = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": shape}
+        tensors[key] = torch.randint(0, 256, (numel // 2, 1), dtype=torch.uint8)
         tensors[f"{key}.absmax"] = torch.rand(blocks) * 0.1 + 0.01
         tensors[f"{key}.quant_map"] = torch.from_numpy(BNB[kind].copy())
         if kind == "nf4":
@@ -269,6 +309,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], Values]]] = {
     "deepseek_v3": ("deepseek_v3", fp8),
     "qwen3_fp8": ("qwen3", fp8),
     "gpt_oss": ("gpt_oss", mxfp4),
+    "gpt_oss_fp8": ("gpt_oss", fp8),
+    "gpt_oss_nvfp4": ("gpt_oss", modelopt_experts),
+    "gpt_oss_modelopt": ("gpt_oss", partial(modelopt_experts, form="FP8")),
     "kimi_k2": ("deepseek_v3", packed),
     "gptq": ("llama", gptq),
     "nvfp4": ("qwen3", nvfp4),
@@ -315,6 +358,8 @@ def stands_for(directory: Path) -> Values:
         name = key.rpartition(".")[0] + "."
         if f"{key}_scale_inv" in stored:
             values[key] = fp8_values(tensor, stored[f"{key}_scale_inv"], BLOCK)
+        elif f"{key}_weight_scale" in stored:
+            values[key] = experts_values(stored, key)
         elif key.endswith("_blocks"):
             key = key.removesuffix("_blocks")
             values[key] = mxfp4_values(tensor, stored[f"{key}_scales"])
@@ -352,6 +397,20 @@ def stands_for(directory: Path) -> Values:
             whole = unwords(tensor.T).T
             values[f"{name}weight"] = int4_values(whole, points[order], scales[order]).T.contiguous()
     return values
+
+
+def experts_values(stored: Values, key: str) -> Tensor:
+    """Experts of ModelOpt: e4m3 times its scale, or e2m1 along dimension 1 (or 2) times both scales."""
+    numbers, scales = stored[key], stored[f"{key}_weight_scale"].float().numpy()
+    if numbers.dtype != torch.uint8:
+        return torch.from_numpy(numbers.float().numpy() * scales)
+    down = scales.shape[2] == numbers.shape[2]
+    along = numbers.transpose(1, 2).contiguous() if down else numbers
+    whole = stored[f"{key}_weight_scale_2"].numpy().reshape(-1, 1, 1)
+    factors = (scales.transpose(0, 2, 1) if down else scales) * whole
+    values = e2m1(along).reshape(*factors.shape, 16) * factors[..., None]
+    values = values.reshape(*factors.shape[:2], -1)
+    return torch.from_numpy(values.transpose(0, 2, 1).copy() if down else values)
 
 
 def _e2m1_rows(stored: Values, key: str, name: str) -> Tensor:
@@ -405,7 +464,14 @@ def without_quantization(directory: Path, values: Values, target: Path) -> Path:
 
 
 def _projections(tensors: Values) -> Iterator[str]:
-    return iter([key for key in tensors if key.endswith("_proj.weight") or "kv_a_proj" in key])
+    """Keys of linear layers, those of experts among them, but for the head and routers."""
+    ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    return iter([key for key in tensors if key.endswith(ends) or "kv_a_proj" in key])
+
+
+def _experts(tensors: Values) -> list[str]:
+    """Keys of tensors with a weight of all experts."""
+    return [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
 
 
 def words(values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ pytestmark = [  # what peft itself says to users of plain PyTorch
 
 #: Layers whose adapters have peft's bits; those of packed experts equal peft's within rounding.
 TARGETS = {kind: ["q_b_proj", "o_proj"] for kind in ("deepseek_v3", "kimi_k2", "mixed")}
-TARGETS["gpt_oss"] = ["q_proj", "o_proj"]
+TARGETS |= {kind: ["q_proj", "o_proj"] for kind in quantized.KINDS if kind.startswith("gpt_oss")}
 
 
 @pytest.fixture(autouse=True)
