@@ -277,10 +277,10 @@ ROOM_BUDGETS = {
     "": 523,
     "activations": 2370,
     "api": 3884,
-    "app": 1278,
+    "app": 1316,
     "checkpoint": 4038,
     "comm": 843,
-    "core": 2196,
+    "core": 2246,
     "device": 1060,
     "engine": 3312,
     "nvme": 1228,
@@ -288,8 +288,8 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2597,
     "planner": 2303,
-    "predict": 4105,
-    "recipes": 1995,
+    "predict": 4367,
+    "recipes": 2036,
     "shards": 3896,
 }
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.api.checkpoints import CHECKPOINTS_FOLDER
+from infinity.core.choice import CHOICE, Choice
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,
@@ -35,7 +36,7 @@ from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, 
 from infinity.core.nbytes import format_nbytes
 from infinity.nvme.run_directory import size_of
 from infinity.observe.metrics import StepReport, last_step, read_metrics
-from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
+from infinity.recipes.recipe import Recipe, changed_numbers, keeping, load_recipe, with_values
 from infinity.shards import saved
 
 #: Files in a run's folder; the recipe has every key, with the dtype that was chosen for ``auto``.
@@ -56,6 +57,12 @@ class Run:
     folder: Path
     before: Recipe | None = None  # with which it was interrupted; None: it begins
     lost: int = 0  # steps that are made again from the first one, since none of them was recorded
+    choice: Choice | None = None  # what a plan chose when it began; None: nothing was planned
+
+    def choosing(self, choice: Choice | None) -> "Run":
+        """Return the run with what ``choice`` has of the keys that its recipe leaves to ``auto``."""
+        recipe = self.recipe if choice is None else with_values(self.recipe, choice.values)
+        return replace(self, recipe=recipe.as_without_plan(), choice=choice)
 
 
 def find_run(recipe: Recipe) -> Run:
@@ -100,9 +107,8 @@ def find_run(recipe: Recipe) -> Run:
             f"{folder} was interrupted at step {kept}, and with this recipe it would go on with other "
             f"numbers: {'; '.join(changes)}. Give it the values that it had, or {_or_remove(folder)}"
         )
-    if recipe.train.dtype == "auto" and before.train.dtype != "auto":
-        recipe = recipe.with_dtype(before.train.dtype)
-    return Run(recipe, folder, before)
+    chosen = Choice.read(folder / CHOICE)
+    return Run(keeping(before, recipe, {} if chosen is None else chosen.values), folder, before)
 
 
 def _is_begun(folder: Path) -> bool:
@@ -226,6 +232,10 @@ def opened(run: Run) -> Iterator[None]:
             if run.before is None:  # else when it goes on: until then this recipe may be refused
                 shutil.rmtree(folder / CHECKPOINTS_FOLDER, ignore_errors=True)  # of steps that were lost
                 write_recipe(run.recipe, folder)
+                if run.choice is None:
+                    (folder / CHOICE).unlink(missing_ok=True)
+                else:
+                    run.choice.write(folder / CHOICE)
             if run.recipe.durability.survives == "power":
                 for path in (folder / RECIPE, folder, folder.parent):
                     sync(path)

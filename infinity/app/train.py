@@ -36,6 +36,7 @@ from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
+from infinity.core.choice import Choice
 from infinity.core.errors import BudgetError, CheckpointError, InfinityError, PeerError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
@@ -47,7 +48,7 @@ from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
 from infinity.recipes.data.loader import BatchShape, Data, open_data
 from infinity.recipes.models import GPT, require_causal
-from infinity.recipes.recipe import Recipe, TrainConfig
+from infinity.recipes.recipe import Recipe, TrainConfig, with_values
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
@@ -64,16 +65,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
-        run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
-        drives, folder = recipe.memory.nvme, run.folder  # drives of this node; all else is rank 0's
-        recipe = replace(run.recipe, memory=replace(run.recipe.memory, nvme=drives))
-        set_threads(recipe.train)
-        _check_sizes(recipe, ranks.device)
-        if run.before is None and recipe.checkpoint.load is not None:
-            DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
-        # Lines before there are views come from any rank: one tokenizes while others wait.
-        console = Console(stderr=True, quiet=not recipe.observe.progress)
-        data = open_inputs(recipe, partial(console.print, markup=False, highlight=False, soft_wrap=True))
+        run, recipe, data = _found(recipe, ranks)
+        folder = run.folder
         views, totals, activations = View(), metrics.SummaryBuilder(), None
         if rank() == 0:
             stack.enter_context(runs.opened(run))
@@ -81,6 +74,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
                 views.add(metrics.ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
             on = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}; files in {folder}"
             views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
+            if run.choice is not None:
+                views.log(run.choice.line)
         stack.enter_context(_explained(run))
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(_start(recipe, run), folder.name, views))
@@ -117,6 +112,34 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     if summary is not None and recipe.observe.progress:
         metrics.show_summary(summary, Console())
     return summary
+
+
+def _found(recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, Data]:
+    """Return the run that ``recipe`` names, its recipe on this node, with what is chosen, and its data."""
+    drives = recipe.memory.nvme  # of this node; all else is rank 0's
+    run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
+    recipe = with_values(run.recipe, {"memory.nvme": drives})
+    set_threads(recipe.train)
+    _check_sizes(recipe, ranks.device)
+    if run.before is None and recipe.checkpoint.load is not None:
+        DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
+    # Lines before there are views come from any rank: one tokenizes while others wait.
+    console = Console(stderr=True, quiet=not recipe.observe.progress)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    data = open_inputs(recipe, say)
+    if run.before is None:
+        run = run.choosing(ranks.decide(lambda: _choose(run.recipe, data, ranks, say), "the plan"))
+    return run, with_values(run.recipe, {"memory.nvme": drives}), data
+
+
+def _choose(recipe: Recipe, data: Data, ranks: Ranks, say: Callable[[str], object]) -> Choice | None:
+    """Return what a plan chooses of what ``recipe`` leaves to ``auto``; rank 0 calls."""
+    if not recipe.left_open:
+        return None
+    from infinity.predict.auto import choose  # it loads what most runs do without
+
+    packing = recipe.data.packing or data.packed or None  # now it is known
+    return choose(with_values(recipe, {"data.packing": packing}), ranks.world_size, ranks.device, say)
 
 
 def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: int) -> None:

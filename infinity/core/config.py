@@ -85,7 +85,7 @@ class Setting(NamedTuple):
         if kind in (types.UnionType, typing.Union):
             return f"{self._replace(hint=args[0])._kind()} or null"
         if kind is Literal:
-            return " | ".join(str(choice) for choice in args)
+            return " | ".join(str(choice).lower() for choice in args)
         if kind is tuple:
             items = [self._replace(hint=arg)._kind() for arg in args if arg is not Ellipsis]
             return f"list of {items[0]}s" if Ellipsis in args else f"[{', '.join(items)}]"
@@ -225,16 +225,19 @@ class MemoryConfig(Config):
     versions: Literal[1, 2] = option(
         2, "versions of each unit on disk; 2: a crash leaves the last step intact; 1: half the disk space"
     )
-    resident: bool = option(
-        True, "keep states in host memory as far as the budget allows; false: stream all of them from NVMe"
+    resident: Literal["auto", True, False] = option(
+        "auto",
+        "keep states in host memory as far as the budget allows; false: stream all of them from NVMe; auto: "
+        "true, unless only false fits",
     )
     engine: Literal["auto", "libaio", "threads", "gds"] = option(
         "auto", "I/O engine; auto: the fastest that works on this machine"
     )
-    activations: Literal["keep", "offload", "recompute", "plan"] | None = option(
-        None,
-        "keep, store or recompute activations, or follow a plan that keeps memory.device; null: plan if "
-        "memory.device is set, else keep (with train.schedule=layer: but for what does not fit)",
+    activations: Literal["auto", "keep", "offload", "recompute", "plan"] = option(
+        "auto",
+        "keep, store or recompute activations, or follow a plan that keeps memory.device; auto: the fastest "
+        "that fits, where infinity train plans; else plan if memory.device is set, or keep (with "
+        "train.schedule=layer: but for what does not fit)",
     )
     logits: Literal["auto", "whole", "slices"] = setting(
         "auto",
@@ -252,6 +255,9 @@ class MemoryConfig(Config):
     )
 
     def __post_init__(self) -> None:
+        given: object = self.activations
+        if given is None:  # another way to write it
+            object.__setattr__(self, "activations", "auto")
         super().__post_init__()
         if self.verify and self.engine == "gds":
             wanted = "auto, libaio or threads with memory.verify=true, which needs bytes in host memory"
@@ -264,6 +270,13 @@ class MemoryConfig(Config):
             raise SettingError("nvme", self.nvme, why) from error
         if not all(self.nvme) or not different:
             raise SettingError("nvme", self.nvme, "different, non-empty directories")
+
+    @property
+    def policy(self) -> Literal["keep", "offload", "recompute", "plan"]:
+        """Return what ``activations`` is, or what ``auto`` stands for where nothing else is chosen."""
+        if self.activations != "auto":
+            return self.activations
+        return "keep" if self.device is None else "plan"
 
 
 def _identity(path: str) -> object:

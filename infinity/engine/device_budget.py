@@ -247,7 +247,7 @@ class UnitBudget:
                 moments = unit.index in given.trained or tiers.taken.get(unit.index, 0) > bare  # set aside
                 residents += tiers.resident_nbytes_of(unit, moments=moments)
         chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
-        resident = storage.memory.resident
+        resident = bool(storage.memory.resident)
         return budget.divide_host(storage.host_nbytes, residents, chunks, sizes, resident=resident)
 
     def _sizes(self, unit: Unit, given: _Given) -> budget.UnitSizes:

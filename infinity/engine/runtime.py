@@ -159,8 +159,8 @@ class Runtime:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
         cache = TensorCache(device, stores, partial(self.timeline.stall, "activation"))
-        policy = memory.activations or ("keep" if memory.device is None else "plan")
-        if self.config.layer_schedule and memory.activations in (None, "recompute"):
+        policy = memory.policy
+        if self.config.layer_schedule and memory.activations in ("auto", "recompute"):
             policy = "keep"  # it recomputes by itself: little is left to plan
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
             self._note(line)

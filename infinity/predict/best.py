@@ -79,11 +79,13 @@ class Best(NamedTuple):
     as_written: str  # for people: what the recipe as written takes, or lacks
     effects: tuple[Effect, ...]
     tried: int  # candidates
+    before: DryRun | None = None  # the recipe as written; None: it does not fit
 
 
 def find_best(
     recipe: Recipe, machine: Machine, ranks: int | None, fixed: Collection[str], *,
     tokens: int | None = None, here: bool = False, say: Callable[[str], None] = lambda text: None,
+    fixed_stay: bool = False,
 ) -> Best:  # fmt: skip
     """Return the fastest recipe for a machine that has the values of ``recipe`` for the keys ``fixed``.
 
@@ -91,6 +93,7 @@ def find_best(
         tokens: Tokens of a step on all ranks; None: as many as ``recipe`` has.
         ranks: None: one for each device. ``here``: as for :func:`dry_run`.
         say: Is told what is tried.
+        fixed_stay: If nothing fits with the ``fixed`` keys, that is an error; effects are not looked for.
 
     Raises:
         RecipeError: No number of sequences has as many tokens, or they are too many, or the fixed keys give
@@ -111,7 +114,8 @@ def find_best(
                 f"tokens (model.seq_len), {least} together; wanted a multiple of that, such as {near}"
             )
         sequences = tokens // least
-    return _Search(recipe, machine, ranks, frozenset(fixed) & FREE, sequences, here, say).run()
+    fixed, recipe = FREE & frozenset(fixed) - recipe.left_open, recipe.as_without_plan()
+    return _Search(recipe, machine, ranks, fixed, sequences, here, say).run(fixed_stay=fixed_stay)
 
 
 class _Tried(NamedTuple):
@@ -144,7 +148,7 @@ class _Search:
         self._tried: dict[str, _Tried] = {}
         self._fitting: list[DryRun] = []  # played ones
         if not self._splits():
-            given = " and ".join(f"{key}={_value(recipe, key)}" for key in sorted(SPLIT & fixed))
+            given = " and ".join(f"{key}={recipe.value(key)}" for key in sorted(SPLIT & fixed))
             raise RecipeError(f"{given}: wanted values that give {sequences} sequences a rank and step")
 
     @property
@@ -152,21 +156,22 @@ class _Search:
         """Return the sequences of the micro-batch whose record others are scaled from."""
         return self._splits()[0][0]
 
-    def run(self) -> Best:
+    def run(self, *, fixed_stay: bool = False) -> Best:
         as_written = self._try({})
         same = self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences
         if same and not as_written.lacks:
             self._offer({})  # what is not faster changes nothing
         found, tried = self._look({}), 0
-        if found is None and self.fixed:  # nothing fits as it is named
+        if found is None and self.fixed and not fixed_stay:  # nothing fits as it is named
             tried = len(self._tried)
             self.fixed = frozenset()
             self._tried.clear()  # they are scaled from another record
             found = self._look({})
         if found is None:
             raise BudgetError(self._what_to_buy())
-        effects = tuple(self._effects(self._changes(found.recipe), found))
-        return Best(found, _said(as_written, found.tokens), effects, tried + len(self._tried))
+        effects = () if fixed_stay else tuple(self._effects(self._changes(found.recipe), found))
+        before = None if as_written.lacks else as_written.planned
+        return Best(found, _said(as_written, found.tokens), effects, tried + len(self._tried), before)
 
     # --- candidates ---------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class _Search:
         if ("train.schedule" not in self.fixed or train.schedule == "layer") and (
             free or memory.activations != "plan"
         ):  # it recomputes by itself, and lets what blocks return leave as far as it must
-            yield {"train.schedule": "layer", "memory.activations": None if free else memory.activations}
+            yield {"train.schedule": "layer", "memory.activations": "auto" if free else memory.activations}
         if "train.schedule" in self.fixed and train.schedule == "layer":
             return
         for policy in ("recompute", "keep", "plan") if free else (memory.activations,):
@@ -255,10 +260,10 @@ class _Search:
         return self._fitting[0].cost.step_s if self._fitting else float("inf")
 
     def _try(self, keys: Keys) -> _Tried:
-        changed = {key: value for key, value in keys.items() if value != _value(self.recipe, key)}
-        keeps = changed.get("memory.activations") == "keep" and self.recipe.memory.activations is None
+        changed = {key: value for key, value in keys.items() if value != self.recipe.value(key)}
+        keeps = changed.get("memory.activations") == "keep" and self.recipe.memory.activations == "auto"
         if keeps and keys.get("memory.device", self.recipe.memory.device) is None:
-            del changed["memory.activations"]  # that is what null stands for
+            del changed["memory.activations"]  # that is what auto stands for
         name = written(dict(sorted(changed.items())))
         if name not in self._tried:
             self.say(f"trying {name or 'the recipe as written'}")
@@ -268,7 +273,7 @@ class _Search:
     def _estimate(self, keys: Keys) -> DryRun:
         recipe, _ = with_keys(self.recipe, self.machine, keys)
         memory, layered = recipe.memory, recipe.train.schedule == "layer"
-        by_plan = memory.activations is None and memory.device is not None and not layered
+        by_plan = memory.activations == "auto" and memory.device is not None and not layered
         by_plan |= memory.activations in ("plan", "offload")  # from activations of their true size
         return DryRun(self._model(recipe), recipe, self.machine, None if by_plan else self._recorded)
 
@@ -305,7 +310,7 @@ class _Search:
     def _is_worth_it(self, order: Keys) -> bool:
         """Return whether an order that recomputes nothing could be faster than what was found."""
         policy = order["memory.activations"]
-        if order["train.schedule"] == "layer" or policy in ("recompute", None):
+        if order["train.schedule"] == "layer" or policy in ("recompute", "auto"):
             return True
         if not self._fitting:  # what keeps all takes more than what did not fit
             return policy != "keep" or "memory.activations" in self.fixed
@@ -393,11 +398,7 @@ class _Search:
 
     def _changes(self, recipe: Recipe) -> dict[str, int | str | None]:
         """Return what differs in ``recipe`` from what was written."""
-        return {
-            key: _value(recipe, key)
-            for key in sorted(FREE)
-            if _value(recipe, key) != _value(self.recipe, key)
-        }
+        return {key: recipe.value(key) for key in sorted(FREE) if recipe.value(key) != self.recipe.value(key)}
 
     def _effects(self, keys: Keys, best: DryRun) -> Iterator[Effect]:
         """Yield each change, with what a step would take without it."""
@@ -409,7 +410,7 @@ class _Search:
             without = self._try({key: value for key, value in keys.items() if key not in mine})
             than = estimate.tokens_per_s
             said = _said(without, best.tokens, than)
-            yield Effect(mine, {key: _value(self.recipe, key) for key in mine}, said)
+            yield Effect(mine, {key: self.recipe.value(key) for key in mine}, said)
 
     def _what_to_buy(self) -> str:
         nearest, machine = self._nearest(), self.machine
@@ -435,12 +436,6 @@ class _Search:
 
 def _drives(planned: DryRun) -> int:
     return -(-planned.disk_nbytes() // planned.machine.drives.memory)
-
-
-def _value(recipe: Recipe, key: str) -> int | str | None:
-    section, name = key.split(".")
-    value: int | str | None = getattr(getattr(recipe, section), name)
-    return value
 
 
 def _attempt(keys: Keys, plan: Callable[[], DryRun]) -> _Tried:

@@ -1,14 +1,13 @@
 """Finds single changes of a recipe, or of its machine, that make a plan faster or make it fit."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, StateError
 from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun
 from infinity.predict.machines import Machine
-from infinity.recipes.recipe import Recipe
+from infinity.recipes.recipe import Recipe, with_values
 
 #: A change is shown if it makes a step faster by at least this share.
 LEAST_GAIN = 0.01
@@ -54,16 +53,9 @@ def ways_to_fit(planned: DryRun) -> list[Change]:
 
 def with_keys(recipe: Recipe, machine: Machine, keys: Keys) -> tuple[Recipe, Machine]:
     """Return a recipe and a machine with other values of ``keys``."""
-    found: list[Any] = [recipe, machine]
-    by_section: dict[str, dict[str, Any]] = {}
-    for key, value in keys.items():
-        section, name = key.split(".")
-        by_section.setdefault(section, {})[name] = value
-    for at, each in enumerate(found):  # all at once: some go together only
-        mine = {section: values for section, values in by_section.items() if hasattr(each, section)}
-        sections = {name: replace(getattr(each, name), **values) for name, values in mine.items()}
-        found[at] = replace(each, **sections)
-    return found[0], found[1]
+    of_recipe = {key: value for key, value in keys.items() if hasattr(recipe, key.partition(".")[0])}
+    of_machine = {key: value for key, value in keys.items() if key not in of_recipe}
+    return with_values(recipe, of_recipe), with_values(machine, of_machine)
 
 
 def changed(planned: DryRun, keys: Keys) -> DryRun | None:
@@ -106,13 +98,13 @@ def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
         yield "twice the host memory", {"host.memory": 2 * machine.host.memory, "memory.host": host}
     if machine.on_accelerator and memory.device is None and 4 * run.division.total < 3 * run.device_nbytes:
         # Planned activations have a part of it; others are beside it.
-        beside = 0 if memory.activations in (None, "plan") and not run.layered else run.trace.peak_nbytes
+        beside = 0 if memory.activations in ("auto", "plan") and not run.layered else run.trace.peak_nbytes
         most = whole(max(run.division.total, run.device_nbytes - beside))
         yield "all of the device's memory", {"memory.device": most}
     yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
     yield "more micro-batches a step", {"train.accumulate": 2 * train.accumulate}
-    if train.accumulate > 1 and train.schedule == "step":
-        layers: Keys = {"memory.activations": None, "train.schedule": "layer"}
+    if train.accumulate > 1 and train.schedule != "layer":
+        layers: Keys = {"memory.activations": "auto", "train.schedule": "layer"}
         yield "weights read once for all micro-batches", layers
     if recipe.optim.max_grad_norm is not None:
         yield "no clipping", {"optim.max_grad_norm": None}

@@ -79,7 +79,7 @@ class Layout:
         if machine.on_accelerator:
             self.device_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
         #: Policy of activations.
-        self.policy = memory.activations or ("keep" if memory.device is None else "plan")
+        self.policy = memory.policy
         beside = self.layered and machine.on_accelerator  # in host memory there is a place, too
         if memory.activations == "offload" and not (memory.nvme or beside):
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"

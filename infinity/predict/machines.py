@@ -5,6 +5,7 @@ device of its own, and an equal share of its node's host memory, cores, drives a
 """
 
 import difflib
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -321,6 +322,21 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         ),
         drives=_drives([Path(each) for each in directories]) if directories else DrivesConfig(),
     )  # fmt: skip
+
+
+def measurable(directories: Sequence[str]) -> list[Path]:
+    """Return the directories, or the nearest existing ones above them."""
+    found = []
+    for each in directories:
+        path = Path(each).absolute()
+        path = next(above for above in (path, *path.parents) if above.is_dir())
+        if not os.access(path, os.W_OK):
+            raise RecipeError(
+                f"memory.nvme: {path} cannot be written, so its drive cannot be measured; name the hardware "
+                "with --on"
+            )
+        found.append(path)
+    return found
 
 
 def _drives(directories: Sequence[Path]) -> DrivesConfig:

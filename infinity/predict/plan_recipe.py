@@ -19,7 +19,7 @@ from infinity.planner.search import smallest_budget
 from infinity.predict.best import SPLIT, Best, find_best
 from infinity.predict.changes import changes, gain, ways_to_fit, written
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
-from infinity.predict.machines import Machine, describe_machine, load_machine, probe
+from infinity.predict.machines import Machine, describe_machine, load_machine, measurable, probe
 from infinity.predict.plan_run import make_table, print_line
 from infinity.predict.step import COMPUTE
 from infinity.recipes.recipe import Recipe, load_recipe, named_keys
@@ -56,7 +56,7 @@ def show_recipe(
         )
     overrides = [each for each in overrides if each not in of_machine]
     recipe = load_recipe(path, overrides)
-    machine = load_machine(on, of_machine) if on is not None else probe(_measurable(recipe.memory.nvme))
+    machine = load_machine(on, of_machine) if on is not None else probe(measurable(recipe.memory.nvme))
     if ranks is None and "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
     began_s = time.perf_counter()
@@ -134,12 +134,10 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     ``dtype`` is the one that the run had: measured again, ``auto`` may be another one.
     """
     memory = recipe.memory
-    policy = memory.activations
-    if recipe.train.schedule == "step":
-        policy = policy or ("keep" if memory.device is None else "plan")
+    policy = memory.activations if recipe.train.schedule == "layer" else memory.policy
     host, device = budgets.get("host") or memory.host, memory.device or budgets.get("device")
     memory = replace(memory, host=host, device=device, activations=policy)
-    machine = probe(_measurable(memory.nvme))
+    machine = probe(measurable(memory.nvme))
     built = replace(recipe, train=replace(recipe.train, dtype=dtype))
     planned = dry_run(replace(built, memory=memory), machine, ranks, here=True, built=built)
     best, cost = next(iter(changes(planned)), None), planned.cost
@@ -148,21 +146,6 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
         step_s=cost.step_s, nbytes_read=cost.nbytes.get("NVMe read", 0),
         nbytes_written=cost.nbytes.get("NVMe write", 0), bottleneck=cost.bottleneck, advice=advice,
     )  # fmt: skip
-
-
-def _measurable(directories: Sequence[str]) -> list[Path]:
-    """Return the directories, or the nearest existing ones above them."""
-    found = []
-    for each in directories:
-        path = Path(each).absolute()
-        path = next(above for above in (path, *path.parents) if above.is_dir())
-        if not os.access(path, os.W_OK):
-            raise RecipeError(
-                f"memory.nvme: {path} cannot be written, so its drive cannot be measured; name the hardware "
-                "with --on"
-            )
-        found.append(path)
-    return found
 
 
 def _model_table(run: DryRun) -> Table:

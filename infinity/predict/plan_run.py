@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from infinity.core.choice import CHOICE, Choice
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
@@ -51,7 +52,7 @@ class ShownPlan(NamedTuple):
 
 
 def show_plan(run: str, budget: str | None, console: Console) -> None:
-    """Print the plan of a run and the cost of alternatives, and write its picture.
+    """Print what a run chose, its plan and the cost of alternatives, and write its picture.
 
     ``run`` is its folder, or one that ``Planning.save`` wrote. With a ``budget`` for everything that a step
     allocates on the device, such as ``2GiB``, plan again for it.
@@ -60,7 +61,16 @@ def show_plan(run: str, budget: str | None, console: Console) -> None:
         RecipeError: The run has no plan, or the budget is not a size.
         BudgetError: No plan keeps the budget; names the smallest budget that can be kept.
     """
-    shown = open_plan(run, budget)
+    chosen = Choice.read(user_path(run, "RUN") / CHOICE)
+    if chosen is not None:
+        print_line(console, chosen.line)
+    try:
+        shown = open_plan(run, budget)
+    except RecipeError as error:
+        if chosen is None or budget is not None:
+            raise
+        print_line(console, str(error))
+        return
     planning = shown.planning
     print_line(console, planning.describe())
     console.print()

@@ -47,6 +47,11 @@ _NAME_NBYTES = 200
 #: Values that are not paths, by setting.
 _NO_PATHS = {"files": "stdlib", "eval_files": "stdlib", "tokenizer": "bytes"}
 _Sections = TypeVar("_Sections")
+#: Keys that ``infinity train`` chooses by a plan, with the value that leaves them to it.
+_CHOSEN: dict[str, str | None] = {
+    "train.schedule": "auto", "memory.activations": "auto", "memory.resident": "auto",
+    "memory.updates": "auto", "partition.tile": "auto", "memory.device": None,
+}  # fmt: skip
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
@@ -99,8 +104,10 @@ class TrainConfig(Config):
     eval_every: int | None = option(100, "steps between held-out evaluations; null: never", Valid(1, 10**9))
     eval_first: bool = option(False, "evaluate before the first step, too")
     eval_batches: int = option(8, "micro-batches per rank in one evaluation", Valid(1, 10**6))
-    schedule: Literal["step", "layer"] = setting(
-        "step", "micro-batches one by one, or all through a block before the next: weights are read twice"
+    schedule: Literal["auto", "step", "layer"] = setting(
+        "auto",
+        "micro-batches one by one, or all through a block before the next: weights are read twice; auto: the "
+        "faster one, where infinity train plans; else step",
     )
     log_every: int = option(1, "steps between lines of progress", Valid(1, 10**9))
     threads: int | None = option(None, "compute threads per rank; null: cores / local ranks", Valid(1, 1024))
@@ -155,6 +162,20 @@ class Recipe:
     def with_dtype(self, dtype: Dtype) -> "Recipe":
         return replace(self, train=replace(self.train, dtype=dtype))
 
+    def value(self, key: str) -> Any:
+        """Return the value of a key such as ``train.steps``."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
+    @property
+    def left_open(self) -> frozenset[str]:
+        """Return the keys that ``infinity train`` may choose, since the recipe says ``auto``."""
+        return frozenset(key for key, value in _CHOSEN.items() if self.value(key) == value)
+
+    def as_without_plan(self) -> "Recipe":
+        """Return the recipe with the schedule that ``auto`` stands for where nothing is planned."""
+        return with_values(self, {"train.schedule": "step"} if self.train.schedule == "auto" else {})
+
     def with_absolute_paths(self) -> "Recipe":
         """Return the same recipe with absolute paths, where a recipe can have them; ``run.dir`` stays."""
         recipe = self
@@ -200,14 +221,34 @@ def _absolute(value: Any, setting: str) -> Any:
 
 
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
-    """Describe each differing key that changes a run's numbers; ``auto`` now equals any dtype before."""
+    """Describe each differing key that changes a run's numbers; ``auto`` now is what it was before."""
     changes = []
     before, now = before.with_absolute_paths(), now.with_absolute_paths()
     for section, each in keys_of(Recipe):
         was, got = (_plain(getattr(getattr(recipe, section), each.name)) for recipe in (before, now))
-        if each.numeric and was != got and (each.name, got) != ("dtype", "auto"):
+        if each.numeric and was != got and got != "auto":
             changes.append(f"{section}.{each.name} was {shown(was)}, is {shown(got)}")
     return changes
+
+
+def keeping(before: Recipe, now: Recipe, chosen: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a run that goes on: what it leaves to ``auto`` is as it was ``before``.
+
+    ``chosen`` was, at its beginning.
+    """
+    keys = {f"{section}.{each.name}" for section, each in keys_of(Recipe) if each.numeric} | _CHOSEN.keys()
+    kept = {key: before.value(key) for key in keys if now.value(key) == "auto"}
+    return with_values(now, kept | {key: chosen[key] for key in now.left_open & chosen.keys()})
+
+
+def with_values(given: _Sections, values: Mapping[str, Any]) -> _Sections:
+    """Return a dataclass of sections with other values of keys, all at once: some go together only."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    changes: Any = {name: replace(getattr(given, name), **new) for name, new in sections.items()}
+    return replace(given, **changes)  # type: ignore[type-var]
 
 
 class Row(NamedTuple):

@@ -25,6 +25,7 @@ from tests.helpers.cases import few
 MODEL = [
     "model.n_layers=2", "model.d_model=64", "model.n_heads=2", "model.seq_len=32", "memory.nvme=[nvme]",
     "memory.resident=false", "memory.host=8MiB", "train.dtype=bf16", "optim.max_grad_norm=null",
+    "train.schedule=step",
 ]  # fmt: skip
 SLOW = ["drives.read_bytes_per_s=1e7", "drives.write_bytes_per_s=1e7", "drives.mixed_bytes_per_s=1e7"]
 

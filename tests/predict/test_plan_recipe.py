@@ -245,7 +245,7 @@ CHANGED: dict[str, tuple[str, int, list[str], set[str]]] = {
         "vm-2core", 1,
         ["train.accumulate=4", "drives.read_bytes_per_s=1e7", "drives.mixed_bytes_per_s=1e7",
          "memory.device=1302528", "memory.activations=recompute", "model.n_layers=6"],
-        {"memory.activations=null train.schedule=layer"},
+        {"memory.activations=auto train.schedule=layer"},
     ),
 }  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("train.steps=0", "got 0; wanted int, 1 to 1,000,000,000"),
         ("train.steps=true", "got true; wanted int, 1 to 1,000,000,000"),
         ("train.steps=null", "got null; wanted int, 1 to 1,000,000,000"),
-        ("memory.resident=1", "got 1; wanted true | false"),
+        ("memory.resident=1", "got 1; wanted auto | true | false"),
         ("memory.versions=3", "got 3; wanted 1 | 2"),
         ("memory.versions=true", "got true; wanted 1 | 2"),
         ("memory.host=8Gb3", "got '8Gb3'; wanted size such as 8GiB or null, 1 to 2**60 bytes"),
