@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from infinity.api.portable import save_checkpoint as save_checkpoint
     from infinity.api.quantize import quantize as quantize
     from infinity.api.save_lora import save_lora as save_lora
+    from infinity.api.several import adapter as adapter
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -53,6 +54,7 @@ _HOMES = {
         "api.portable": "load_checkpoint save_checkpoint",
         "api.quantize": "quantize",
         "api.save_lora": "save_lora",
+        "api.several": "adapter",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
         "recipes.recipe": "Recipe load_recipe",

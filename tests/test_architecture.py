@@ -274,15 +274,15 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 523,
-    "activations": 2370,
-    "api": 3884,
+    "": 525,
+    "activations": 2416,
+    "api": 4153,
     "app": 1316,
     "checkpoint": 4038,
     "comm": 843,
     "core": 2246,
     "device": 1060,
-    "engine": 3312,
+    "engine": 3354,
     "nvme": 1228,
     "observe": 727,
     "optim": 889,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "planner": 2303,
     "predict": 4367,
     "recipes": 2036,
-    "shards": 3896,
+    "shards": 3919,
 }
 
 

@@ -29,9 +29,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.profiler import MemoryMeter, Profiler
+from infinity.activations.recompute import recomputed
 from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
@@ -136,8 +136,7 @@ def _recomputed(
 
     # Twice through a cache of keys and values would put them there twice.
     leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]
-    # Positional, because checkpoint saves what it finds there, and our hooks see it.
-    return checkpoint(call, *leaves, use_reentrant=False)
+    return recomputed(call, *leaves)
 
 
 @contextmanager

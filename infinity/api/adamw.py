@@ -3,7 +3,7 @@
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.api.several import adapters_of, parameters_by_adapter
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError, library_errors
 from infinity.core.process import uninterrupted
@@ -41,7 +42,9 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``; vectors (biases, norms) do not decay.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
             that gradients need not wait until ``step()``, in memory or on NVMe.
-        params: Parameter groups as torch takes them, in place of one for matrices and one for vectors.
+        params: Parameter groups as torch takes them, in place of one for matrices and one for vectors (of
+            each adapter, where the model has several). Groups with the same value of a key ``adapter`` are
+            clipped by their own norm, and skipped by themselves.
         follow: Objects with ``state_dict`` and ``load_state_dict`` (a scheduler, a torchdata loader), by
             names of your choice. In a named run with ``memory.nvme`` their states are committed with each
             step, as learning rates, buffers and generators are, and :func:`infinity.resume` restores them.
@@ -63,10 +66,15 @@ class AdamW(torch.optim.Optimizer):
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
         if params is None:
-            trainable = [p for p in model.parameters() if p.requires_grad]
-            matrices = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
-            vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
-            params = [group for group in (matrices, vectors) if group["params"]]
+            params = [
+                group | own
+                for own, trainable in _parties(model)
+                for group in (
+                    {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+                    {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+                )
+                if group["params"]
+            ]
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made_groups = made_groups
         with uninterrupted:
@@ -80,10 +88,13 @@ class AdamW(torch.optim.Optimizer):
             for name, each in model.named_buffers()
         }
         fp16 = self.runtime.dtype is torch.float16
+        if fp16 and len({group.get("adapter") for group in self.param_groups}) > 1:
+            raise StateError(
+                "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
+            )
         self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
         self._scaled = False
-        #: Global norm of the last step's gradients before clipping; None before the first step.
-        self.grad_norm: float | None = None
+        self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Whether the last step was skipped, because a gradient was not finite.
         self.skipped = False
         self.steps = 0
@@ -147,16 +158,27 @@ class AdamW(torch.optim.Optimizer):
                 self._check_parameters()
                 self.runtime.tiers.settle(self.runtime.units)
             self.runtime.values.end_load()
-            norm = executor.reduce()
-            if norm is not None:
-                executor.commit(norm, self.max_grad_norm)
-                self.grad_norm, self.skipped = norm, not math.isfinite(norm)
+            norms = executor.reduce()
+            if norms is not None:
+                executor.commit(norms, self.max_grad_norm)
+                self._norms, self.skipped = norms, not any(map(math.isfinite, norms.values()))
                 self.steps += not self.skipped
                 if self.scaler is not None:
                     self.scaler.update(self.skipped)
                 self._scaled = False
                 self.runtime.records.record(self._small_state)
         return loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None before the first step."""
+        norms = [*self._norms.values()]
+        return math.hypot(*norms) if len(norms) > 1 else next(iter(norms), None)
+
+    @property
+    def grad_norms(self) -> dict[str, float]:
+        """That of each of several adapters; one that is inf or nan skipped its adapter's step."""
+        return {name: norm for name, norm in self._norms.items() if name is not None}
 
     def follow(self, **more: Stateful) -> None:
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
@@ -181,6 +203,7 @@ class AdamW(torch.optim.Optimizer):
         follow = {name: each.state_dict() for name, each in self._followed.items() if name not in late}
         generators = generator_states(self.runtime.ranks.device)
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
+        state["adapters"] = dict(adapters_of(self.model).generators)
         state |= {"follow": follow, "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
@@ -228,6 +251,7 @@ class AdamW(torch.optim.Optimizer):
                 )
             buffers[name].copy_(values)
         set_generator_states(state["generators"], self.runtime.ranks.device)
+        adapters_of(self.model).generators |= state.get("adapters", {})  # older versions did not write them
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
         self.steps = state["steps"]
@@ -374,6 +398,15 @@ class AdamW(torch.optim.Optimizer):
                     "you unfreeze it, or make the optimizer with params=[...], which have all that will be "
                     "trained; optimizer.zero_grad() discards this step"
                 )
+
+
+def _parties(model: nn.Module) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+    """Yield the trained parameters: of each of several adapters, with its groups' key, or all of them."""
+    by_adapter = parameters_by_adapter(model)
+    if len(by_adapter) < 2:
+        yield {}, [param for param in model.parameters() if param.requires_grad]
+    for name, params in by_adapter.items() if len(by_adapter) > 1 else ():
+        yield {"adapter": name}, [param for param in params if param.requires_grad]
 
 
 def _is_number(value: Any, valid: Valid) -> bool:

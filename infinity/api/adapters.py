@@ -145,18 +145,18 @@ def peft() -> Any:
     return peft
 
 
-def saved_names(adapted: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are saved of a model with adapters, by the keys that ``peft`` gives them."""
+def saved_names(adapted: nn.Module, name: str = "default") -> dict[str, Tensor]:
+    """Return the parameters that are saved of a model's adapter, by the keys that ``peft`` gives them."""
     from peft import get_peft_model_state_dict
 
     named = dict(adapted.named_parameters()) | dict(adapted.named_buffers())
     found: dict[str, Tensor] = get_peft_model_state_dict(
-        adapted, state_dict=named, save_embedding_layers=False
+        adapted, state_dict=named, save_embedding_layers=False, adapter_name=name
     )
     return found
 
 
-def check_used(adapted: nn.Module, config: Any, given: Any = None) -> None:
+def check_used(adapted: nn.Module, config: Any, given: Any = None, adapter: str = "default") -> None:
     """Raise a ValueError if ``config`` names modules or tokens that the model does not have.
 
     With ``given``, the config of new adapters as it was before peft added to it, layers are checked, too.
@@ -167,13 +167,15 @@ def check_used(adapted: nn.Module, config: Any, given: Any = None) -> None:
 
     layers, copied, tokens = list[str](), dict[str, nn.Module](), dict[str, Any]()
     for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer) and adapter not in module.r:
+            continue
         if isinstance(module, ParamWrapper):
             layers.append(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
             layers.append(name)
-        elif isinstance(module, ModulesToSaveWrapper):
+        elif isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
             copied[name] = module.original_module
-        elif isinstance(module, TrainableTokensWrapper):
+        elif isinstance(module, TrainableTokensWrapper) and adapter in module.token_adapter.token_indices:
             tokens[name] = module.token_adapter
     if given is not None:
         _check_layers(layers, config, given)
@@ -187,7 +189,7 @@ def check_used(adapted: nn.Module, config: Any, given: Any = None) -> None:
         if not any(name.endswith(wanted) for name in copied):
             raise ValueError(f"modules_to_save names {shown(wanted)}, but no module is called so")
     for layer in tokens.values():
-        rows, numbers = layer.base_layer.weight.shape[0], layer.token_indices["default"]
+        rows, numbers = layer.base_layer.weight.shape[0], layer.token_indices[adapter]
         if twice := [number for number, count in Counter(numbers).items() if count > 1]:
             raise ValueError(f"trainable_token_indices has {twice[0]} more than once")
         if wrong := [number for number in numbers if not 0 <= number < rows]:
@@ -295,7 +297,7 @@ class SavedAdapters:
                 f"{self.path / CONFIG}: rank {shown(wrong[0])} is that of no tensor of {VALUES}"
             )
 
-    def match(self, adapted: nn.Module) -> list[tuple[Tensor, FileTensor]]:
+    def match(self, adapted: nn.Module, name: str = "default") -> list[tuple[Tensor, FileTensor]]:
         """Return each saved parameter of ``adapted`` with its stored values.
 
         Raises a CheckpointError that names the keys of the one that the other has not, or that have another
@@ -303,7 +305,7 @@ class SavedAdapters:
         """
         from infinity.api.expert_lora import factors_of
 
-        wanted, factors = saved_names(adapted), factors_of(adapted)
+        wanted, factors = saved_names(adapted, name), factors_of(adapted)
         shapes = {
             key: factors[id(tensor)].matrix_shape if id(tensor) in factors else tensor.shape
             for key, tensor in wanted.items()
@@ -328,7 +330,7 @@ class SavedAdapters:
         return [(tensor, self.tensors[key]) for key, tensor in wanted.items()]
 
     @torch.no_grad()
-    def fill(self, adapted: nn.Module) -> None:
+    def fill(self, adapted: nn.Module, name: str = "default") -> None:
         """Copy the stored values into the adapters of ``adapted``, but those on the meta device.
 
         Adapters of parameters read theirs later, while this is open.
@@ -336,7 +338,7 @@ class SavedAdapters:
         from infinity.api.expert_lora import factors_of
 
         factors = factors_of(adapted)
-        for tensor, stored in self.match(adapted):
+        for tensor, stored in self.match(adapted, name):
             if id(tensor) in factors:
                 factors[id(tensor)].stored = stored
             elif not tensor.is_meta:

@@ -25,6 +25,7 @@ from infinity.api.lora import gathered_adapters, write_adapters
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
+from infinity.api.several import DEFAULT
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
@@ -114,7 +115,13 @@ def _merge(model: Any, runtime: Runtime, out: Path, **how: Any) -> Requantized |
     with all_ranks_or_raise(ranks, f"merging adapters into {out}"):
         if not hasattr(model, "peft_config"):
             raise CheckpointError(f"{type(model).__name__} has no adapters to merge: export it without merge")
-        named, plain = model.peft_config["default"].base_model_name_or_path, model.get_base_model()
+        if [*model.peft_config] != [DEFAULT]:
+            raise CheckpointError(
+                f"the model has the adapters {', '.join(map(repr, model.peft_config))}; merge adds "
+                "one that has no name: save it with infinity.save_lora(model, DIR, name=...), and merge that "
+                "directory with infinity export DIR OUT --merge"
+            )
+        named, plain = model.peft_config[DEFAULT].base_model_name_or_path, model.get_base_model()
         base = Path(named or "")  # "" is the working directory, which may be a checkpoint of another model
         if not named or not (base / "config.json").is_file():
             found = f"{named} is no directory with config.json" if named else "the adapters name none"

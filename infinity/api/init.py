@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.api.adamw import AdamW
 from infinity.api.quantize import quantized_base
+from infinity.api.several import adapter, check_adapter
 from infinity.checkpoint.directory import Checkpoint, readable
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
@@ -382,7 +383,9 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
     runtime_of(model, ended=True).close(keep=keep)
 
 
-def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
+def layer_schedule(
+    model: nn.Module, micro_batches: int, loss: Loss | None = None, adapters: Sequence[str] | None = None
+) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
     All micro-batches of a step go through a block before the next block is read. Packed experts run once for
@@ -400,14 +403,24 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
         model: Built under ``Init``; its blocks are the largest ``nn.ModuleList``.
         micro_batches: Slices of each batch.
         loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
+        adapters: For each slice the name of the adapter that it trains, of several on one base, all of which
+            one reading of the base serves; None: the model has at most one.
 
     Raises:
         BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it.
-        StateError: No blocks were found.
+        StateError: No blocks were found, or there is no such adapter.
+        ValueError: ``adapters`` has not one name for each slice.
     """
     runtime = runtime_of(model)
     executor = runtime.executor()
     rooms: Any = weakly(executor.rooms_between_blocks)
-    schedule = LayerSchedule(model, micro_batches, loss, runtime.activations.cache, rooms)
+    names = adapters or ()
+    if adapters is not None and len(names) != micro_batches:
+        raise ValueError(f"adapters: got {len(names)} names; wanted one for each of {micro_batches} slices")
+    for name in set(names):
+        check_adapter(model, name)
+
+    how: dict[str, Any] = {} if adapters is None else {"turns": names, "within": partial(adapter, model)}
+    schedule = LayerSchedule(model, micro_batches, loss, runtime.activations.cache, rooms, **how)
     executor.hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
     return schedule

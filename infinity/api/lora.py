@@ -21,71 +21,89 @@ from torch import nn
 from infinity.activations.tensor_cache import patched
 from infinity.api.adapters import CONFIG, LoraConfig, SavedAdapters, check_used, peft, saved_names
 from infinity.api.init import gathered
+from infinity.api.several import DEFAULT, adapters_of, layers_of, parameters_by_adapter
 from infinity.core.config import SettingError, settings_of, shown
 from infinity.core.errors import CheckpointError, RecipeError, StateError, library_errors, quiet_libraries
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
+#: Names of adapters, which are those of modules and of folders.
+NAMES = r"\w[\w-]{0,99}"
 #: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
 
 
-def add_lora(model: nn.Module, **settings: Any) -> Any:
+def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
     """Freeze ``model`` and give layers and experts trainable adapters; every rank calls, with one seed.
 
     Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
-    before ``infinity.AdamW``. Returns ``peft.get_peft_model``'s, to be trained in place of ``model``.
+    before ``infinity.AdamW``. Returns ``peft.get_peft_model``'s, to be trained in place of ``model``. With
+    other names it may be called again, on what it returned: several adapters are trained on one base, each as
+    if it were alone, in blocks ``with infinity.adapter(model, name)``.
 
     Args:
+        name: That of the adapter: letters, digits, ``_`` and ``-``.
         settings: Keys of a recipe's section ``lora``, without ``lr_ratio``: ``rank`` (by default 16),
             ``alpha``, ``target_modules`` and more, as in :class:`infinity.api.adapters.LoraConfig`. With
             ``adapter="DIR"`` training goes on with adapters in peft's format, whose config says the rest.
 
     Raises:
-        StateError: The model is not finished, runs already, or has adapters.
+        StateError: The model is not finished, runs already, or has an adapter of this name.
         RecipeError: A setting is wrong; peft is not installed, or finds no such layers or parameters.
         CheckpointError: ``adapter`` cannot be read, or has adapters of another model; names the keys.
     """
     runtime = runtime_of(model)
-    if hasattr(model, "peft_config"):
-        raise StateError("add_lora: the model has adapters already; name all layers in one call")
+    if not isinstance(name, str) or not re.fullmatch(NAMES, name):
+        raise SettingError("name", name, "a name of letters, digits, _ and -, which begins with no -")
+    if name in adapters_of(model).generators:
+        raise StateError(
+            f"add_lora: the model has an adapter {name!r} already; name all of its layers in one call, or "
+            "give another one another name=..."
+        )
+    if adapters_of(model).generators and not hasattr(model, "add_weighted_adapter"):  # not peft's
+        raise StateError("add_lora: the model has adapters already; give it what the first call returned")
     if runtime.construction.active or runtime.started:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
     defaults = {} if settings.get("adapter") is not None else {"rank": 16}
-    known = [each.name for each in settings_of(LoraConfig)]
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+    known = [key.name for key in settings_of(LoraConfig)]
+    for each in settings:
+        if each not in known:
+            near = difflib.get_close_matches(each, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise RecipeError(f"add_lora has no setting {shown(name)}; {hint}")
+            raise RecipeError(f"add_lora has no setting {shown(each)}; {hint}")
     config = LoraConfig(**(defaults | settings))
     if not config.active:
         raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")
-    adapted = make_adapters(model, runtime.construction, config)
+    adapted = make_adapters(model, runtime.construction, config, name)
     runtime.meet()
+    adapters_of(model).add(name, adapted)
     return adapted
 
 
-def make_adapters(model: nn.Module, construction: Construction, config: LoraConfig) -> Any:
+def make_adapters(
+    model: nn.Module, construction: Construction, config: LoraConfig, name: str = DEFAULT
+) -> Any:
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`."""
     saved = None if config.adapter is None else SavedAdapters(config.adapter)
     with contextlib.ExitStack() as stack:
         if saved is not None:
             stack.callback(saved.close)
-        adapted = wrap(model, config.for_peft(model) if saved is None else saved.config, saved)
+        given = config.for_peft(model) if saved is None else saved.config
+        adapted = wrap(model, given, saved, name)
         if saved is not None:
             with _placeholders_in_state_dict(model):
-                saved.fill(adapted)
+                saved.fill(adapted, name)
         _cut_into_units(adapted, construction)
     return adapted
 
 
-def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> Any:
+def wrap(model: Any, config: Any, saved: SavedAdapters | None = None, name: str = DEFAULT) -> Any:
     """Return peft's model around ``model``, with adapters whose first values follow from ``config``.
 
+    A ``model`` of peft gets one adapter more, and is returned.
     With ``saved``, or in a run that is resumed, values that follow from the base's are not computed.
     """
     given = None if saved else deepcopy(config)  # peft changes it
@@ -100,12 +118,32 @@ def wrap(model: nn.Module, config: Any, saved: SavedAdapters | None = None) -> A
 
         try:
             with patched(peft().tuners.lora.layer, "ParamWrapper", ParamWrapper), reading:
-                adapted = peft().get_peft_model(model, config)
-                check_used(adapted, config, given)
+                if hasattr(model, "peft_config"):
+                    adapted = _add_another(model, config, name)
+                else:
+                    adapted = peft().get_peft_model(model, config, adapter_name=name)
+                check_used(adapted, config, given, name)
         except (ValueError, TypeError, IndexError, re.error) as error:
             key = "trainable_token_indices: " if isinstance(error, IndexError) else ""
             raise RecipeError(f"adapters for {type(model).__name__}: {key}{error}") from error
     return adapted
+
+
+def _add_another(model: Any, config: Any, name: str) -> Any:
+    """Add an adapter to a model of peft that has some, and let all of them train, as peft lets one."""
+    for module in layers_of(model):
+        module.__dict__["_active_adapter"] = [model.active_adapter]  # as peft itself has it
+    if model.peft_config[model.active_adapter].target_parameters or config.target_parameters:
+        raise RecipeError(
+            "several adapters on one base, of which one is on packed experts (target_parameters): peft "
+            "cannot add a second adapter there. Name linear layers in lora.target_modules, or train one at a "
+            "time"
+        )
+    model.add_adapter(name, config)
+    for params in parameters_by_adapter(model).values():
+        for param in params:
+            param.requires_grad_(True)
+    return model
 
 
 def _servers(model: nn.Module) -> set[Any]:
@@ -158,7 +196,8 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
         construction.add_root(adapted)
         nbytes, block = 0, [""]
         for name, module in adapted.named_modules():
-            fresh = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            fresh = [p for p in own if not construction.builder.has(p)]
             if not fresh:
                 continue
             parts = name.split(".")  # the block of model.layers.3.mlp.up is model.layers.3
@@ -175,8 +214,8 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
         construction.builder.close()
 
 
-def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """Return what is saved with adapters, on the CPU of rank 0, by full name; every rank must call."""
+def gathered_adapters(model: Any, adapter: str = DEFAULT) -> dict[str, torch.Tensor]:
+    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call."""
     from infinity.api.expert_lora import factors_of
 
     if not hasattr(model, "peft_config"):
@@ -186,7 +225,7 @@ def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
         )
     runtime, factors = runtime_of(model), factors_of(model)
     with _placeholders_in_state_dict(model):
-        wanted = {id(tensor) for tensor in saved_names(model).values()}
+        wanted = {id(tensor) for tensor in saved_names(model, adapter).values()}
     named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
     values = {name: b.detach().cpu() for name, b in model.named_buffers() if id(b) in wanted}
     for unit in runtime.units:
@@ -202,10 +241,18 @@ def gathered_adapters(model: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-def write_adapters(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write adapters in peft's format into ``folder``; ``values`` are those of :func:`gathered_adapters`."""
+def write_adapters(
+    model: Any, values: dict[str, torch.Tensor], folder: Path, adapter: str = DEFAULT
+) -> None:  # fmt: skip
+    """Write an adapter in peft's format into ``folder``; ``values`` are :func:`gathered_adapters`'."""
     with _placeholders_in_state_dict(model), quiet_libraries():
-        model.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
+        model.save_pretrained(
+            str(folder), state_dict=values, save_embedding_layers=False, selected_adapters=[adapter]
+        )
+    if (inside := folder / adapter).is_dir():  # where peft writes adapters of other names than its default
+        for path in inside.iterdir():
+            path.replace(folder / path.name)
+        inside.rmdir()
 
 
 def lora_groups(

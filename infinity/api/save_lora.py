@@ -21,6 +21,7 @@ from torch import Tensor
 from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
 from infinity.api.lora import gathered_adapters, wrap, write_adapters
 from infinity.api.saved import SavedTensor, saved_tensors
+from infinity.api.several import DEFAULT, check_adapter
 from infinity.checkpoint.directory import FileTensor, ReadableFile
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
@@ -33,37 +34,57 @@ from infinity.engine.runtime import runtime_of
 _MANY_TENSORS = 10**6
 
 
-def save_lora(model: Any, directory: str | Path, *, per_expert: bool = False) -> None:
+def save_lora(
+    model: Any, directory: str | Path, *, per_expert: bool = False, name: str | None = None
+) -> None:
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
+    Of several adapters ``name`` is saved; None: all, each in a directory of its name inside ``directory``.
     ``README.md`` has a digest of samples of each weight file of a base that is a directory. One unit of
     adapters is gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or
     not at all. With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM
     and SGLang load them, and alphas of single layers are a factor of their values; a CheckpointError says
     that checkpoints of this kind of model have no such layers.
     """
+    out = user_path(directory, "directory")
+    known = [*getattr(model, "peft_config", ())]
+    if name is not None:
+        check_adapter(model, name)
+    elif len(known) == 1:
+        [name] = known
+    names = known if name is None else [name]
+    with contextlib.ExitStack() as stack:
+        publication = None
+        if runtime_of(model).ranks.rank == 0:
+            publication = stack.enter_context(Publication(out))
+        for each in names or [DEFAULT]:
+            values = gathered_adapters(model, each)
+            if publication is not None:
+                folder = publication.path if name is not None else publication.path / each
+                folder.mkdir(exist_ok=True)
+                _write(model, values, folder, each, per_expert=per_expert)
+        if publication is not None:
+            publication.publish()
+
+
+def _write(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, per_expert: bool) -> None:
+    """Write one adapter, with a card that names its base, into ``folder``."""
     from huggingface_hub import ModelCard
 
-    runtime = runtime_of(model)
-    values = gathered_adapters(model)
-    if runtime.ranks.rank:
-        return
-    with Publication(user_path(directory, "directory")) as publication:
-        write_adapters(model, values, publication.path)
-        if per_expert:
-            split_experts(publication.path, model.get_base_model().config)
-        card = ModelCard.load(publication.path / "README.md")  # peft's form, whose text is replaced
-        base = model.peft_config["default"].base_model_name_or_path
-        base = base or "the model that they were trained on"
-        if Path(base).is_dir():
-            samples = card.data["base_model_samples"] = {}
-            for path in sorted(Path(base).iterdir()):
-                if path.suffix in (".safetensors", ".bin"):
-                    with contextlib.closing(ReadableFile(path)) as file:  # whole, it could take hours
-                        samples[path.name] = file.sample()
-        card.text = _CARD.format(base=base, dtype=runtime.dtype)
-        card.save(publication.path / "README.md")
-        publication.publish()
+    write_adapters(model, values, folder, name)
+    if per_expert:
+        split_experts(folder, model.get_base_model().config)
+    card = ModelCard.load(folder / "README.md")  # peft's form, whose text is replaced
+    base = model.peft_config[name].base_model_name_or_path
+    base = base or "the model that they were trained on"
+    if Path(base).is_dir():
+        samples = card.data["base_model_samples"] = {}
+        for path in sorted(Path(base).iterdir()):
+            if path.suffix in (".safetensors", ".bin"):
+                with contextlib.closing(ReadableFile(path)) as file:  # whole, it could take hours
+                    samples[path.name] = file.sample()
+    card.text = _CARD.format(base=base, dtype=runtime_of(model).dtype)
+    card.save(folder / "README.md")
 
 
 _CARD = """

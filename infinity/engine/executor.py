@@ -309,8 +309,11 @@ class StepExecutor:
         least, logits = self.budget.division.least, self.hooks.logits.chosen
         return device_error(profile, hardware, self.budget.device_nbytes, least, logits)
 
-    def reduce(self) -> float | None:
-        """Return the global norm of this step's gradients, and wait for them; None: there were none."""
+    def reduce(self) -> dict[Any, float] | None:
+        """Return the global norm of this step's gradients, and wait for them; None: there were none.
+
+        Parameter groups with a key ``adapter`` have a norm for each of its values, all others one for None.
+        """
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
@@ -321,25 +324,43 @@ class StepExecutor:
         for segment in self.gradients.received.values():
             check_placeholder(segment)
         self.gradients.path.read_norms()
-        ready = self.updates.ready
-        squares = math.fsum(ready[index].sum_of_squares for index in sorted(ready))
-        total = self.ranks.sum(squares, "the gradient norm")
-        return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
+        ready, squares = self.updates.ready, dict[Any, list[float]]()
+        for index in sorted(ready):  # the same on all ranks
+            squares.setdefault(self.updates.hypers.party(ready[index].used), []).append(
+                ready[index].sum_of_squares
+            )
+        totals = {
+            party: self.ranks.sum(math.fsum(each), "the gradient norm")
+            for party, each in (squares or {None: []}).items()
+        }
+        scale = self.updates.hypers.loss_scale
+        return {
+            party: math.sqrt(total) / scale if math.isfinite(total) else total
+            for party, total in totals.items()
+        }
 
-    def commit(self, norm: float, max_grad_norm: float | None) -> None:
-        updated = set(self.updates.ready)
-        if math.isfinite(norm):
+    def commit(self, norms: Mapping[Any, float], max_grad_norm: float | None) -> None:
+        """Commit the step of each party whose norm is finite, with gradients clipped by that norm."""
+        updates, staying = self.updates, self.prefetcher.staying
+        scales = {k: clip_coefficient(v, max_grad_norm) for k, v in norms.items() if math.isfinite(v)}
+        if scales and len(scales) < len(norms):
+            skipped = {
+                i for i, each in updates.ready.items() if updates.hypers.party(each.used) not in scales
+            }
+            updates.drop(skipped)
+            self.prefetcher.forget(staying & skipped)
+        updated = set(updates.ready)
+        if scales:
             self._choose_interval(updated)
-            grad_scale = clip_coefficient(norm, max_grad_norm)
-            if not self.updates.validate(grad_scale):
-                self.timeline.stall("update", self.updates.roll_back)
-            if self.updates.stored_gradients.chosen:
-                self.timeline.stall("write", self.updates.land_held)
-            self.updates.commit(grad_scale)
+            if not updates.validate(min(scales.values())):
+                self.timeline.stall("update", updates.roll_back)
+            if updates.stored_gradients.chosen:
+                self.timeline.stall("write", updates.land_held)
+            updates.commit(scales)
             # copies fetched after the unit's gradients were complete
-            self.prefetcher.forget(updated - self.prefetcher.staying)
+            self.prefetcher.forget(updated - staying)
         self._count_step()
-        self.gradients.reset(committed=math.isfinite(norm))
+        self.gradients.reset(committed=bool(scales))
         self.activations.end_step()
         if self.budget.asks_what_a_step_leaves:
             device, pool = self.ranks.device, self.device_pool

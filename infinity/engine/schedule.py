@@ -25,16 +25,18 @@ reduce once in a step; and beside the budgets there is memory for the gradients 
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.passing import Passed, Passing
+from infinity.activations.recompute import recomputed
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.core.errors import StateError
 from infinity.engine.expert_blocks import Arguments, ExpertBlock
@@ -97,15 +99,19 @@ class LayerSchedule:
     ``micro_batches`` are slices of each batch; ``loss`` returns the loss of one, ``()``, given its part of
     the arguments, and runs again in backward; by default it is the ``loss`` of what the model returns.
     ``cache`` stores what blocks return as far as ``rooms`` say that it does not fit; without them all stays.
+    ``turns`` says whose each slice is, and ``within`` returns a context manager in which its work is done.
     """
 
     def __init__(
         self, model: nn.Module, micro_batches: int, loss: Loss | None = None,
-        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None),
+        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None), *,
+        turns: Sequence[str | None] = (),
+        within: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         if micro_batches < 1:
             raise ValueError(f"micro_batches: got {micro_batches}; wanted at least 1")
         self.micro_batches, self._model = micro_batches, model
+        self.turns, self.within = turns or [None] * micro_batches, within
         self.blocks = Blocks.of(model)
         if cache is None:
             cache = TensorCache(next(model.parameters()).device, {}, lambda wait: wait())
@@ -132,6 +138,14 @@ class LayerSchedule:
             f"{self.blocks}: the forward ended without a call of the last one. Blocks that are skipped "
             "or nested need the ordinary schedule"
         )
+
+    def check_beside(self, module: nn.Module) -> None:
+        """Raise if ``module``, which gets the whole batch, trains what each slice has its own of."""
+        if len(set(self.turns)) > 1 and any(param.requires_grad for param in module.parameters()):
+            raise StateError(
+                f"{type(module).__name__} runs before the blocks, on all micro-batches at once, and has "
+                "adapters, which are chosen for each: leave it out of them, or use the ordinary schedule"
+            )
 
     def __repr__(self) -> str:
         return f"LayerSchedule({self.micro_batches} micro-batches through each of {self.blocks})"
@@ -167,6 +181,7 @@ class Forward:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = self.schedule.blocks.modules
         if module not in blocks:
+            self.schedule.check_beside(module)
             output = module(*args, **kwargs)
             tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._unwritten += [(module, leaf, written(leaf)) for leaf in tensors if type(leaf) is not Sliced]
@@ -184,17 +199,26 @@ class Forward:
         self._check((args, kwargs), block)
         passing, number = self.schedule.passing, self.schedule.blocks.modules.index(block)
         run = self.schedule.expert_blocks.get(block) or partial(_run, block)
-        together = self.slices if block in self.schedule.expert_blocks else 1
         parts, outputs = self._slices((args, kwargs)), list[Any]()
-        for first in range(0, self.slices, together):
-            leaves, spec = tree_flatten(parts[first : first + together])
+        for turn, slices in self._together(block):
+            leaves, spec = tree_flatten(parts[slices])
             leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]  # a cache
-            returned = _recomputed(partial(_call, run, spec), leaves, block)
+            with self.schedule.within(turn):
+                returned = _recomputed(partial(_call, run, spec), leaves, block)
             returned.reverse()
             while returned:  # of what departed nothing may be held
                 departed = passing.depart(returned.pop(), self.rows // self.slices, number, len(outputs))
                 outputs.append(departed)
         return outputs
+
+    def _together(self, block: nn.Module) -> Iterator[tuple[str | None, slice]]:
+        """Yield the slices that go through ``block`` in one call: with experts, all of one turn."""
+        first = 0
+        for turn, each in groupby(self.schedule.turns):
+            count = len([*each])
+            step = count if block in self.schedule.expert_blocks else 1
+            yield from ((turn, slice(i, i + step)) for i in range(first, first + count, step))
+            first += count
 
     def _end(self, outputs: list[Any]) -> NoReturn:
         """Run the tails on ``outputs`` of the last block, and leave the forward by raising."""
@@ -206,7 +230,9 @@ class Forward:
         losses = []
         for index, batch in enumerate(self._slices(self.batch)):
             leaves, spec = tree_flatten(outputs[index])
-            losses.append(_recomputed(partial(self._tail, index, batch, spec), leaves, blocks.modules[-1]))
+            tail = partial(self._tail, index, batch, spec)
+            with self.schedule.within(self.schedule.turns[index]):
+                losses.append(_recomputed(tail, leaves, blocks.modules[-1]))
             self._check_unwritten()
         raise Finished(torch.stack(losses))
 
@@ -396,9 +422,7 @@ def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.M
             )
         return output
 
-    # Positional, because checkpoint looks there for the devices whose generators it restores.
-    tickets = [leaf.ticket if isinstance(leaf, Passed) else leaf for leaf in leaves]
-    return checkpoint(call, *tickets, use_reentrant=False)
+    return recomputed(call, *(leaf.ticket if isinstance(leaf, Passed) else leaf for leaf in leaves))
 
 
 def _loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

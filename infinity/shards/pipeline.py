@@ -97,6 +97,22 @@ class StepHypers:
                     hypers[segment.index] = self._tensors[key]
         return runs_of(unit, hypers)
 
+    def party(self, used: Iterable[Segment]) -> object:
+        """Return whose gradient these parameters of a unit have: their groups' key ``adapter``, or None.
+
+        A StateError says that they are of several.
+        """
+        self.begin_step()
+        assert self._read is not None
+        places = {self._group_of.get(id(segment.whole)) for segment in used} - {None}
+        found = {self._read[place].get("adapter") for place in places if place is not None}
+        if len(found) > 1:
+            raise StateError(
+                f"parameters of {', '.join(sorted(map(str, found)))} are in one unit, so their gradients "
+                "cannot be clipped apart: give all parameter groups of an adapter the same key 'adapter'"
+            )
+        return next(iter(found), None)
+
     def count(self, used: Iterable[Segment]) -> None:
         """Count the committed update of these parameters; call after :meth:`runs`."""
         for segment in used:

@@ -15,7 +15,7 @@ is brought home first, and its next update waits for nothing.
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -244,9 +244,9 @@ class Updates:
     def _speculated(self) -> list[PendingUpdate]:
         return [pending for pending in self.ready.values() if pending.update.speculated]
 
-    def roll_back(self) -> None:
-        """Void the speculated updates; block until nothing writes to the next versions any more."""
-        speculated = self._speculated()
+    def roll_back(self, among: Iterable[PendingUpdate] | None = None) -> None:
+        """Void the speculated updates (of ``among``); block until none writes to a next version any more."""
+        speculated = [each for each in among or self.ready.values() if each.update.speculated]
         for pending in speculated:
             self._on(pending, pending.update.roll_back)
         for pending in speculated:
@@ -257,11 +257,11 @@ class Updates:
             self.records.planned["read"] -= pending.job.unread_nbytes
             self.records.planned["write"] -= pending.job.unwritten_nbytes
 
-    def commit(self, grad_scale: float) -> None:
-        """Commit the step: publish validated updates, start the others."""
+    def commit(self, grad_scales: Mapping[object, float]) -> None:
+        """Commit the step: publish validated updates, start the others, each with its party's scale."""
         for index in self._in_order_of_use(self.ready):
             pending = self.ready[index]
-            pending.grad_scale = grad_scale
+            pending.grad_scale = grad_scales[self.hypers.party(pending.used)]
             self._on(pending, pending.update.commit)
             self.hypers.count(pending.used)
             home = pending.unit.home
@@ -276,10 +276,17 @@ class Updates:
         """Drop this step's gradients and updates; the committed version stays."""
         if self.ready:
             self.speculation.started = self.speculation.rolled_back = len(self._speculated())
-            self.roll_back()
-        for pending in self.ready.values():
-            self._on(pending, pending.update.drop)
+            self.drop(self.ready)
         self._close_step()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Drop gradients and updates of these units; the others may still be committed."""
+        dropped = {index: self.ready[index] for index in indices}
+        if dropped:
+            self.roll_back(dropped.values())
+        for index, pending in dropped.items():
+            self._on(pending, pending.update.drop)
+            del self.ready[index]
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         return sorted(indices, key=lambda i: (self.order.first_use(i), i))

@@ -320,7 +320,7 @@ def test_adapters_are_added_once_and_only_adapters_are_saved_as_such(tmp_path: P
             save_lora(model, tmp_path / "saved")
         adapted = add_lora(model, rank=2)
         for each in (model, adapted):
-            with pytest.raises(StateError, match="has adapters already"):
+            with pytest.raises(StateError, match="has an adapter 'default' already"):
                 add_lora(each, rank=2)
 
 
