@@ -414,6 +414,7 @@ def layer_schedule(
     runtime = runtime_of(model)
     executor = runtime.executor()
     rooms: Any = weakly(executor.rooms_between_blocks)
+    share: Any = weakly(executor.share_of_part)
     names = adapters or ()
     if adapters is not None and len(names) != micro_batches:
         raise ValueError(f"adapters: got {len(names)} names; wanted one for each of {micro_batches} slices")
@@ -421,6 +422,7 @@ def layer_schedule(
         check_adapter(model, name)
 
     how: dict[str, Any] = {} if adapters is None else {"turns": names, "within": partial(adapter, model)}
-    schedule = LayerSchedule(model, micro_batches, loss, runtime.activations.cache, rooms, **how)
+    cache = runtime.activations.cache
+    schedule = LayerSchedule(model, micro_batches, loss, cache, rooms, share, **how)
     executor.hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
     return schedule

@@ -1,11 +1,11 @@
 """Runs a block on all micro-batches around its experts, which run once, on the tokens of all of them.
 
 [Note: experts once]
-Experts that do not stay in memory would be read for each micro-batch. So each goes through the block until it
-calls the experts: their arguments are kept, and an exception leaves the block. Then the experts run once, on
-the rows of all micro-batches, one after another. After that each micro-batch goes through the block again:
-modules that have run give back what they returned, the experts that micro-batch's rows. If the block calls
-experts again, so it goes on.
+Experts that do not stay in memory would be read for each micro-batch. So each goes through the block, which
+calls the experts: their arguments are kept. Where the block wants to know what they returned, an exception
+leaves it. Then the experts run once, on the rows of all micro-batches, one after another. After that each
+micro-batch goes through the block again: modules that have run give back what they returned, the experts that
+micro-batch's rows. If the block calls experts again, so it goes on.
 
 Autograd does the same in backward: the rows of all micro-batches have gradients before the experts' backward
 begins. Operators that the block itself runs between modules run again, and draw the same random numbers then.
@@ -16,7 +16,9 @@ module that is given something else runs for each micro-batch. Whether experts r
 memory, tiles or ranks, since sums over joined rows are rounded otherwise: it follows from the model alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from infinity.core.errors import StateError
+from infinity.engine.expert_parts import PartsOfExperts, Share, runs_in_parts
 from infinity.engine.stand_ins import Calls, written
 from infinity.partition.builder import is_packed
 
@@ -32,48 +35,90 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ExpertBlock:
-    """Runs ``block`` on several micro-batches together; see [Note: experts once]."""
+    """Runs ``block`` on several micro-batches together, each call of a :class:`Call`.
 
-    def __init__(self, block: nn.Module, experts: set[nn.Module]) -> None:
-        self.block, self.experts, self.calls = block, experts, Calls(block, experts)
+    ``share`` is that of a tile in the room for those of a part of experts.
+    """
+
+    def __init__(self, block: nn.Module, experts: set[nn.Module], share: Share) -> None:
+        self.block, self.experts, self.share = block, experts, share
+        self.calls = Calls(block, experts)
 
     @classmethod
-    def of(cls, block: nn.Module) -> "ExpertBlock | None":
+    def of(cls, block: nn.Module, share: Share) -> "ExpertBlock | None":
         """Return how to run ``block``; None: it has no packed experts."""
         experts = experts_of(block)
-        return cls(block, experts) if experts else None
+        return cls(block, experts, share) if experts else None
+
+    def refusal(self, what: str) -> StateError:
+        return StateError(
+            f"{type(self.block).__name__} {what}, so micro-batches cannot go through it together. Use the "
+            "ordinary schedule (train.schedule=step)"
+        )
+
+
+class Call:
+    """Runs a block on several micro-batches, in forward and, called again, in backward's recomputation.
+
+    See [Note: experts once].
+    """
+
+    def __init__(self, block: ExpertBlock) -> None:
+        self._block = block
+        self._ends_before_experts = False  # the recomputation does: see [Note: what is saved before]
 
     def __call__(self, given: Sequence[Arguments]) -> list[Any]:
         """Return what the block returns for each micro-batch, whose arguments are ``given``."""
-        running = [_Running(self, *arguments) for arguments in given]
+        running = [_Running(self._block, *arguments) for arguments in given]
+        recomputed = torch._C._current_graph_task_id() != -1
+        saved_before: list[int] | None = None  # what the block saves until it uses the experts' results
         while True:
-            for each in running:
-                each.go_on()
+            with _counting_saved() as saved:
+                for each in running:
+                    each.go_on()
             waiting = [each for each in running if each.reached is not None]
             if not waiting:
+                self._ends_before_experts = saved == saved_before
                 return [each.output for each in running]
-            modules = {each.reached[0] for each in waiting if each.reached is not None}
-            if len(waiting) < len(running) or len(modules) > 1:
-                raise self.refusal("calls experts for some micro-batches, and for others none or other ones")
-            self._run(modules.pop(), waiting)
+            run, rows = self._experts(running, waiting)
+            if recomputed and self._ends_before_experts:
+                for each in running:
+                    each.go_on(without_experts=True)
+                return []  # nobody asks for it
+            if torch.is_grad_enabled() and not recomputed and isinstance(run, PartsOfExperts):
+                with _counting_saved(drop=True) as saved:
+                    for each in running:
+                        each.go_on(without_experts=True)
+                saved_before = saved
+            self._give(waiting, run(), rows)
 
-    def _run(self, experts: nn.Module, waiting: Sequence["_Running"]) -> None:
-        """Call ``experts`` once, and give each micro-batch its rows of what they return."""
+    def _experts(
+        self, running: Sequence["_Running"], waiting: Sequence["_Running"]
+    ) -> tuple[Callable[[], Any], list[int]]:
+        """Return what runs the experts on the rows of all micro-batches, and how many rows each has."""
+        modules = {each.reached[0] for each in waiting if each.reached is not None}
+        if len(waiting) < len(running) or len(modules) > 1:
+            raise self._block.refusal(
+                "calls experts for some micro-batches, and for others none or other ones"
+            )
         (args, kwargs), rows = self._joined(waiting)
-        output = experts(*args, **kwargs)
-        del args, kwargs
+        experts = modules.pop()
+        if kwargs or not runs_in_parts(experts, args):
+            return partial(experts, *args, **kwargs), rows
+        return PartsOfExperts(experts, self._block.share, *args), rows
+
+    def _give(self, waiting: Sequence["_Running"], output: Any, rows: list[int]) -> None:
+        """Give each micro-batch its rows of what the experts returned."""
         leaves, spec = tree_flatten(output)
         columns: list[Sequence[Any]] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.shape[:1] != (sum(rows),):
                 shape = tuple(leaf.shape)
-                raise self.refusal(
-                    f"has {type(experts).__name__}, which returns a tensor {shape} for {sum(rows)} rows"
-                )
+                raise self._block.refusal(f"has experts that return a tensor {shape} for {sum(rows)} rows")
             is_cut = isinstance(leaf, Tensor)  # into parts that the block may write into
             columns.append([part.clone() for part in leaf.split(rows)] if is_cut else [leaf] * len(rows))
         for index, each in enumerate(waiting):
-            each.take(experts, tree_unflatten([column[index] for column in columns], spec))
+            each.take(tree_unflatten([column[index] for column in columns], spec))
 
     def _joined(self, waiting: Sequence["_Running"]) -> tuple[Arguments, list[int]]:
         """Return the arguments of all micro-batches as one, and the rows of each."""
@@ -90,14 +135,8 @@ class ExpertBlock:
             else:
                 specs = []
         if any(spec != specs[0] for spec in specs) or not specs:
-            raise self.refusal("gives its experts other arguments for each micro-batch than tensors of rows")
+            raise self._block.refusal("gives experts arguments that differ and are no tensors of rows")
         return tree_unflatten(joined, specs[0]), rows
-
-    def refusal(self, what: str) -> StateError:
-        return StateError(
-            f"{type(self.block).__name__} {what}, so micro-batches cannot go through it together. Use the "
-            "ordinary schedule (train.schedule=step)"
-        )
 
 
 class _Returned(NamedTuple):
@@ -110,11 +149,31 @@ class _Returned(NamedTuple):
 
 
 class _Reached(Exception):  # noqa: N818 (nothing went wrong)
-    """Raised to leave a block at its experts."""
+    """Raised to leave a block that cannot go on without its experts."""
+
+
+class Awaited(Tensor):
+    """Stands for what experts will return: it can be reshaped, any other use leaves the block."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in (
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "unsqueeze",
+            "squeeze",
+        ):
+            return args[0]
+        raise _Reached
+
+
+_AWAITED = Awaited()
 
 
 class _Running:
-    """Runs one micro-batch through a block, from experts to experts."""
+    """Runs one micro-batch through a block, from where it awaits experts to where it does so again."""
 
     def __init__(self, block: ExpertBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._block, self._args, self._kwargs = block, args, kwargs
@@ -123,13 +182,17 @@ class _Running:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._generators = _Generators(tensors)
         self._began: Any = None  # generators when the block began
-        #: The experts that the block wants to call, with positional and named arguments; None: it has ended.
+        #: The experts that the block has called, with positional and named arguments; None: it has ended.
         self.reached: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
+        self._place = 0  # of their call among those that returned
         self.output: Any = None
 
-    def go_on(self) -> None:
-        """Run the block until it calls experts that have not run, or ends."""
-        generators, turn = self._generators, 0
+    def go_on(self, *, without_experts: bool = False) -> None:
+        """Run the block until it awaits experts, or ends; or again to where it awaits those that it does now.
+
+        Only what the block does between modules is done again.
+        """
+        generators, turn, before = self._generators, 0, len(self._returned)
         now = generators.state()
         if self._returned:
             self._check(self._versions, (self._args, self._kwargs), "what it was given")
@@ -140,24 +203,35 @@ class _Running:
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal turn
             turn += 1
-            if turn <= len(self._returned):
-                last = turn == len(self._returned)
-                return self._again(module, turn - 1, now if last else None)
-            if module in self._block.experts and _rows(tree_leaves((args, kwargs))):
-                self.reached = module, args, kwargs
+            if turn <= before:
+                return self._again(module, turn - 1, now if turn == before else None)
+            if without_experts:
                 raise _Reached
-            return self.take(module, module(*args, **kwargs))
+            leaves = tree_leaves((args, kwargs))
+            if any(leaf is _AWAITED for leaf in leaves):
+                raise _Reached
+            if module not in self._block.experts or not _rows(leaves):
+                return self._note(module, module(*args, **kwargs))
+            if self.reached is not None:
+                raise _Reached
+            self.reached, self._place = (module, args, kwargs), len(self._returned)
+            return self._note(module, _AWAITED)
 
-        with self._block.calls.handed_to(call):
-            try:
-                self.output = self._block.block(*self._args, **self._kwargs)
-            except _Reached:
-                return
-        self._returned.clear()
+        with self._block.calls.handed_to(call), suppress(_Reached):
+            output = self._block.block(*self._args, **self._kwargs)
+        if without_experts:
+            generators.restore(now)
+        elif self.reached is None:
+            self.output = output
+            self._returned.clear()
 
-    def take(self, module: nn.Module, output: Any) -> Any:
-        """Note, and return, what ``module`` returned to the block."""
+    def take(self, output: Any) -> None:
+        """Note what the experts returned that the block awaits."""
         self.reached = None
+        awaited = self._returned[self._place]
+        self._returned[self._place] = awaited._replace(output=output, versions=_versions(output))
+
+    def _note(self, module: nn.Module, output: Any) -> Any:
         self._returned.append(_Returned(module, output, _versions(output), self._generators.state()))
         return output
 
@@ -173,6 +247,22 @@ class _Running:
     def _check(self, versions: list[int], tree: Any, what: str) -> None:
         if _versions(tree) != versions:
             raise self._block.refusal(f"writes into {what}, and runs again from that")
+
+
+@contextmanager
+def _counting_saved(*, drop: bool = False) -> Iterator[list[int]]:
+    """Count tensors that autograd saves inside, which go where they went; or (``drop``) nowhere."""
+    counted = [0]
+    same: Any = lambda value: value  # noqa: E731
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = hooks or (same, same)
+
+    def count(tensor: Tensor) -> Any:
+        counted[0] += 1
+        return None if drop else pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(count, unpack):
+        yield counted
 
 
 class _Generators:
@@ -224,4 +314,5 @@ def _rows(leaves: Sequence[Any]) -> int:
 
 
 def _versions(tree: Any) -> list[int]:
-    return [written(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf is not _AWAITED)
+    return [written(leaf) for leaf in tensors]

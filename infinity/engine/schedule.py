@@ -39,7 +39,8 @@ from infinity.activations.passing import Passed, Passing
 from infinity.activations.recompute import recomputed
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.core.errors import StateError
-from infinity.engine.expert_blocks import Arguments, ExpertBlock
+from infinity.engine.expert_blocks import Arguments, Call, ExpertBlock
+from infinity.engine.expert_parts import Share
 from infinity.engine.stand_ins import Calls, called, written
 from infinity.partition.tiles import METADATA
 from infinity.partition.unit import UnitIndex
@@ -99,13 +100,14 @@ class LayerSchedule:
     ``micro_batches`` are slices of each batch; ``loss`` returns the loss of one, ``()``, given its part of
     the arguments, and runs again in backward; by default it is the ``loss`` of what the model returns.
     ``cache`` stores what blocks return as far as ``rooms`` say that it does not fit; without them all stays.
+    ``share`` tells which share of the room for a part of a block's experts a tile takes.
     ``turns`` says whose each slice is, and ``within`` returns a context manager in which its work is done.
     """
 
     def __init__(
         self, model: nn.Module, micro_batches: int, loss: Loss | None = None,
-        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None), *,
-        turns: Sequence[str | None] = (),
+        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None),
+        share: Share = lambda unit: 0.0, *, turns: Sequence[str | None] = (),
         within: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         if micro_batches < 1:
@@ -119,7 +121,9 @@ class LayerSchedule:
         self.loss = loss or partial(_loss_of, model)
         self.calls = Calls(model, set(self.blocks.modules))
         #: Blocks with experts, which take all slices together.
-        self.expert_blocks = {block: run for block in self.blocks.modules if (run := ExpertBlock.of(block))}
+        self.expert_blocks = {
+            block: run for block in self.blocks.modules if (run := ExpertBlock.of(block, share))
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Losses:
         """The losses of a batch, ``micro_batches`` slices of equal size.
@@ -198,11 +202,12 @@ class Forward:
             kwargs = {**kwargs, "use_cache": False}
         self._check((args, kwargs), block)
         passing, number = self.schedule.passing, self.schedule.blocks.modules.index(block)
-        run = self.schedule.expert_blocks.get(block) or partial(_run, block)
+        experts = self.schedule.expert_blocks.get(block)
         parts, outputs = self._slices((args, kwargs)), list[Any]()
         for turn, slices in self._together(block):
             leaves, spec = tree_flatten(parts[slices])
             leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]  # a cache
+            run = partial(_run, block) if experts is None else Call(experts)
             with self.schedule.within(turn):
                 returned = _recomputed(partial(_call, run, spec), leaves, block)
             returned.reverse()

@@ -25,7 +25,7 @@ the last ones of this are computed.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -75,6 +75,7 @@ class TiledWeight:
     after: Sequence[tuple[Unit, Segment]] = ()  # tiles of packed experts that the same module uses next
     several_ranks: bool = False  # have the same units
     without_values: bool = False  # tensors have none: tokens are divided equally
+    coming: list[Unit] = field(default_factory=list)  # tiles that are used after those of this product
 
     @property
     def name(self) -> str:
@@ -136,7 +137,8 @@ class TiledWeight:
         for at, (i, part) in enumerate(zip(used, parts, strict=True)):
             unit, segment = self.places[i]
             own = offs[segment.rows.start : segment.rows.stop] - begins[i]
-            with self.using(unit, [*(self.places[j][0] for j in used[at + 1 :]), *coming]):
+            later = [self.places[j][0] for j in used[at + 1 :]]
+            with self.using(unit, [*later, *coming, *self.coming]):
                 weight = segment.param.transpose(-2, -1) if transposed else segment.param
                 outputs.append(product(part, weight, offs=own, **options))
         if len(rest):
@@ -149,7 +151,7 @@ class TiledWeight:
         row += self.places[0][1].whole_shape[0] * (row < 0)
         for unit, segment in self.places:
             if row in segment.rows:
-                with self.using(unit, ()):
+                with self.using(unit, self.coming):
                     return compute(segment.param[row - segment.rows.start])
         raise IndexError(f"expert {row} of {self.name}, which has {self.places[0][1].whole_shape[0]}")
 
