@@ -219,6 +219,20 @@ def _refuse_copies_of_tied(adapted: nn.Module, copied: Mapping[str, nn.Module]) 
             )
 
 
+def note_on_base(directory: str | Path, model: nn.Module) -> str:
+    """Return a line if adapters in ``directory`` name another base than ``model``; empty: they do not."""
+    where = user_path(directory, "the directory of adapters") / CONFIG
+    named = read_json_object(where).get("base_model_name_or_path") if where.is_file() else None
+    here = getattr(getattr(model, "config", None), "name_or_path", None)
+    known = isinstance(named, str) and named and isinstance(here, str) and here
+    if not known or Path(str(named)).name.casefold() == Path(str(here)).name.casefold():
+        return ""
+    return (
+        f"the adapters in {directory} were trained on {shown(named)}, and this base is {shown(here)}: if "
+        "that is another model of the same shapes, they mean nothing here"
+    )
+
+
 class SavedAdapters:
     """Opens a directory of adapters that ``peft`` or :func:`infinity.save_lora` wrote.
 

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from infinity.activations.tensor_cache import patched
-from infinity.api.adapters import CONFIG, LoraConfig, SavedAdapters, check_used, peft, saved_names
+from infinity.api.adapters import (
+    CONFIG,
+    LoraConfig,
+    SavedAdapters,
+    check_used,
+    note_on_base,
+    peft,
+    saved_names,
+)
 from infinity.api.init import gathered
 from infinity.api.several import DEFAULT, adapters_of, layers_of, parameters_by_adapter
 from infinity.core.config import SettingError, settings_of, shown
@@ -77,7 +85,10 @@ def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
     config = LoraConfig(**(defaults | settings))
     if not config.active:
         raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")
+    note = "" if config.adapter is None else note_on_base(config.adapter, model)
     adapted = make_adapters(model, runtime.construction, config, name)
+    if note and runtime.ranks.rank == 0:
+        runtime.say(note)
     runtime.meet()
     adapters_of(model).add(name, adapted)
     return adapted

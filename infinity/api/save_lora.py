@@ -218,6 +218,7 @@ def _name_layers(
     from peft.tuners.lora import LoraLayer
 
     ranks, ends = dict[str, int](), set[str]()
+    entries["lora_alpha"] = entries.get("lora_alpha") or 1  # a layer's alpha of 0 becomes a factor, too
     for name, module in adapted.named_modules():
         if not isinstance(module, LoraLayer):
             continue

@@ -91,7 +91,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             _open_files(recipe, model, folder, views, after)
             totals.take_in(metrics.read_metrics(folder / runs.METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
-            views.add(totals, activations)
+            kept = RecipeView(recipe.with_dtype(runtime.config.dtype), folder, views.log)
+            views.add(totals, activations, kept)
         loop.run()
         if _saves(recipe):
             out = folder / (ADAPTERS_FOLDER if recipe.lora.active else MODEL_FOLDER)
@@ -514,6 +515,18 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
         optimizer.follow(loop=unused, scheduler=unused)
         yield recipe, model, optimizer, infinity.resume(model, optimizer)
+
+
+class RecipeView(View):
+    """View that writes the run's recipe again if it is removed: an interrupted run goes on by it."""
+
+    def __init__(self, recipe: Recipe, folder: Path, log: Callable[[str], object]) -> None:
+        self._recipe, self._folder, self._log = recipe, folder, log
+
+    def step(self, report: metrics.StepReport) -> None:
+        if not (self._folder / runs.RECIPE).exists():
+            runs.write_recipe(self._recipe, self._folder)
+            self._log(f"{self._folder / runs.RECIPE} was removed, and is written again")
 
 
 class ActivationView(View):

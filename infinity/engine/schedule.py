@@ -114,6 +114,8 @@ class LayerSchedule:
             raise ValueError(f"micro_batches: got {micro_batches}; wanted at least 1")
         self.micro_batches, self._model = micro_batches, model
         self.turns, self.within = turns or [None] * micro_batches, within
+        heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+        self.heads = heads if type(heads) is int else 0
         self.blocks = Blocks.of(model)
         if cache is None:
             cache = TensorCache(next(model.parameters()).device, {}, lambda wait: wait())
@@ -177,6 +179,7 @@ class Forward:
             raise ValueError(
                 f"a batch of {self.rows} rows; wanted a multiple of micro_batches = {self.slices}"
             )
+        self.heads = schedule.heads
         #: Outputs of modules in the order of their calls, each as one tree per slice.
         self.given: dict[nn.Module, list[Sequence[Any]]] = {}
         #: What modules beside the blocks returned, and its versions: the tails take it as it was returned.
@@ -276,7 +279,10 @@ class Forward:
     def _slices(self, tree: Any) -> list[Any]:
         """Cut a tree into one per slice: tensors with all rows are cut, other values are in each."""
         leaves, spec = tree_flatten(tree)
-        parts = [self._parts(leaf) if _has(leaf, self.rows) else (leaf,) * self.slices for leaf in leaves]
+        parts = [
+            self._parts(leaf) if _has(leaf, self.rows) or self._of_heads(leaf) else (leaf,) * self.slices
+            for leaf in leaves
+        ]
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(self.slices)]
 
     def _parts(self, leaf: Tensor) -> Sequence[Any]:
@@ -284,7 +290,11 @@ class Forward:
             if len(leaf.parts) == self.slices and not leaf.is_written:
                 return leaf.parts
             leaf = leaf.whole()
-        return torch.split(leaf, self.rows // self.slices)
+        return torch.split(leaf, len(leaf) // self.slices)
+
+    def _of_heads(self, leaf: Any) -> bool:
+        """Return whether a leaf has a bias for each head of each row, ``(b * heads, 1, s)`` (ALiBi)."""
+        return self.heads > 0 and _has(leaf, self.rows * self.heads) and leaf.shape[1:2] == (1,)
 
     def _joined(self, trees: Sequence[Any], block: nn.Module) -> Any:
         """Return the tree of the whole batch from the trees that ``block`` returned, one per slice."""
@@ -311,6 +321,13 @@ class Forward:
             raise ValueError(
                 f"{self.rows} rows of {self.rows} tokens: which arguments of {type(block).__name__} have the "
                 "batch's rows cannot be told. Change the number of rows or the length"
+            )
+        biases = [leaf for leaf in leaves if leaf.dim() == 3 and leaf.shape[1] == 1]
+        if self.slices > 1 and self.heads == self.rows and biases and leaves[0].shape[1:2] != (1,):
+            raise ValueError(
+                f"{self.rows} rows and as many heads: whether {_described(biases[0])}, an argument of "
+                f"{type(block).__name__}, belongs to rows or to heads cannot be told: change the number of "
+                "rows"
             )
 
 

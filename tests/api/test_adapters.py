@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity import CheckpointError, RecipeError, StateError, add_lora, save_lora
-from infinity.api.adapters import LoraConfig, SavedAdapters
+from infinity.api.adapters import LoraConfig, SavedAdapters, note_on_base
 from infinity.app.train import publish_run
 from infinity.app.train import train as train_recipe
 from infinity.engine.runtime import runtime_of
@@ -158,6 +159,15 @@ def test_adapters_of_another_model_are_refused_by_the_names_of_their_keys(tmp_pa
     said = refusal(folder, tmp_path / "b")
     assert f"{first} is not in the file; other.weight is not in the model" in said
     assert "q_proj" in refusal(folder, tmp_path / "c", "gpt2")  # peft finds no such layers there
+
+
+def test_adapters_of_a_base_of_another_name_are_used_and_a_line_says_so(tmp_path: Path) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(name_or_path="/models/Llama-3-8B"))
+    folder = saved(tmp_path / "saved")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for named, notes in ((None, False), ("meta/llama-3-8b", False), ("meta/Llama-2-7b", True)):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
+        assert ("were trained on 'meta/Llama-2-7b'" in note_on_base(folder, model)) is notes
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Adapters of packed experts: peft's numbers within rounding, the same bits wherever the experts are."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import infinity
 from infinity import RecipeError, add_lora, cli, save_lora
 from infinity.api import merge as merging
+from infinity.api.save_lora import split_experts
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -550,6 +552,24 @@ def test_ranks_and_alphas_of_chosen_experts_are_kept_in_a_layer_for_each(tmp_pat
     loaded = peft.PeftModel.from_pretrained(make("Qwen3Moe"), str(tmp_path / "layers")).eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch(9)).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_alpha_of_zero_is_a_factor_of_zero_in_a_layer_for_each_expert(tmp_path):
+    make("Qwen3Moe").save_pretrained(tmp_path / "base")
+    with small_units():
+        model = infinity.from_pretrained(tmp_path / "base", recipe("fp32", streaming(tmp_path / "nvme")))
+        model = add_lora(model.train(), rank=RANK, alpha=ALPHA)
+    with closing(model):
+        trained(model, 1)
+        save_lora(model, tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
+    config |= {"lora_alpha": 0, "alpha_pattern": {"q_proj": 8.0}}
+    (tmp_path / "packed" / "adapter_config.json").write_text(json.dumps(config))
+    split_experts(tmp_path / "packed", make("Qwen3Moe").config)
+    values = load_file(tmp_path / "packed" / "adapter_model.safetensors")
+    changing = {key.split(".")[-3] for key, value in values.items() if "lora_B" in key and value.any()}
+    assert changing == {"q_proj"}
+    assert json.loads((tmp_path / "packed" / "adapter_config.json").read_text())["lora_alpha"] == 1
 
 
 def test_models_whose_checkpoints_pack_experts_have_no_layer_for_each_and_say_so(tmp_path):

@@ -6,11 +6,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 import infinity
 from infinity.core.errors import BudgetError
@@ -30,8 +32,10 @@ from tests.helpers.training import (
     assert_bitwise,
     build,
     optimizer_for,
+    small_units,
     streaming,
 )
+from tests.helpers.training import recipe as training_recipe
 from tests.test_bytes import WEIGHT, settled
 
 WARM_UP, STEPS = 3, 3
@@ -335,3 +339,35 @@ def test_recomputation_is_what_the_schedule_does_by_itself(tmp_path: Path) -> No
             assert optimizer.runtime.activations.policy == "keep"
             losses.append(backward(model, infinity.layer_schedule(model, 2), whole(batch, 0, 2), 2))
     assert losses[0] == losses[1]
+
+
+def with_alibi(folder: Path, kind: Any, config: Any) -> Any:
+    with small_units(), infinity.Init(training_recipe("fp32", [*streaming(folder), "train.schedule=layer"])):
+        torch.manual_seed(3)
+        return kind(config).train()
+
+
+def test_biases_of_the_heads_of_each_row_are_cut_with_their_rows(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    tokens = torch.randint(97, (6, 12), generator=torch.Generator().manual_seed(1))
+    model = with_alibi(tmp_path, BloomForCausalLM, config)
+    with contextlib.closing(SimpleNamespace(close=lambda: infinity.close(model))):
+        infinity.AdamW(model)
+        with torch.no_grad():
+            want = [model(input_ids=part, labels=part).loss for part in tokens.split(2)]
+        losses = infinity.layer_schedule(model, 3)(input_ids=tokens, labels=tokens).losses
+        assert torch.equal(losses.detach(), torch.stack(want))
+
+
+def test_a_bias_of_heads_that_could_be_one_of_rows_is_an_error_and_no_wrong_number(tmp_path: Path) -> None:
+    config = MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=32)
+    model = with_alibi(tmp_path, MptForCausalLM, config)
+    tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(1))
+    with contextlib.closing(SimpleNamespace(close=lambda: infinity.close(model))):
+        infinity.AdamW(model)
+        scheduled = infinity.layer_schedule(model, 4)
+        with pytest.raises(ValueError, match="belongs to rows or to heads cannot be told"):
+            scheduled(input_ids=tokens[:4], labels=tokens[:4])
+        with torch.no_grad():
+            want = [model(input_ids=part, labels=part).loss for part in tokens.split(2)]
+        assert torch.equal(scheduled(input_ids=tokens, labels=tokens).losses.detach(), torch.stack(want))
