@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2599,
     "planner": 2303,
-    "predict": 4367,
+    "predict": 5113,
     "recipes": 2036,
     "shards": 3919,
 }

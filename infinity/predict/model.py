@@ -28,7 +28,7 @@ from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record
-from infinity.predict.recording import record as record_micro_batch
+from infinity.predict.repeats import record as record_micro_batch
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles

@@ -25,7 +25,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.controller import recomputable_blocks, tracked
+from infinity.activations.controller import NamedBlock, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Profiler
+from infinity.activations.profiler import Profiler, Recording, nodes_made
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
@@ -67,6 +67,10 @@ _OWN = {Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT}
 _WHY = "the model cannot be planned: its step fails on tensors without values, on which it may depend"
 
 
+#: A call of the runtime: operators before it, part, method, arguments.
+Command = tuple[int, str, str, tuple[Any, ...], dict[str, Any]]
+
+
 class Batch(NamedTuple):
     """Holds a micro-batch without values."""
 
@@ -74,6 +78,18 @@ class Batch(NamedTuple):
     logits: Mode = "whole"
     packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
     on_accelerator: bool = False  # some kernels differ from those of the CPU
+    timed: bool = False  # its operators can be timed, each alone
+
+
+class Cut(NamedTuple):
+    """Counts the rows of a record's tables, and the nodes that autograd has made, where a block begins."""
+
+    operators: int
+    commands: int
+    storages: int
+    slots: int
+    blocks: int
+    nodes: int
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,12 +138,44 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         self.batch, self.recomputes = batch, recomputes
         #: Of each operator: flops, bytes, whether it computes in fp32, its call if that can be timed.
         self.rows: list[tuple[float, float, bool, Operation | None]] = []
-        #: Calls of the runtime's parts: operators before it, part, method, arguments.
-        self.calls: list[tuple[int, str, str, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[Command] = []
+        self.cuts: list[Cut] = []  # where forwards of blocks begin
+        #: For which parameter each call uses a unit, or lets it go; None: not known.
+        self.served: list[Segment | None] = []
+        self.noted: tuple[Unit, Segment] | None = None  # the parameter that hooks looked at last
+        self._users: dict[int, list[Segment | None]] = {}  # of units in use
+
+    @property
+    def recorded(self) -> Recording:
+        """The operators, storages and marks of the step."""
+        return self._recorded
+
+    @recorded.setter
+    def recorded(self, recorded: Recording) -> None:
+        self._recorded = recorded
+
+    def cut(self) -> Cut:
+        made = self._recorded
+        lives, slots, regions = made.storages.lives, made.slots, made.regions
+        operators, commands = len(self.rows), len(self.calls)
+        return Cut(operators, commands, len(lives), len(slots), len(regions), nodes_made())
+
+    def enter_region(self, region: int, name: str) -> None:
+        self.cuts.append(self.cut())
+        super().enter_region(region, name)
 
     def tell(self, part: str, method: str, *args: Any, **options: Any) -> None:
         """Record that ``part.method(*args, **options)`` was called."""
         self.calls.append((len(self.rows), part, method, args, options))
+        unit = args[0] if args and isinstance(args[0], int) else -1
+        users = self._users.setdefault(unit, [])
+        if (part, method) == ("prefetcher", "unpin"):
+            self.served.append(users.pop() if users else None)
+            return
+        segment = self.noted[1] if self.noted is not None and self.noted[0].index == unit else None
+        self.served.append(segment)
+        if method == "use":
+            users.append(segment)
 
     def storage_of(self, tensor: Tensor) -> int:
         return self._recorded.storages.find(tensor, Kind.INPUT, "input")
@@ -147,8 +195,10 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
         floats = {each.dtype for each in given if each.is_floating_point()}
         fp32 = floats == {torch.float32} and self._dtype != torch.float32
-        operation = Operation.of(func, args, kwargs, self._touches.age)
-        self._touches.note((*given_all, *tensors))
+        operation = None
+        if self.batch.timed:
+            operation = Operation.of(func, args, kwargs, self._touches.age)
+            self._touches.note((*given_all, *tensors))
         self.rows.append((_flops(func, args, kwargs, result), float(nbytes), fp32, operation))
         return result
 
@@ -294,19 +344,35 @@ class _Packed(NamedTuple):
     key: SlotKey | None = None
 
 
+class _NotingUnits(UnitIndex):
+    """Notes for a record which parameter hooks look at."""
+
+    def __init__(self, made: Record) -> None:
+        super().__init__()
+        self._made = made
+
+    def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
+        place = super().find(param)
+        if place is not None:
+            self._made.noted = place
+        return place
+
+
 class _RecordedHooks(Hooks):
     """Runs the runtime's hooks on fake tensors, whose storages have no addresses, and the tensor cache."""
 
     def __init__(
-        self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record
-    ) -> None:
+        self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record,
+        blocks: Sequence[NamedBlock],
+    ) -> None:  # fmt: skip
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
-        blocks = recomputable_blocks(model)
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
-        super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
+        noting = _NotingUnits(made)
+        noting.replace(units)
+        super().__init__(noting, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
-        self._by_storage = {_storage(segment.param): unit for unit, segment in units.segments()}
+        self._by_storage = {_storage(place[1].param): place for place in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
         self._keys: dict[int, SlotKey] = {}
         self.logits.decide(made.batch.logits, lambda: None)
@@ -315,7 +381,8 @@ class _RecordedHooks(Hooks):
         """Do nothing: fake parameters view no buffer."""
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
-        return self._by_storage.get(_storage(tensor))
+        place = self._by_storage.get(_storage(tensor))
+        return None if place is None else place[0]
 
     def pack(self, tensor: Tensor) -> Any:
         unit = self.unit_of(tensor)
@@ -330,6 +397,7 @@ class _RecordedHooks(Hooks):
 
     def unpack(self, packed: Any) -> Tensor:
         if packed.unit is not None:
+            self.profiler.noted = self._by_storage[_storage(packed.tensor)]
             self._enter_backward()
             self._use_in_backward(packed.unit)
         elif packed.key is not None:
@@ -347,20 +415,23 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def record(
+def record_blocks(
     model: Any, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], dtype: torch.dtype,
-    batch: Batch, recomputes: Callable[[int], bool],
+    batch: Batch, recomputes: Callable[[int], bool], blocks: Sequence[NamedBlock],
+    watching: Callable[[Record], AbstractContextManager[None]] = lambda made: nullcontext(),
 ) -> Record:  # fmt: skip
     """Run forward and backward of one micro-batch of a model on fake tensors.
 
-    ``recomputes`` tells whether a region, which is a call of a block, runs its forward again.
+    ``recomputes`` tells whether a region, which is a call of one of ``blocks``, runs its forward again.
+    Meanwhile ``watching`` is open.
 
     Raises:
         CheckpointError: The model's forward depends on values.
     """
     made, packing = Record([s.param for _, s in units.segments()], dtype, batch, recomputes), batch.packing
     with ExitStack() as stack:
-        stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made)))
+        stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks)))
+        stack.enter_context(watching(made))
         if gc.isenabled():  # storages end when nothing refers to them, not when Python collects cycles
             gc.disable()
             stack.callback(gc.enable)
