@@ -289,7 +289,7 @@ ROOM_BUDGETS = {
     "partition": 2599,
     "planner": 2303,
     "predict": 5113,
-    "recipes": 2036,
+    "recipes": 2039,
     "shards": 3919,
 }
 

@@ -130,6 +130,9 @@ class Recipe:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
+        for name, part in _sections(Recipe).items():
+            if not isinstance(given := getattr(self, name), part):
+                raise SettingError(name, given, f"a {part.__name__}, as of infinity.load_recipe")
         if self.data.tokenizer in (None, "bytes") and self.model.path is None and self.model.vocab_size < 256:
             raise SettingError(
                 "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"

@@ -255,3 +255,8 @@ def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
     with pytest.raises(RecipeError, match=r"model\.path.*model\.path=DIR"):
         load_recipe(path)
     assert load_recipe(path, ["model.path=base"]).model.path == "base"
+
+
+def test_a_section_that_is_no_section_is_refused_from_python_too() -> None:
+    with pytest.raises(RecipeError, match=r"^train: got 'fast'; wanted a TrainConfig, as of infinity"):
+        Recipe(train="fast")  # type: ignore[arg-type]
