@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from infinity.core.errors import InfinityError, StateError
 from infinity.core.files import read_file, write_file
 
 #: The file in a run's folder.
@@ -20,6 +21,16 @@ class Choice(NamedTuple):
     line: str  # for people: what was chosen, and what that gains
     host_nbytes: int = 0  # free memory that it was planned for
     device_nbytes: int = 0
+
+    def how_to_do_without(self, error: BaseException) -> str | None:
+        """Return what to change where ``error`` may come from a choice that this model does not bear."""
+        of_model = isinstance(error, StateError) or not isinstance(error, InfinityError | OSError)
+        if self.values.get("train.schedule") != "layer" or not (of_model and isinstance(error, Exception)):
+            return None
+        return (
+            "auto chose train.schedule=layer, which runs the model's blocks in another order; a model that "
+            "cannot run so needs train.schedule=step, in a new run (run.name)"
+        )
 
     def write(self, path: Path) -> None:
         write_file(path, json.dumps(self._asdict(), indent=1))

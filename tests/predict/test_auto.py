@@ -81,6 +81,21 @@ def test_a_run_takes_the_faster_schedule_says_what_it_gains_and_keeps_it(
     assert line in shown.get()
 
 
+def test_a_model_that_cannot_run_as_chosen_is_told_how_to_do_without(
+    slow_drives: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Loop, batches: Any) -> float:
+        raise ValueError("shapes differ")
+
+    monkeypatch.setattr(Loop, "_step", fails)
+    with pytest.raises(ValueError, match="shapes differ") as caught:
+        train(run_of(tmp_path))
+    assert "train.schedule=step" in caught.value.__notes__[-1]
+    with pytest.raises(ValueError, match="shapes differ") as caught:
+        train(run_of(tmp_path, "run.name=step", "train.schedule=step"))
+    assert not any("auto chose" in note for note in getattr(caught.value, "__notes__", []))
+
+
 class _StopError(Exception):
     pass
 
