@@ -135,8 +135,11 @@ def parameters_by_adapter(model: nn.Module) -> Mapping[str, list[nn.Parameter]]:
     found: dict[int, str] = {}
     for module in layers_of(model):
         for each in module.adapter_layer_names:
-            held: Any = getattr(module, each, {})
-            for name, part in held.items():
+            held: Any = getattr(module, each, None)
+            if held is None:
+                continue
+            # Not read: values may be those of a run that has not gone on yet.
+            for name, part in (held._parameters | held._modules).items():
                 params = part.parameters() if isinstance(part, nn.Module) else [part]
                 found |= {id(param): name for param in params}
     by_name: dict[str, list[nn.Parameter]] = {}

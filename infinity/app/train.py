@@ -374,8 +374,8 @@ def _explained(run: runs.Run) -> Iterator[None]:
     except BaseException as error:
         if rank() == 0 and (line := runs.how_to_go_on(run, error)):
             error.add_note(line)
-        if run.choice is not None and (line := run.choice.how_to_do_without(error)):
-            error.add_note(line)
+        if run.choice is not None and (advice := run.choice.how_to_do_without(error)):
+            error.add_note(advice)
         if isinstance(error, OSError) and not isinstance(error, InfinityError):
             raise InfinityError(
                 f"{error.filename or run.recipe.run.dir}: {error.strerror}; the run's folder must stay where "
