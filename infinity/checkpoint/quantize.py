@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from infinity.checkpoint.forms import read_quantization
 from infinity.checkpoint.load import sources_of
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.requantize import Requantized, export_stored
-from infinity.checkpoint.writer import FilePlan, TensorSpec, plan_files
+from infinity.checkpoint.writer import TensorSpec, plan_files
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.partition.builder import routers
@@ -349,12 +349,7 @@ def _write_template(
             specs.append(TensorSpec(key + ending, dtype, shape))
             if value is not None:
                 constants[key + ending] = value
-    plans = plan_files(specs, _MOST_FILE_NBYTES)
-    for plan in plans:
-        _write_holes(folder / plan.name, plan, constants)
-    if len(plans) > 1:
-        index = {"weight_map": {key: plan.name for plan in plans for key in plan.starts}}
-        (folder / (SAFETENSORS + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_holes(folder, specs, constants)
     config = read_json_object(plain.path / "config.json") | {"quantization_config": form.config(left)}
     (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
 
@@ -364,11 +359,16 @@ def _place(tensor: Stored) -> tuple[int, int]:
     return (0, 0) if piece is None else (piece.file, piece.offset)
 
 
-def _write_holes(path: Path, plan: FilePlan, constants: Mapping[str, Tensor]) -> None:
-    with path.open("xb") as file:
-        file.truncate(plan.nbytes)
-        file.write(plan.header)
-        for key, start in plan.starts.items():
-            if key in constants:
-                file.seek(start)
+def write_holes(folder: Path, specs: Sequence[TensorSpec], constants: Mapping[str, Tensor]) -> None:
+    """Write the files of a checkpoint with holes for values, but those of ``constants``."""
+    plans = plan_files(specs, _MOST_FILE_NBYTES)
+    for plan in plans:
+        with (folder / plan.name).open("xb") as file:
+            file.truncate(plan.nbytes)
+            file.write(plan.header)
+            for key in plan.starts.keys() & constants.keys():
+                file.seek(plan.starts[key])
                 file.write(constants[key].numpy().tobytes())
+    if len(plans) > 1:
+        index = {"weight_map": {key: plan.name for plan in plans for key in plan.starts}}
+        (folder / (SAFETENSORS + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -29,12 +29,10 @@ from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record
 from infinity.predict.repeats import record as record_micro_batch
+from infinity.predict.unwritten import UNKNOWN_TENSORS, form_of, unwritten
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
-
-#: Assumed number of tensors in a checkpoint without weights.
-_UNKNOWN_TENSORS = 100_000
 
 
 class _Traffic(TorchDispatchMode):
@@ -176,13 +174,16 @@ class ModelWithoutValues:
     @contextmanager
     def _stored_as(self, path: Path | None, form: str | None) -> Iterator[Path | None]:
         """Make a directory as the run will read it, without values; None: it reads ``path`` itself."""
+        has_weights = path is not None and any(path.glob("*.safetensors"))
+        if path is not None and not has_weights and not is_ours(path) and form is None:
+            given = read_json_object(path / "config.json").get("quantization_config")
+            form = form_of(given) if isinstance(given, dict) else None
         if path is None or form is None:
             yield None
-        elif not any(path.glob("*.safetensors")):
-            self.notes.append(f"planned as if model.stored_as={form} were not set: that needs the weights")
-            yield None
         else:
-            with template(path, form) as folder:
+            with (template if has_weights else unwritten)(path, form) as folder:
+                if not has_weights:
+                    self.notes.append(f"{path} holds no weights: planned as if it had them in {form}")
                 yield folder
 
     def _of_checkpoint(self, path: Path, stored_in: Path, recipe: Recipe) -> Any:
@@ -190,9 +191,9 @@ class ModelWithoutValues:
         dtype = DTYPES[self.dtype]
         given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
         config = read_config(path, {"quantization_config": None} if isinstance(given, dict) else {})
-        if not any(path.glob("*.safetensors")):
+        if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-            model = build_model(config, None, dtype, _UNKNOWN_TENSORS)
+            model = build_model(config, None, dtype, UNKNOWN_TENSORS)
         else:
             with Checkpoint(stored_in) as stored:
                 model = build_model(config, None, dtype, len(stored))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import infinity
 from infinity.app.train import built
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
@@ -23,6 +24,7 @@ from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import cost_lines, predict, show_recipe
 from infinity.recipes.models import CausalLoss
 from infinity.recipes.recipe import Recipe, load_recipe
+from tests.helpers import families
 from tests.helpers.cases import few
 from tests.predict.test_dry_run import llama
 from tests.test_bytes import settled
@@ -103,6 +105,31 @@ def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantized_one(tmp_
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         shown("model.n_layers=6", "model.d_model=384", "model.n_heads=6", f"model.path={tmp_path}")
+
+
+PUBLISHED = [("DeepSeek-V3", "fp8"), ("gpt-oss", "mxfp4"), ("Llama 3", "nf4"), ("Qwen3-MoE", "nvfp4")]
+
+
+@pytest.mark.parametrize(("family", "form"), few(PUBLISHED[:1], PUBLISHED))
+def test_a_frozen_base_is_planned_by_its_stored_bytes_with_and_without_its_weights(
+    tmp_path: Path, family: str, form: str
+) -> None:
+    plain, base = tmp_path / "plain", tmp_path / "base"
+    families.write(family, "bf16", plain)
+    infinity.quantize(plain, base, form)
+    options = ["model.seq_len=32", "lora.rank=4", "lora.target_modules=[o_proj]", "train.accumulate=2"]
+    options += ["memory.nvme=[nvme]", "memory.host=null", "memory.resident=false"]
+    options += ["model.n_layers=6", "model.d_model=384", "model.n_heads=6"]  # as without a path
+
+    def read(*more: str) -> list[str]:
+        text = shown(*options, *more)
+        assert any(path.suffix == ".safetensors" for path in base.iterdir()) != ("holds no weights" in text)
+        return re.findall(r"^(?:NVMe read|decode) .*?([\d,]+) ", text, re.M)
+
+    with_weights = read(f"model.path={base}")
+    for file in base.glob("model*"):
+        file.unlink()
+    assert read(f"model.path={base}") == with_weights != []
 
 
 def test_no_log_and_no_warning_of_a_library_reaches_the_terminal_of_a_plan(

@@ -1,0 +1,62 @@
+"""Makes the checkpoint that a config.json alone speaks of: headers, and holes for values.
+
+[Note: which form]
+A published ``quantization_config`` is known if it is of a form that :func:`infinity.quantize` writes, with
+the same tensors for every matrix; then a frozen base is planned by its stored bytes.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.api.saved import saved_tensors
+from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.quantize import template, write_holes
+from infinity.checkpoint.writer import TensorSpec
+
+#: Assumed number of tensors in a checkpoint without weights.
+UNKNOWN_TENSORS = 10**6
+
+
+def form_of(quantization: Mapping[str, Any]) -> str | None:
+    """Return the form that a ``quantization_config`` speaks of; None: none that is known here."""
+    method, kind = quantization.get("quant_method"), quantization.get("format")
+    if method == "fp8":
+        return "fp8" if quantization.get("weight_block_size") == [128, 128] else None
+    if method == "modelopt":
+        return "nvfp4" if quantization.get("quant_algo") == "NVFP4" else None
+    if method == "bitsandbytes":
+        nf4 = quantization.get("load_in_4bit") and quantization.get("bnb_4bit_quant_type") == "nf4"
+        return "nf4" if nf4 and not quantization.get("bnb_4bit_use_double_quant") else None
+    if method == "compressed-tensors":
+        kinds = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "int-quantized": "int8"}
+        return kinds.get(str(kind))
+    return "mxfp4" if method == "mxfp4" else None
+
+
+@contextmanager
+def unwritten(path: Path, form: str) -> Iterator[Path]:
+    """Make the directory that ``path``, a config.json without weights, would be in ``form``.
+
+    It holds no values, and goes with the context. Raises a CheckpointError as
+    :func:`infinity.checkpoint.quantize.template`.
+    """
+    with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
+        plain = Path(folder)
+        with torch.device("meta"):
+            model = build_model(
+                read_config(path, {"quantization_config": None}), None, torch.bfloat16, UNKNOWN_TENSORS
+            )
+        dtype = getattr(model.config, "dtype", None) or torch.bfloat16
+        saved = saved_tensors(model, model.state_dict(keep_vars=True))
+        write_holes(plain, [TensorSpec(each.spec.key, dtype, each.spec.shape) for each in saved], {})
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config.pop("quantization_config", None)
+        (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with template(plain, form) as made:
+            yield made
