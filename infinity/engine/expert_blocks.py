@@ -37,18 +37,23 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class ExpertBlock:
     """Runs ``block`` on several micro-batches together, each call of a :class:`Call`.
 
-    ``share`` is that of a tile in the room for those of a part of experts.
+    ``share`` is that of a tile in the room for those of a part of experts; ``run`` runs the block itself.
     """
 
-    def __init__(self, block: nn.Module, experts: set[nn.Module], share: Share) -> None:
-        self.block, self.experts, self.share = block, experts, share
+    def __init__(
+        self, block: nn.Module, experts: set[nn.Module], share: Share,
+        run: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.block, self.experts, self.share, self.run = block, experts, share, run or block
         self.calls = Calls(block, experts)
 
     @classmethod
-    def of(cls, block: nn.Module, share: Share) -> "ExpertBlock | None":
+    def of(
+        cls, block: nn.Module, share: Share, run: Callable[..., Any] | None = None
+    ) -> "ExpertBlock | None":
         """Return how to run ``block``; None: it has no packed experts."""
         experts = experts_of(block)
-        return cls(block, experts, share) if experts else None
+        return cls(block, experts, share, run) if experts else None
 
     def refusal(self, what: str) -> StateError:
         return StateError(
@@ -218,7 +223,7 @@ class _Running:
             return self._note(module, _AWAITED)
 
         with self._block.calls.handed_to(call), suppress(_Reached):
-            output = self._block.block(*self._args, **self._kwargs)
+            output = self._block.run(*self._args, **self._kwargs)
         if without_experts:
             generators.restore(now)
         elif self.reached is None:

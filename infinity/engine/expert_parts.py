@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from infinity.activations.recompute import recomputed
 from infinity.partition.builder import is_packed
-from infinity.partition.tiles import TiledParameter, TiledWeight
+from infinity.partition.tiles import TiledWeight, equal_stops, tiles_of
 from infinity.partition.unit import Unit
 
 #: The share of the room for tiles of one part that a tile takes.
@@ -42,6 +42,7 @@ class Part(NamedTuple):
     begin: int
     end: int
     tiles: list[Unit]
+    experts: list[int]  # first and last but one; empty: all
 
 
 def runs_in_parts(experts: nn.Module, given: Sequence[Any]) -> bool:
@@ -80,8 +81,7 @@ class PartsOfExperts:
         self._given = [[(rows[cut], chosen[cut], scales[cut])] for cut in cuts]
 
     def __call__(self) -> Tensor:
-        tiled = [param.tiled for param in packed(self._experts) if isinstance(param, TiledParameter)]
-        results = []
+        tiled, results = tiles(self._experts), []
         for number, given in enumerate(self._given):
             call = partial(_run, self._experts, self._kept, self._parts, number, given, tiled)
             results.append(recomputed(call))
@@ -96,6 +96,11 @@ def packed(experts: nn.Module) -> list[nn.Parameter]:
     return [param for module, param in owned if param is not None and is_packed(module, param)]
 
 
+def tiles(experts: nn.Module) -> list[TiledWeight]:
+    """Return the tiles of the packed parameters of ``experts`` that have some."""
+    return [found for param in packed(experts) if (found := tiles_of(param)) is not None]
+
+
 def _run(
     experts: nn.Module, kept: "_Kept", parts: Sequence[Part], number: int,
     given: list[tuple[Tensor, Tensor, Tensor]], tiled: Sequence[TiledWeight],
@@ -107,43 +112,47 @@ def _run(
     own = reversed(parts[number].tiles) if again else ()  # which their gradients need next
     coming = [*own, *(tile for part in following for tile in part.tiles)]
     for weight in tiled:
-        weight.coming[:] = coming
+        weight.coming[:], weight.within[:] = coming, parts[number].experts
     try:
         output = experts(rows, chosen.unsqueeze(-1), rows.new_ones(len(rows), 1))
     finally:
         for weight in tiled:
             weight.coming.clear()
+            weight.within.clear()
     return output * scales.unsqueeze(-1)  # type: ignore[no-any-return]
 
 
 def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
     """Return the parts that have rows, on some rank; ``chosen`` are the experts of all rows, sorted."""
-    tiled = [param.tiled for param in packed(experts) if isinstance(param, TiledParameter)]
+    tiled = tiles(experts)
     if not tiled:
-        return [Part(0, len(chosen), [])]
+        return [Part(0, len(chosen), [], [])]
     common = set.intersection(*({segment.rows.stop for _, segment in each.places} for each in tiled))
     count = max(common)
-    ends: list[int] = torch.searchsorted(
-        chosen, torch.arange(count, device=chosen.device), right=True
-    ).tolist()
+    if tiled[0].without_values:
+        ends = equal_stops(len(chosen), count)
+    else:
+        each = torch.arange(count, device=chosen.device)
+        ends = torch.searchsorted(chosen, each, right=True).tolist()
     begins = [0, *ends[:-1]]
     hit = tiled[0].unite([begin < end for begin, end in zip(begins, ends, strict=True)])
     parts: list[Part] = []
     first, taken = 0, 0.0
     for stop in sorted(common):
-        tiles = [
+        used = [
             unit for weight in tiled for unit, segment in weight.places
             if first <= segment.rows.start < stop and any(hit[row] for row in segment.rows)
         ]  # fmt: skip
         begin, end = begins[first], ends[stop - 1]
-        taken += sum(map(share, tiles))
-        if tiles and parts and taken <= 1.0:
-            parts[-1] = Part(parts[-1].begin, end, parts[-1].tiles + tiles)
-        elif tiles:
-            parts.append(Part(begin, end, tiles))
-            taken = sum(map(share, tiles))
+        taken += sum(map(share, used))
+        if used and parts and taken <= 1.0:
+            before = parts[-1]
+            parts[-1] = Part(before.begin, end, before.tiles + used, [before.experts[0], stop])
+        elif used:
+            parts.append(Part(begin, end, used, [first, stop]))
+            taken = sum(map(share, used))
         first = stop
-    return parts or [Part(0, len(chosen), [])]
+    return parts or [Part(0, len(chosen), [], [])]
 
 
 class _Kept:

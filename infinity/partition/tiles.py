@@ -76,6 +76,7 @@ class TiledWeight:
     several_ranks: bool = False  # have the same units
     without_values: bool = False  # tensors have none: tokens are divided equally
     coming: list[Unit] = field(default_factory=list)  # tiles that are used after those of this product
+    within: list[int] = field(default_factory=list)  # experts [first, stop) that have tokens; empty: all
 
     @property
     def name(self) -> str:
@@ -124,7 +125,7 @@ class TiledWeight:
     ) -> Tensor:
         """Compute ``F.grouped_mm`` of ``inputs``, ``(tokens, in)``; each expert's tokens end at ``offs``."""
         if self.without_values:
-            stops = [len(inputs) * (each + 1) // len(offs) for each in range(len(offs))]
+            stops = equal_stops(len(inputs), len(offs), *self.within)
         else:
             stops = offs.tolist()
         ends = [stops[segment.rows.stop - 1] for _, segment in self.places]
@@ -166,6 +167,19 @@ class TiledWeight:
             f"partition.tile=never, or to a size above the {format_nbytes(nbytes)} that it takes; to read "
             "its values use infinity.gathered or infinity.state_dict"
         )
+
+
+def tiles_of(param: object) -> TiledWeight | None:
+    """Return the tiles of a parameter, or of what stands for it; None: it has none."""
+    if isinstance(param, TileView):
+        return param.weight
+    return param.tiled if isinstance(param, TiledParameter) else None
+
+
+def equal_stops(rows: int, experts: int, first: int = 0, stop: int | None = None) -> list[int]:
+    """Return where each expert's rows end if those of ``[first, stop)`` have all, divided equally."""
+    count = (experts if stop is None else stop) - first
+    return [rows * min(max(each + 1 - first, 0), count) // count for each in range(experts)]
 
 
 def used_after(units: UnitIndex, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:
@@ -210,6 +224,9 @@ class TileView:
 
     def dim(self) -> int:
         return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @property
     def ndim(self) -> int:

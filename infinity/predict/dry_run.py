@@ -386,7 +386,9 @@ class DryRun(Layout):
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
         tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.data.packing
-        batch = Batch(tokens, logits, packing, self.machine.on_accelerator, model.times is not None)
+        together = train.schedule == "layer" and model.has_experts
+        timed = model.times is not None
+        batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together)
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
         of_leaves = frozenset(unit.index for leaf in model.leaves.values() for unit in leaf)

@@ -23,6 +23,7 @@ from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantize import template
 from infinity.core.plan import ActivationPlan
 from infinity.device.machine import DTYPES, Dtype
+from infinity.engine.expert_blocks import experts_of
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
@@ -159,6 +160,10 @@ class ModelWithoutValues:
         self.module.train()
         if any(unit.routed for unit in self.units):
             self.notes.append("experts are computed in tiles: planned as if each step used all of them")
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(experts_of(self.module))
 
     def record(self, batch: Batch, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""

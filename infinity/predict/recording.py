@@ -13,9 +13,9 @@ device memory a plan says (:mod:`infinity.planner.passing`). What is inside a bl
 one micro-batch is recorded, and a block is taken to return as many bytes as the next one is given. What all
 blocks are given (angles, masks) is one for all sequences without positions or a mask of their own.
 
-Experts run once for all micro-batches (:mod:`infinity.engine.expert_blocks`). So what exists while they run,
-or between them and the block's end, exists for all; in backward, too, from where they are recomputed. They
-are known by their grouped products.
+Experts run once for all micro-batches (:mod:`infinity.engine.expert_blocks`), and part by part; a plan has
+the smallest parts, those of one tile. So what exists while they run, or between them and the block's end,
+exists for all; in backward, too, from where they are recomputed. They are known by their grouped products.
 """
 
 import gc
@@ -46,6 +46,7 @@ from infinity.activations.profiler import Profiler, Recording, nodes_made
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
+from infinity.engine.expert_blocks import Call, ExpertBlock
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -79,6 +80,7 @@ class Batch(NamedTuple):
     packing: bool | None = None  # whole documents, several in a sequence, or one, padded; None: a stream
     on_accelerator: bool = False  # some kernels differ from those of the CPU
     timed: bool = False  # its operators can be timed, each alone
+    together: bool = False  # one of several that go through a block together
 
 
 class Cut(NamedTuple):
@@ -431,6 +433,8 @@ def record_blocks(
     made, packing = Record([s.param for _, s in units.segments()], dtype, batch, recomputes), batch.packing
     with ExitStack() as stack:
         stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks)))
+        for block in blocks if batch.together else ():
+            stack.enter_context(_experts_in_parts(block.module))
         stack.enter_context(watching(made))
         if gc.isenabled():  # storages end when nothing refers to them, not when Python collects cycles
             gc.disable()
@@ -454,6 +458,23 @@ def record_blocks(
         del value
         made.update_begins()  # what of the step is left has been let go
     return made
+
+
+@contextmanager
+def _experts_in_parts(block: nn.Module) -> Iterator[None]:
+    """Let ``block`` run as in a layer schedule; a part of its experts is as small as tiles allow."""
+    found = ExpertBlock.of(block, lambda tile: 1.0, block.forward)
+    if found is None:
+        yield
+        return
+    call = Call(found)  # of forward, and of its recomputation
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        results = call([(args, kwargs)])
+        return results[0] if results else None  # nobody asks for it
+
+    with patched(block, "forward", forward):
+        yield
 
 
 @contextmanager

@@ -364,6 +364,28 @@ def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[s
     assert peaks[1] - peaks[0] >= 3 * (len(planned.profile.blocks) + 1) * given
 
 
+@pytest.mark.parametrize("accumulate", few((2,), (2, 8)))
+def test_tiles_of_experts_are_planned_to_be_read_twice_whatever_the_number_of_micro_batches(
+    accumulate: int, tmp_path: Path
+) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    more = [f"model.path={tmp_path / 'mixture'}", "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
+    more += ["model.seq_len=64", "train.batch_size=1", "train.schedule=layer", "train.dtype=fp32"]
+    more += ["memory.resident=false", "memory.device=400KiB", "partition.tile=32KiB", "lora.rank=2"]
+    more += ["lora.target_modules=[q_proj,o_proj]", f"train.accumulate={accumulate}"]
+    recipe = recipe_for(tmp_path, *more)
+    planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
+    moved = play_step(planned.trace, planned.setup).nbytes["NVMe read"]
+    assert moved == pytest.approx(real.moved[0], rel=0.08)
+    assert moved < 2.5 * sum(unit.nbytes for unit in planned.model.units if unit.routed)
+
+
 @pytest.mark.parametrize("activations", ["offload", pytest.param("keep", marks=pytest.mark.slow)])
 def test_what_blocks_return_is_planned_where_it_waits(activations: str, tmp_path: Path) -> None:
     more = ["model.n_layers=5", "model.d_model=128", "model.n_heads=2", "model.seq_len=256"]
