@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2416,
     "api": 4184,
     "app": 1326,
-    "checkpoint": 4038,
+    "checkpoint": 4275,
     "comm": 843,
     "core": 2257,
     "device": 1060,

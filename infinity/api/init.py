@@ -266,6 +266,7 @@ def _load(
         runtime.construction.late = runtime.tiers.base = None
         if frozen:
             values.freeze(runtime.units)
+        values.compile_ahead(runtime.units, runtime.say)
         lines = values.notes() + lines + ([] if base is None else _describe_base(base, path, runtime))
         for line in lines if runtime.ranks.rank == 0 else ():
             runtime.say(line)

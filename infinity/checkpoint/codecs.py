@@ -31,10 +31,10 @@ bitsandbytes ``dequantize_4bit`` and ``int8_vectorwise_dequant``.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 codes; the upper eight are negative.
@@ -73,7 +73,7 @@ def decode_fp8(
     (count, width), scales = codes.shape, as_float(scales)
     out = _e4m3_as_float(codes)
     of_rows = scales[torch.arange(first, first + count, device=codes.device) // block[0]]
-    if width == of_rows.shape[1] * block[1]:
+    if not is_compiling() and width == of_rows.shape[1] * block[1]:
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
     else:
         out.mul_(of_rows[:, torch.arange(width, device=codes.device) // block[1]])
@@ -81,6 +81,11 @@ def decode_fp8(
 
 
 def _e4m3_as_float(values: Tensor) -> Tensor:
+    if values.dtype == torch.int8:  # its bits
+        sizes = (values & 127).int()
+        normal = (sizes + (120 << 3) << 20).view(torch.float32)
+        sizes = torch.where(sizes == 127, math.nan, torch.where(sizes < 8, sizes * 2.0**-9, normal))
+        return torch.where(values < 0, -sizes, sizes)
     if not values.is_cpu:
         return values.float()
     # A table is several times as fast as torch's conversion.
@@ -90,8 +95,8 @@ def _e4m3_as_float(values: Tensor) -> Tensor:
 
 def as_float(scales: Tensor) -> Tensor:
     if scales.dtype == torch.uint8:  # e8m0 under another name, as MXFP8 files have it
-        return (scales.float() - 127).exp2()
-    return scales.float()
+        return _power_of_two(scales.int() - 127)
+    return _e4m3_as_float(scales) if scales.dtype == torch.int8 else scales.float()
 
 
 def encode_fp8(
@@ -147,7 +152,8 @@ def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    """Return powers of two, fp32, of int32 exponents from -127 to 128 (infinity)."""
+    return (exponents + 127 << 23 | (exponents == -127).int() << 22).view(torch.float32)
 
 
 def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,9 +212,13 @@ def decode_mxfp4(first: int, blocks: Tensor, scales: Tensor, dtype: torch.dtype 
             ``32 * groups``.
         scales: Exponents, plus 127: ``(experts, out, groups)``, uint8.
     """
-    values = _pairs(blocks, torch.tensor(_E2M1, dtype=dtype, device=blocks.device))
-    values = torch.ldexp(values, scales.int().sub_(127).unsqueeze(-1)).to(dtype)
-    return values.flatten(-2).transpose(1, 2).contiguous()
+    values, exponents = _e2m1_as_float(blocks, dtype), (scales.int() - 127).unsqueeze(-1)
+    if is_compiling():
+        half = exponents >> 1  # 2 ** 128 is no number
+        values = values.float() * _power_of_two(half) * _power_of_two(exponents - half)
+    else:
+        values = torch.ldexp(values, exponents)
+    return values.to(dtype).flatten(-2).transpose(1, 2)
 
 
 def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,8 +261,7 @@ def decode_e2m1(
         scales: Scales of each row's groups, of equal size, or their exponents: ``(n, groups)``.
         whole: A scale of all scales, ``(1, 1)`` fp32; ``divides``: they are divided by it.
     """
-    values = _pairs(packed, torch.tensor(_E2M1, device=packed.device))
-    factors = as_float(scales)
+    values, factors = _e2m1_as_float(packed), as_float(scales)
     if whole is not None:
         factors = factors / whole if divides else factors * whole
     return values.view(*scales.shape, -1).mul_(factors.unsqueeze(-1)).flatten(1)
@@ -340,8 +349,26 @@ def _join_nibbles(codes: Tensor) -> Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
+def _e2m1_as_float(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    if not is_compiling():
+        return _pairs(packed, torch.tensor(_E2M1, dtype=dtype, device=packed.device))
+    codes = _bit_fields(packed, 4)
+    sizes = (codes & 7).to(dtype)
+    sizes = torch.maximum(torch.maximum(sizes / 2, sizes - 2), sizes * 2 - 8)
+    return torch.where(codes > 7, -sizes, sizes)
+
+
+def _bit_fields(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:
+    """Return the unsigned numbers of ``bits`` each in whole numbers, along the last dimension."""
+    shifts = torch.arange(0, 8 * words.itemsize, bits, dtype=words.dtype, device=words.device)
+    shifts = 8 - bits - shifts if high_first else shifts
+    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
+
+
 def _pairs(packed: Tensor, of_nibbles: Tensor, *, high_first: bool = False) -> Tensor:
     """Look up the values of both halves of each byte, the lower first; doubles the last dimension."""
+    if is_compiling():
+        return of_nibbles[_bit_fields(packed, 4, high_first=high_first).int()]
     low, high = of_nibbles.expand(16, 16), of_nibbles.unsqueeze(1).expand(16, 16)
     table = torch.stack((high, low) if high_first else (low, high), dim=-1)
     both = table.view(torch.int32 if table.itemsize == 2 else torch.int64).flatten()
@@ -369,67 +396,65 @@ def decode_int8(
     return values.flatten(1).to(scales.dtype)
 
 
-class Nested(NamedTuple):
-    """Says how the largest sizes of blocks are quantized themselves (bitsandbytes' double quantization)."""
-
-    numbers: tuple[float, ...]  # of the 256 codes
-    blocks: int  # that share a second scale
-    offset: float  # added to every product
-
-
 def decode_4bit(
     first: int,
     packed: Tensor,
     sizes: Tensor,
     second: Tensor | None = None,
     *,
-    numbers: tuple[float, ...],
+    numbers: tuple[float, ...] | Tensor,
     dtype: torch.dtype,
-    nested: Nested | None = None,
+    of_sizes: tuple[float, ...] | Tensor = (),
+    together: int = 1,
+    offset: float | Tensor = 0.0,
 ) -> Tensor:
     """Decode blocks from ``first`` on of a matrix as bitsandbytes packs it; the fp32 product in ``dtype``.
 
     Args:
         packed: Two values a byte, the first in the high half: ``(n, block / 2)`` bytes, in any dtype.
-        sizes: Largest size of each block, ``(n, 1)`` fp32, or with ``nested`` its code, uint8.
-        second: With ``nested``, the scales of ``sizes``, from the one of block 0 on: ``(second blocks, 1)``.
-        numbers: Values of the sixteen codes.
+        sizes: Largest size of each block, ``(n, 1)`` fp32, or with ``second`` its code, uint8.
+        second: Scales of ``sizes``, each of ``together``, from that of block 0 on: ``(second blocks, 1)``.
+        numbers: Values of the sixteen codes; ``of_sizes`` are those of the 256 codes of sizes, and ``offset``
+            is added to every product of them (bitsandbytes' double quantization).
     """
-    device = packed.device
-    values = _pairs(packed.view(torch.uint8), torch.tensor(numbers, device=device), high_first=True)
-    if nested is not None and second is not None:
-        table = torch.tensor(nested.numbers, device=device)
-        at = torch.arange(first, first + len(sizes), device=device) // nested.blocks
-        sizes = table.index_select(0, sizes.flatten().int()).unsqueeze(1) * second[at] + nested.offset
+    values = _pairs(packed.view(torch.uint8), _table(numbers, packed), high_first=True)
+    if second is not None:
+        at = torch.arange(first, first + len(sizes), device=packed.device) // together
+        sizes = _table(of_sizes, packed)[sizes.flatten().int()].unsqueeze(1) * second[at] + offset
     return values.mul_(sizes).to(dtype)
 
 
+def _table(numbers: tuple[float, ...] | Tensor, like: Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, device=like.device)
+
+
 def decode_packed(
-    first: int, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, columns: int
+    first: int, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, spare: int = 0
 ) -> Tensor:
     """Decode rows from ``first`` on of grouped integers, as compressed-tensors packs them, to scales' dtype.
 
     Args:
-        packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
+        packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous;
+            the last ``spare`` of a row are none.
         scales: Scales of each row's groups, of equal size: ``(n, groups)``.
         zeros: The zero points, packed along columns, from the word on in which row 0 lies; None: all are 0.
     """
-    if bits == 4:
-        numbers = torch.arange(-8, 8, device=packed.device).to(scales.dtype)
-        values = _pairs(packed.view(torch.uint8), numbers)[:, :columns].contiguous()
-    else:
-        values = (packed.view(torch.uint8)[:, :columns].short() - 128).to(scales.dtype)
+    middle = 1 << bits - 1
+    values = _unpack(packed, bits, scales.dtype, middle)
+    if spare:
+        values = values[:, :-spare].contiguous()
     values = values.view(len(values), scales.shape[1], -1)
     if zeros is not None:
-        points = _zero_points(zeros, bits)[first:][: len(values)] - (1 << bits - 1)
-        values -= points.to(scales.dtype).unsqueeze(-1)
+        rows = torch.arange(first, first + len(values), device=zeros.device)
+        values -= (_zero_points(zeros, bits)[rows] - middle).to(scales.dtype).unsqueeze(-1)
     return values.mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def encode_packed(
-    values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, columns: int
+    values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, spare: int = 0
 ) -> tuple[Tensor, ...]:
     """Encode rows for :func:`decode_packed`; without zeros, ranges are symmetric."""
+    columns = packed.shape[1] * (32 // bits) - spare
     values, before = values.view(-1, columns), _unpack(packed, bits, torch.int16)[:, :columns]
     centres = None if zeros is None else _zero_points(zeros, bits)[: len(values)]
     found = _encode_whole(values, before.to(torch.uint8), scales, centres, bits)
@@ -505,7 +530,9 @@ def encode_4bit(
     *,
     numbers: tuple[float, ...],
     dtype: torch.dtype,
-    nested: Nested | None = None,
+    of_sizes: tuple[float, ...] = (),
+    together: int = 1,
+    offset: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Encode blocks for :func:`decode_4bit`, from one on at which a second scale begins."""
     octets = packed.view(torch.uint8)
@@ -515,9 +542,9 @@ def encode_4bit(
     by: Tensor | None = None  # the second scale of each block
 
     def size_of(had: Tensor) -> Tensor:
-        if by is None or nested is None:
+        if by is None:
             return had.unsqueeze(-1)
-        return (of_codes.index_select(0, had.int()) * by + nested.offset).unsqueeze(-1)
+        return (of_codes.index_select(0, had.int()) * by + offset).unsqueeze(-1)
 
     def decode(codes: Tensor, had: Tensor) -> Tensor:
         products = table.index_select(0, codes.flatten().int()).view(codes.shape)
@@ -526,13 +553,13 @@ def encode_4bit(
     def encode(values: Tensor, had: Tensor) -> Tensor:
         return _nearest_number(values * (1.0 / size_of(had).clamp(min=1e-38)), table)
 
-    if nested is not None and second is not None:
-        of_codes = torch.tensor(nested.numbers, device=values.device)
-        at = torch.arange(len(values), device=values.device) // nested.blocks
+    if second is not None:
+        of_codes = torch.tensor(of_sizes, device=values.device)
+        at = torch.arange(len(values), device=values.device) // together
         by = second.flatten()[at]
         # A second scale that reaches all sizes is kept, with the codes of those that did not change.
         stays = (decode(before, had) == values).all(-1)
-        off = torch.where(stays, size_of(had).squeeze(-1), own) - nested.offset
+        off = torch.where(stays, size_of(had).squeeze(-1), own) - offset
         reach = torch.zeros_like(second.flatten()).scatter_reduce_(0, at, off.abs(), "amax")
         reach /= of_codes.abs().amax()
         keep = reach <= second.flatten() * _ROUNDED_UP
@@ -540,7 +567,7 @@ def encode_4bit(
         by = second.flatten()[at]
         own = _nearest_number(off / by, of_codes)
         had = torch.where(keep[at], had, own)
-    found, had = _nearest(values, before, encode, decode, (had,), (own,), nested=nested is not None)
+    found, had = _nearest(values, before, encode, decode, (had,), (own,), nested=second is not None)
     joined, sizes = (found[:, ::2] << 4 | found[:, 1::2]).view(packed.dtype), had.view(sizes.shape)
     return (joined, sizes) if second is None else (joined, sizes, second)
 
@@ -607,13 +634,15 @@ def decode_awq(first: int, packed: Tensor, zeros: Tensor, scales: Tensor) -> Ten
         return halves.transpose(2, 3).reshape(-1, rows)
 
     values = unpack(packed).view(groups, -1, rows) - unpack(zeros).unsqueeze(1)
-    return values.mul_(scales.unsqueeze(1)).view(-1, rows).T.contiguous()
+    return values.mul_(scales.unsqueeze(1)).view(-1, rows).T
 
 
-def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Unpack unsigned values of int32 words, ``(rows, n)`` to ``(rows, n * 32 / bits)``."""
+def _unpack(words: Tensor, bits: int, dtype: torch.dtype, less: int = 0) -> Tensor:
+    """Unpack unsigned values of int32 words, ``(rows, n)`` to ``(rows, n * 32 / bits)``, and subtract."""
+    if is_compiling():
+        return _bit_fields(words, bits).to(dtype) - less
     # not contiguous(): that leaves strides of transposed words as they are where a row has one
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
-        return _pairs(octets, torch.arange(16, device=words.device).to(dtype))
-    return octets.to(dtype)
+        return _pairs(octets, torch.arange(-less, 16 - less, device=words.device).to(dtype))
+    return octets.to(dtype).sub_(less)

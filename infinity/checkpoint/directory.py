@@ -109,6 +109,9 @@ class Stored:
         """The most memory of an accelerator that :meth:`fill` takes beside what it is given (bytes)."""
         return 0
 
+    def compile_ahead(self, device: torch.device, say: Callable[[str], object]) -> None:
+        """Begin to compile what makes its values on ``device``; ``say`` is called with why that fails."""
+
 
 class StoredTensors(dict[str, Stored]):
     """Maps keys to a directory's tensors and owns its files; a CheckpointError says what is damaged."""

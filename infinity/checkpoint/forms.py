@@ -413,8 +413,9 @@ def _packed(group: _Group, packed: Stored, quantization: Quantization) -> Decode
     ):
         raise _misfit(packed, scales)
 
-    decode = partial(codecs.decode_packed, bits=bits, columns=columns)
-    encode = partial(codecs.encode_packed, bits=bits, columns=columns)
+    spare = words * in_word - columns
+    decode = partial(codecs.decode_packed, bits=bits, spare=spare)
+    encode = partial(codecs.encode_packed, bits=bits, spare=spare)
     return Decoded(torch.Size((rows, columns)), scales.dtype, columns, parts, decode, encode)
 
 
@@ -531,7 +532,7 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
     if shape.numel() % size:
         raise ValueError(f"a matrix of shape {tuple(shape)} is no whole number of blocks of {size}")
     blocks, parts = shape.numel() // size, [SlabPart(packed, (size // 2 // packed.dtype.itemsize,))]
-    nested = None
+    how: dict[str, Any] = {"numbers": codecs.NF4 if kinds == ["nf4"] else codecs.FP4, "dtype": dtype}
     if ".nested_absmax" in group:
         together = min(_count(said["nested_blocksize"]), blocks)
         parts.append(SlabPart(group.take(".absmax", (torch.uint8,), 1), (1,)))
@@ -540,18 +541,14 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
         table = group.take(".nested_quant_map", (torch.float32,), 1)
         if table.shape != (256,) or second.shape != (-(-blocks // together),):
             raise ValueError(f"its scales of scales have shapes {tuple(second.shape)}, {tuple(table.shape)}")
-        nested = codecs.Nested(tuple(table.read().tolist()), together, float(said["nested_offset"]))
+        how |= {"of_sizes": tuple(table.read().tolist()), "together": together}
+        how["offset"] = float(said["nested_offset"])
     else:
         parts.append(SlabPart(group.take(".absmax", (torch.float32,), 1), (1,)))
     if parts[1].tensor.shape != (blocks,):
         raise _misfit(packed, parts[1].tensor, f"; wanted {blocks}")
     if ".quant_map" in group:
         group.take(".quant_map", (torch.float32,), 1)  # is that of the type, which kernels know
-    how: dict[str, Any] = {
-        "numbers": codecs.NF4 if kinds == ["nf4"] else codecs.FP4,
-        "dtype": dtype,
-        "nested": nested,
-    }
     decode, encode = partial(codecs.decode_4bit, **how), partial(codecs.encode_4bit, **how)
     return Decoded(shape, dtype, size, parts, decode, encode)
 

@@ -540,6 +540,13 @@ class CheckpointValues:
         """Return the most accelerator memory that :meth:`make` takes (bytes); 0: nothing is quantized."""
         return max((part.source.scratch_nbytes for _, part in self.parts(unit, 0, unit.numel)), default=0)
 
+    def compile_ahead(self, units: UnitIndex, say: Callable[[str], object]) -> None:
+        """Begin to compile what decodes units on an accelerator; ``say`` is called with why that fails."""
+        for unit in units:
+            if unit.stored is not None and unit.device.type != "cpu":
+                for _, part in self.parts(unit, 0, unit.numel):
+                    part.source.compile_ahead(unit.device, say)
+
     def sources(
         self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:

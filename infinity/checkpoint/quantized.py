@@ -26,12 +26,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from infinity.checkpoint import fused
 from infinity.checkpoint.directory import FileTensor, Stored, View
 from infinity.core.nbytes import Piece
 from infinity.optim.rules import split
 
 #: Elements that are decoded at a time: what the caches of a CPU hold, and what keeps an accelerator busy.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
+#: As many of those does one kernel decode: it has no memory beside, but for parts at odd places in files.
+_FUSED_PIECES = 8
 #: The most memory of decoding beside its result (bytes): for tables, and for each element.
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
@@ -77,6 +80,10 @@ class Decoded(Stored):
             self.decode_into(out, first % self.together, *self._read(first, last, view))
             return
         at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
+        if not (out.is_cpu or start % size or stop % size) and view is not None:
+            places = range(start // size, stop // size, _FUSED_PIECES * at_once)
+            if all(self._fill_fused(first, at_once, out, start, view) for first in places):
+                return
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
             low, high = max(start, first * size), min(stop, last * size)
@@ -85,6 +92,29 @@ class Decoded(Stored):
             if out.dtype != self.dtype:
                 values = values.to(self.dtype)
             out[low - start : high - start].copy_(values)
+
+    def _fill_fused(self, first: int, at_once: int, out: Tensor, start: int, view: View) -> bool:
+        """Fill ``out`` with some slabs from ``first`` on by one kernel; return whether there is one."""
+        low = first * self.numel - start
+        target = out[low : low + _FUSED_PIECES * at_once * self.numel]
+        last = first + len(target) // self.numel
+
+        def reference() -> Tensor:
+            return self._values(first, min(last, first + at_once), view)
+
+        parts = self._read(first, last, view)
+        return fused.fill(self.decode, first % self.together, parts, target, reference)
+
+    def compile_ahead(self, device: torch.device, say: Callable[[str], object]) -> None:
+        last = min(self.shape.numel(), max(self.numel, _DEVICE_PIECE_NUMEL)) // max(1, self.numel)
+        if last:
+            sizes = ((part, part.range(0, last)) for part in self.parts)
+            parts = [
+                torch.empty(stop - start, dtype=part.tensor.dtype, device="meta").view(-1, *part.shape)
+                for part, (start, stop) in sizes
+            ]
+            out = torch.empty(last * self.numel, dtype=self.dtype, device="meta")
+            fused.prepare(self.decode, parts, out, device, say)
 
     def ranges(self, start: int, numel: int) -> Iterable[Piece]:
         first, last = start // self.numel, -(-(start + numel) // self.numel)

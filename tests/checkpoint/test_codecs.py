@@ -58,18 +58,18 @@ def test_packed_groups_are_decoded_row_by_row(dtype, zeros):
     whole, scales = torch.randint(0, 16, (20, 24)), torch.rand(20, 3).to(dtype)
     points = torch.randint(0, 16, (20, 3)) if zeros else torch.full((20, 3), 8)
     packed = quantized.words(points.T).T if zeros else None
-    decoded = codecs.decode_packed(0, quantized.words(whole), scales, packed, bits=4, columns=24)
+    decoded = codecs.decode_packed(0, quantized.words(whole), scales, packed, bits=4)
     wide_points, wide_scales = (each.repeat_interleave(8, 1) for each in (points, scales))
     assert same(decoded, quantized.int4_values(whole, wide_points, wide_scales))
     words = quantized.words(whole[3:9])
-    part = codecs.decode_packed(3, words, scales[3:9], packed, bits=4, columns=24)
+    part = codecs.decode_packed(3, words, scales[3:9], packed, bits=4)
     assert same(part, decoded[3:9])
 
 
 def test_zero_points_may_fill_one_word_of_a_column():
     points = torch.randint(0, 16, (8, 3))
     words, packed = quantized.words(torch.full((8, 24), 8)), quantized.words(points.T).T
-    decoded = codecs.decode_packed(0, words, torch.ones(8, 3), packed, bits=4, columns=24)
+    decoded = codecs.decode_packed(0, words, torch.ones(8, 3), packed, bits=4)
     assert torch.equal(decoded, (8.0 - points).repeat_interleave(8, 1))
 
 
@@ -77,7 +77,7 @@ def test_eight_bits_are_packed_four_to_a_word():
     whole, scales = torch.randint(0, 256, (5, 12)), torch.rand(5, 3).bfloat16()
     packed = whole.to(torch.uint8).contiguous().view(torch.int32)
     expected = (whole - 128).bfloat16() * scales.repeat_interleave(4, 1)
-    assert same(codecs.decode_packed(0, packed, scales, bits=8, columns=12), expected)
+    assert same(codecs.decode_packed(0, packed, scales, bits=8), expected)
 
 
 @pytest.mark.parametrize("zeros_less_one", [True, False])

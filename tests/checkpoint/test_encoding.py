@@ -96,7 +96,7 @@ def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zer
     points = words_of(torch.randint(0, most, (groups, rows)), bits).T
     of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, size).flatten(1)
     parts = [whole, scales, points] if zeros else [whole, scales]
-    how = {"bits": bits, "columns": columns}
+    how = {"bits": bits, "spare": -columns % (32 // bits)}
     return Matrix(
         parts, 1, of, partial(codecs.decode_packed, 0, **how), partial(codecs.encode_packed, **how),
         symmetric=not zeros, bits=bits,
@@ -147,7 +147,7 @@ def four_bit(blocks: int, numbers: tuple[float, ...], dtype: torch.dtype, nested
     parts = [codes, torch.rand(blocks, 1) + 0.1]
     if nested:
         table = torch.linspace(-1, 1, 256)
-        how["nested"] = codecs.Nested(tuple(table.tolist()), 3, 1.5)
+        how |= {"of_sizes": tuple(table.tolist()), "together": 3, "offset": 1.5}
         sizes = torch.randint(0, 256, (blocks, 1), dtype=torch.uint8)
         parts = [codes, sizes, torch.rand(-(-blocks // 3), 1) + 0.1]
     of = torch.arange(blocks).unsqueeze(1).expand(-1, 32)
@@ -302,10 +302,10 @@ def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
     values = torch.tensor([[-7.5, 0.0, 3.0, 7.5]])
     for zeros in (None, torch.full((1, 1), 8, dtype=torch.int32)):  # the points are 0
         words, had = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 1e-5)
-        packed, scales, *points = codecs.encode_packed(values, words, had, zeros, bits=4, columns=4)
+        packed, scales, *points = codecs.encode_packed(values, words, had, zeros, bits=4, spare=4)
         assert scales.item() == 1.0
         assert [point.item() for point in points] == ([] if zeros is None else [8])
-        decoded = codecs.decode_packed(0, packed, scales, bits=4, columns=4)
+        decoded = codecs.decode_packed(0, packed, scales, bits=4, spare=4)
         assert decoded.tolist() == [[-8.0, 0.0, 3.0, 7.0]]
 
 
