@@ -197,7 +197,7 @@ def from_pretrained(
         stored_as: With ``frozen``, the form in which linear layers are kept: fp8, int8, mxfp4, nvfp4 or nf4
             (:func:`infinity.quantize`). They are encoded once, into a directory in ``memory.nvme`` that later
             runs find; a line says how far they are from the checkpoint's.
-        on_progress: Called with the bytes that this rank has read, and all that it will.
+        on_progress: Called with "quantizing" or "loading", the bytes that this rank has done, and all.
         config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
 
     Raises:
@@ -213,16 +213,15 @@ def from_pretrained(
         raise CheckpointError(f"stored_as={stored_as} is for a base that is not trained: add frozen=True")
     values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
     init, given = Init(recipe), user_path(path, "path")
-    source, lines = _source(given, stored_as, init.runtime, auto_class, config_overrides)
+    how = {"auto_class": auto_class, "config_overrides": config_overrides, "on_progress": on_progress}
+    source, lines = _source(given, stored_as, init.runtime, **how)
     model = _load(source, init, auto_class, config_overrides, values, frozen, lines).eval()
     if hasattr(model.config, "name_or_path"):  # of transformers
         model.config.name_or_path = str(given.absolute())  # adapters name it, wherever they are used
     return model
 
 
-def _source(
-    path: Path, stored_as: str | None, runtime: Runtime, auto_class: Any, config_overrides: dict[str, Any]
-) -> tuple[Path, list[str]]:
+def _source(path: Path, stored_as: str | None, runtime: Runtime, **how: Any) -> tuple[Path, list[str]]:
     """Return the directory that is read for ``path``, and lines about it; an error closes the model."""
     with contextlib.ExitStack() as stack:
         stack.callback(runtime.close)
@@ -231,7 +230,7 @@ def _source(
             raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
         lines = list[str]()
         if stored_as is not None:
-            path, line = quantized_base(path, stored_as, runtime, auto_class, config_overrides)
+            path, line = quantized_base(path, stored_as, runtime, **how)
             lines.append(line)
         stack.pop_all()
     return path, lines

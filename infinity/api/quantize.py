@@ -1,9 +1,9 @@
 """Quantizes checkpoints: for other programs, or as the frozen base of runs, once for all of them."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.quantize import fingerprint, quantize_checkpoint, template
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import ALONE, agree, all_ranks_or_raise
@@ -43,16 +43,16 @@ def quantize(path: str | Path, out: str | Path, form: str, *, auto_class: Any = 
 
 
 def quantized_base(
-    source: Path, form: str, runtime: Runtime, auto_class: Any, config_overrides: Mapping[str, Any]
+    source: Path, form: str, runtime: Runtime, *, on_progress: OnProgress | None, **how: Any
 ) -> tuple[Path, str]:
     """Return a directory with ``source`` in ``form``, made unless an earlier run has, and a line about it.
 
-    It lies in the first directory of ``memory.nvme``. Every rank must call, and see it.
+    It lies in the first directory of ``memory.nvme``, which all ranks must see. Every rank must call.
     """
     ranks, nvme = runtime.ranks, runtime.config.memory.nvme
     if not nvme:
         raise SettingError("memory.nvme", nvme, f"a directory for the weights in {form} (model.stored_as)")
-    with template(source, form, auto_class=auto_class, config_overrides=config_overrides) as like:
+    with template(source, form, **how) as like:
         root = user_path(nvme[0], "memory.nvme")
         own = root / _FOLDER / f"{source.name}-{form}-{fingerprint(source, like)}"
         out = agree(own, ranks.world_size, f"naming {own}")
@@ -63,7 +63,7 @@ def quantized_base(
         if agree(out.is_dir(), ranks.world_size, f"looking for {out}"):
             return out, f"{source} is read as {form}, as an earlier run left it in {out}"
         try:
-            result = quantize_checkpoint(source, like, out, ranks)
+            result = quantize_checkpoint(source, like, out, ranks, on_progress)
         except InfinityError:
             if not out.is_dir():
                 raise

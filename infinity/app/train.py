@@ -331,7 +331,7 @@ def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) 
             ignore=recipe.model.ignore,
             frozen=recipe.lora.active,
             stored_as=recipe.model.stored_as,
-            on_progress=views.loading,
+            on_progress=views.progress,
         ).train()
     try:
         if recipe.lora.active:

@@ -55,8 +55,8 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 
 Source = TypeVar("Source")
 
-#: Called with the bytes that this rank has read, and with all that it will read.
-OnProgress = Callable[[int, int], object]
+#: Called with what this rank is doing (loading), the bytes that it has done, and all that it will.
+OnProgress = Callable[[str, int, int], object]
 #: The most keys of a kind that an error names.
 _MOST_NAMED = 50
 #: Elements that are rounded at a time.
@@ -481,7 +481,7 @@ class CheckpointValues:
         for unit, done_nbytes in zip(units, itertools.accumulate(sizes), strict=True):
             masters.put(unit, functools.partial(self.master, unit))
             if self._on_progress is not None:
-                self._on_progress(done_nbytes, sum(sizes))
+                self._on_progress("loading", done_nbytes, sum(sizes))
         in_units = {id(segment.whole) for _, segment in units.segments()}
         targets = dict(named_targets(self._model))
         with torch.no_grad():

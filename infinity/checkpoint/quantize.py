@@ -42,7 +42,7 @@ from infinity.checkpoint.directory import (
     tokenizer_files,
 )
 from infinity.checkpoint.forms import read_quantization
-from infinity.checkpoint.load import sources_of
+from infinity.checkpoint.load import OnProgress, sources_of
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import TensorSpec, plan_files
@@ -224,7 +224,9 @@ _WITH_EXPERTS: dict[str, _Form] = {
 }
 
 
-def quantize_checkpoint(source: Path, like: Path, out: Path, ranks: Ranks) -> Requantized:
+def quantize_checkpoint(
+    source: Path, like: Path, out: Path, ranks: Ranks, on_progress: OnProgress | None = None
+) -> Requantized:
     """Write the checkpoint ``source`` to ``out`` in the form of ``like``, its template; every rank must call.
 
     Memory holds a piece of a matrix at a time (of NVFP4 a whole one). Raises errors of an export.
@@ -239,8 +241,9 @@ def quantize_checkpoint(source: Path, like: Path, out: Path, ranks: Ranks) -> Re
         return [path for path in found if path.is_file()] + tokenizer_files(plain)
 
     result = export_stored(
-        like, out, shapes=shapes, export=lambda path: source, companions=companions, ranks=ranks
-    )
+        like, out, shapes=shapes, export=lambda path: source, companions=companions, ranks=ranks,
+        on_progress=on_progress,
+    )  # fmt: skip
     with Checkpoint(source) as plain, Checkpoint(like) as made:
         packed = [(made.get(key), each) for key, each in plain.items() if len(each.shape) == 3]
         left = [

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, FileTensor, Stored, read_json_object
 from infinity.checkpoint.forms import HF_QUANT_CONFIG, declared, decode_checkpoint, read_quantization
+from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.quantized import Decoded, unchanged
 from infinity.checkpoint.writer import FilePlan, Publication, RangeWriter, create_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
@@ -127,6 +128,7 @@ def export_stored(
     export: Callable[[Path], Path],
     ranks: Ranks,
     companions: Callable[[Path], Iterable[Path]] = _companions,
+    on_progress: OnProgress | None = None,
 ) -> Requantized:
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
@@ -152,7 +154,7 @@ def export_stored(
                 create_files(folder, [FilePlan(f.path.name, f.header, {}, f.nbytes) for f in form.files])
         plain = export(folder / _PLAIN)
         with all_ranks_or_raise(ranks, f"writing {out}"):
-            mine = _write_tensors(form, sources, plain, folder, ranks)
+            mine = _write_tensors(form, sources, plain, folder, ranks, on_progress)
         errors: dict[str, float] = {}
         for each in gather(mine, ranks, f"errors of {out}"):
             errors |= each
@@ -170,16 +172,21 @@ def export_stored(
 
 
 def _write_tensors(
-    form: QuantizedLayout, sources: Mapping[str, str | None], plain: Path, folder: Path, ranks: Ranks
-) -> dict[str, float]:
+    form: QuantizedLayout, sources: Mapping[str, str | None], plain: Path, folder: Path, ranks: Ranks,
+    on_progress: OnProgress | None,
+) -> dict[str, float]:  # fmt: skip
     """Write this rank's share of the tensors; return the errors of its weights, by key."""
     mine, errors = slice(ranks.rank, None, ranks.world_size), dict[str, float]()
     with RangeWriter() as writer, Checkpoint(plain) as values:
         outputs = [writer.open(folder / file.path.name) for file in form.files]
+        parts = [part for tensor in list(form.values())[mine] for part in _stored_parts(tensor)]
+        nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in (*parts, *form.others[mine]))
 
         def put(tensor: Stored, start: int, new: Tensor) -> None:
             for place in tensor.ranges(start, len(new)):
                 writer.write(outputs[place.file], place.offset, new.contiguous())
+            if on_progress is not None:
+                on_progress("quantizing", writer.nbytes, nbytes)
 
         copied = list(form.others[mine])
         for key, tensor in list(form.items())[mine]:

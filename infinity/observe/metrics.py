@@ -111,10 +111,10 @@ class View:
         for view in self.views:
             view.log(line)
 
-    def loading(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Show how much of its weights this rank has loaded, if this is a display."""
+    def progress(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
+        """Show how much this rank has done of ``what`` precedes training (loading), if this is a display."""
         for view in self.views:
-            view.loading(done_nbytes, total_nbytes)
+            view.progress(what, done_nbytes, total_nbytes)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -122,7 +122,7 @@ class View:
                 stack.callback(view.close)
 
 
-#: Seconds between plain lines while a checkpoint is loaded.
+#: Seconds between plain lines while a checkpoint is loaded or quantized.
 LINES_EVERY_S = 10.0
 
 
@@ -139,8 +139,8 @@ class ProgressDisplay(View):
     ) -> None:
         self._steps, self._log_every, self._clock = steps, log_every, clock
         self._console = console or Console(stderr=True)  # standard output is free for results
-        self._load_began_s: float | None = None
-        self._load_logged_s = 0.0
+        self._began: dict[str, float] = {}  # what precedes training, and when
+        self._logged_s = 0.0
         self._bar: Progress | None = None
         if self._console.is_terminal:
             columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
@@ -149,20 +149,20 @@ class ProgressDisplay(View):
             self._task = self._bar.add_task("recording the first step", total=steps)
             self._bar.start()
 
-    def loading(self, done_nbytes: int, total_nbytes: int) -> None:
+    def progress(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
         now_s = self._clock()
-        if self._load_began_s is None:
-            self._load_began_s = self._load_logged_s = now_s
-        elapsed_s = now_s - self._load_began_s
-        text = f"loading {format_nbytes(done_nbytes)} of {format_nbytes(total_nbytes)}"
+        if what not in self._began:
+            self._began[what] = self._logged_s = now_s
+        elapsed_s = now_s - self._began[what]
+        text = f"{what} {format_nbytes(done_nbytes)} of {format_nbytes(total_nbytes)}"
         if elapsed_s > 0 and done_nbytes:
             text += f"  {format_nbytes(done_nbytes / elapsed_s)}/s"
             text += f"  {(total_nbytes - done_nbytes) * elapsed_s / done_nbytes:.0f} s left"
-        is_end_of_long = done_nbytes >= total_nbytes and self._load_logged_s > self._load_began_s
+        is_end_of_long = done_nbytes >= total_nbytes and self._logged_s > self._began[what]
         if self._bar:
             self._bar.update(self._task, description=escape(text))
-        elif is_end_of_long or now_s - self._load_logged_s >= LINES_EVERY_S:
-            self._load_logged_s = now_s
+        elif is_end_of_long or now_s - self._logged_s >= LINES_EVERY_S:
+            self._logged_s = now_s
             self.log(text)
 
     def step(self, report: StepReport) -> None:

@@ -122,14 +122,14 @@ def test_numbers_of_a_matrix_are_arguments_and_no_constants(monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("kind", [*quantized.KINDS, "packed"])
+@pytest.mark.parametrize("kind", quantized.KINDS)
 def test_each_format_is_one_kernel_with_the_bits_of_the_eager_operators(tmp_path: Path, kind: str) -> None:
     """By the compiler's own C++ for the CPU, which fuses as its Triton does."""
     if not shutil.which("g++"):
         pytest.skip("no C++ compiler (install g++)")
     from torch._inductor import metrics
 
-    quantized.write("kimi_k2" if kind == "packed" else kind, tmp_path)
+    quantized.write(kind, tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         form = read_quantization(tmp_path)
         assert form is not None

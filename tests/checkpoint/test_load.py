@@ -371,7 +371,7 @@ def test_nothing_stays_hung_on_parameters_and_modules(saved, load):
 def test_progress_ends_with_every_byte_of_the_checkpoint(saved, load):
     directory, _, _ = saved("llama", dtype=torch.bfloat16)
     seen = []
-    load(directory, on_progress=lambda done, total: seen.append((done, total)))
+    load(directory, on_progress=lambda what, done, total: seen.append((done, total)))
     stored = load_file(directory / "model.safetensors")
     total = sum(tensor.nbytes for tensor in stored.values())
     assert seen[-1] == (total, total)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import infinity
 from infinity.api import quantize as api
 from infinity.checkpoint import codecs, quantize
+from infinity.checkpoint.directory import Checkpoint
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, DiskError, RecipeError
@@ -154,23 +155,33 @@ def test_each_family_has_the_values_of_its_stored_form(tmp_path, name, form):
 
 def test_it_is_encoded_once_and_again_for_other_weights(tmp_path, monkeypatch, caplog):
     plain, where = save(tmp_path / "plain", "llama"), ["memory.device=1MiB"]
+    progress = []
 
     def run():
         caplog.clear()
+        progress.clear()
+        how = {"stored_as": "nf4", "on_progress": lambda *given: progress.append(given)}
         with (
             caplog.at_level(logging.INFO, "infinity"),
-            loaded(plain, tmp_path / "nvme", *where, stored_as="nf4") as model,
+            loaded(plain, tmp_path / "nvme", *where, **how) as model,
         ):
             assert not held(model)
         return caplog.text, sorted((tmp_path / "nvme/bases").iterdir())
 
     text, [base] = run()
     assert f"was quantized once, into {base}, for this run and later ones: 21 weights in NF4" in text
+    with Checkpoint(base) as made:
+        total = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in made.values())
+    encoded = [given for given in progress if given[0] == "quantizing"]
+    assert encoded == sorted(encoded)
+    assert encoded[-1] == ("quantizing", total, total)
+    assert len(encoded) > 21
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in base.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(codecs, "encode_4bit", lambda *_, **__: pytest.fail("it was encoded again"))
         text, found = run()
     assert found == [base]
+    assert {what for what, _, _ in progress} == {"loading"}
     assert "as an earlier run left it" in text
     assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in base.iterdir()}
     models.build("llama", 6)[0]().bfloat16().save_pretrained(plain)
@@ -180,9 +191,9 @@ def test_it_is_encoded_once_and_again_for_other_weights(tmp_path, monkeypatch, c
 def test_a_run_that_another_one_overtakes_reads_what_that_has_left(tmp_path, monkeypatch, caplog):
     plain, write = save(tmp_path / "plain", "llama"), api.quantize_checkpoint
 
-    def overtaken(source, like, out, ranks):
-        write(source, like, out, ranks)
-        return write(source, like, out, ranks)
+    def overtaken(*given):
+        write(*given)
+        return write(*given)
 
     monkeypatch.setattr(api, "quantize_checkpoint", overtaken)
     with (

@@ -25,7 +25,7 @@ def logged(total: int, *done: tuple[float, int]) -> list[str]:
     display = ProgressDisplay(3, console=Console(file=out, width=200), clock=clock)
     for second, nbytes in done:
         clock.now_s = 50.0 + second
-        display.loading(nbytes, total)
+        display.progress("loading", nbytes, total)
     return out.getvalue().splitlines()
 
 
@@ -45,9 +45,21 @@ def test_a_short_load_prints_no_plain_lines():
     assert logged(4, *((done, done) for done in range(5))) == []
 
 
+def test_what_follows_another_one_has_a_time_of_its_own():
+    clock, out = Clock(), io.StringIO()
+    display = ProgressDisplay(3, console=Console(file=out, width=200), clock=clock)
+    for what, begins in (("quantizing", 50.0), ("loading", 90.0)):
+        for second in (0, 20):
+            clock.now_s = begins + second
+            display.progress(what, second * MIB, 40 * MIB)
+    assert out.getvalue().splitlines() == [
+        f"{what} 20 MiB of 40 MiB  1 MiB/s  20 s left" for what in ("quantizing", "loading")
+    ]
+
+
 def test_the_bar_shows_a_load():
     out = io.StringIO()
     display = ProgressDisplay(3, console=Console(file=out, force_terminal=True, width=100))
-    display.loading(3 * MIB, 4 * MIB)
+    display.progress("loading", 3 * MIB, 4 * MIB)
     display.close()
     assert "loading 3 MiB of 4 MiB" in out.getvalue()
