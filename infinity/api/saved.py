@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.directory import INDEX, SAFETENSORS, tokenizer_files
+from infinity.checkpoint.directory import (
+    INDEX,
+    SAFETENSORS,
+    layer_of,
+    tokenizer_files,
+    with_layer,
+    without_layer,
+)
 from infinity.checkpoint.load import Part, Trace, is_transformers
 from infinity.checkpoint.writer import FilePlan, TensorSpec, writing
 from infinity.core.errors import CheckpointError
@@ -65,6 +72,30 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
         names for names in placed.keys() - untraced if placed[names] == sum(named[n].numel() for n in names)
     }
     return [item if item.sources in streamed else replace(item, parts=None) for item in saved]
+
+
+def saved_specs(model: nn.Module, named: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """Return the specs of :func:`saved_tensors`, in any order; ``named`` are on the meta device.
+
+    Of layers that are alike but for their number one is converted.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}  # by what their names begin with, up to their number
+    for name in _without_aliases(model, named):
+        layer = layer_of(name)
+        layers.setdefault(name.partition(layer)[0] + layer if layer else "", {})[name] = named[name]
+    if not is_transformers(model):
+        return [_spec(name, tensor) for own in layers.values() for name, tensor in own.items()]
+    found: list[TensorSpec] = []
+    converted: dict[object, list[TensorSpec]] = {}  # of one layer, without its number
+    for own in layers.values():
+        layer = layer_of(next(iter(own)))
+        alike = tuple((without_layer(name, layer), each.shape, each.dtype) for name, each in own.items())
+        if alike not in converted:
+            with torch.no_grad():
+                made = _reverted(model, dict(own)).items()
+            converted[alike] = [_spec(without_layer(key, layer), value) for key, value in made]
+        found += [replace(spec, key=with_layer(spec.key, layer)) for spec in converted[alike]]
+    return found
 
 
 def convert(

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -360,6 +361,25 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+#: The number of a layer in the name of a tensor.
+_LAYER = re.compile(r"\.\d+\.")
+
+
+def layer_of(name: str) -> str:
+    """Return the first number in a name, that of a layer, with its dots; empty: there is none."""
+    found = _LAYER.search(name)
+    return "" if found is None else found.group()
+
+
+def without_layer(name: str, layer: str) -> str:
+    return name.replace(layer, ".#.", 1) if layer else name
+
+
+def with_layer(name: str, layer: str) -> str:
+    """Undo :func:`without_layer`."""
+    return name.replace(".#.", layer, 1) if layer else name
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

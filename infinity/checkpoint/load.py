@@ -13,6 +13,8 @@ tensors inside a :class:`Trace`, which notes what every tensor is copied from. S
 read or written without the rest. Tensors that are computed, or copied element by element (a transposed last
 dimension), have no parts: they are converted whole, with their values.
 
+Layers whose tensors differ in the layer's number alone are converted alike, so one of them is traced.
+
 [Note: one pass, one chunk]
 Each unit's home asks for this rank's slice, chunk by chunk. So an element is read once, by the rank that
 keeps it, and host memory holds one chunk.
@@ -46,7 +48,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
+from infinity.checkpoint.directory import (
+    Checkpoint,
+    FileTensor,
+    Stored,
+    View,
+    layer_of,
+    with_layer,
+    without_layer,
+)
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.optim.rules import default_rule, store_master
@@ -249,9 +259,10 @@ def _find(
             transform = None if pattern is None else by_pattern[pattern]
             conversion = conversions.setdefault(name, _Conversion(model, name, transform, kept))
             conversion.sources[key] = (pattern or key, checkpoint[key])
+    traced: dict[object, _Results] = {}
     for name, conversion in conversions.items():
         try:
-            found |= conversion.trace()
+            found |= conversion.trace(traced)
         except Exception as error:  # whatever transformers does there, it cannot do it with these
             wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
     for name in found.keys() - targets.keys():
@@ -274,6 +285,10 @@ def sources_of(model: Any, checkpoint: Checkpoint) -> dict[str, set[str]]:
     return {name: {keys[id(each)] for each in made_of(stored)} for name, stored in found.items()}
 
 
+#: What a conversion makes, by name without the layer's number: shapes, and parts of its sources in order.
+_Results = dict[str, tuple[torch.Size, list[Part[int]] | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Conversion:
     """Describes one use of transformers' own conversion of several stored tensors."""
@@ -284,19 +299,35 @@ class _Conversion:
     kept: dict[str, Tensor]  # shared by a model's conversions: the last result, for its next chunk
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
-    def trace(self) -> dict[str, Stored]:
-        """Return the source of the values of each parameter that the conversion makes."""
+    def trace(self, traced: dict[object, _Results]) -> dict[str, Stored]:
+        """Return the source of the values of each parameter that the conversion makes.
+
+        ``traced`` has what others of the model have made, by what they follow from.
+        """
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: source}
-        trace = Trace()
+        layer, sources = layer_of(self.name), [source for _, source in self.sources.values()]
+        given = tuple(
+            (without_layer(key, layer), pattern, source.shape, _converted_dtype(source))
+            for key, (pattern, source) in self.sources.items()
+        )
+        alike = id(self.transform), without_layer(self.name, layer), given
+        if alike not in traced:
+            traced[alike] = self._trace(layer)
+        found = dict[str, Stored]()
+        for name, (shape, parts) in traced[alike].items():
+            own = with_layer(name, layer)
+            found[own] = Converted(self, own, shape)
+            if parts is not None:
+                found[own] = Traced(shape, [Part(at, sources[i], first, n) for at, i, first, n in parts])
+        return found
+
+    def _trace(self, layer: str) -> _Results:
+        trace, numbers = Trace(), itertools.count()  # tensors are asked for in the order of ``sources``
         with trace:
-            made = self.run(lambda source: trace.stand_in(source, source.shape, _converted_dtype(source)))
-        traced = {name: (each.shape, trace.parts(each)) for name, each in made.items()}
-        return {
-            name: Converted(self, name, shape) if parts is None else Traced(shape, parts)
-            for name, (shape, parts) in traced.items()
-        }
+            made = self.run(lambda each: trace.stand_in(next(numbers), each.shape, _converted_dtype(each)))
+        return {without_layer(name, layer): (each.shape, trace.parts(each)) for name, each in made.items()}
 
     def run(self, stand_in: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """Convert ``stand_in(tensor)`` of each stored tensor; return the results by full name."""
@@ -451,6 +482,14 @@ class CheckpointValues:
         for name, tensor in targets.items():
             if name in found:
                 self._values.setdefault(id(tensor), []).append((name, found[name]))
+
+    def again(self, model: Any) -> "CheckpointValues":
+        """Return the same for another model of the same class and config, built anew."""
+        other, targets = copy.copy(self), dict(named_targets(model))
+        other._model, other._initializing, other._values = model, set(), {}
+        for name, stored in (each for values in self._values.values() for each in values):
+            other._values.setdefault(id(targets[name]), []).append((name, stored))
+        return other
 
     def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
         """Move each parameter's values, by its id, to the one that replaced it."""

@@ -104,7 +104,8 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
             f"memory.host is {format_nbytes(host_nbytes)}, which leaves {format_nbytes(staging_nbytes)} for "
             f"staging; updates alone need {STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = "
             f"{format_nbytes(least)}. Raise memory.host to {format_nbytes(share * least)} "
-            f"({share * least} bytes) or more"
+            f"({share * least} bytes) or more",
+            "memory.host",
         )
     return min(n, most)
 
@@ -196,7 +197,8 @@ def _host_too_small(
         f"{format_nbytes(in_host)} and chunks of updates {format_nbytes(chunks)}. Beside an accelerator "
         f"{format_nbytes(sum(more))} more are required: {_listed(zip(more, texts), ', and ')}. "
         f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
-        f"over more ranks{_indivisible(largest) if largest and more[1] else ''}"
+        f"over more ranks{_indivisible(largest) if largest and more[1] else ''}",
+        "memory.host",
     )
 
 
@@ -278,7 +280,8 @@ def _too_small(
     needed = sum(nbytes for nbytes, _ in parts)
     return BudgetError(
         f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
-        f"is required: {_listed(parts, ', ')}. Raise memory.device{way_out}{_indivisible(biggest)}"
+        f"is required: {_listed(parts, ', ')}. Raise memory.device{way_out}{_indivisible(biggest)}",
+        "memory.device",
     )
 
 

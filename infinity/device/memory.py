@@ -88,7 +88,8 @@ class HostBuffer:
         if (code := page_lock(address, self.nbytes, self.device)) != 0:
             raise BudgetError(
                 f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
-                f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)"
+                f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)",
+                "memory.host",
             )
         # Also for a buffer that is dropped: the driver refuses to lock a new mapping at an address that it
         # believes to be locked.
@@ -264,7 +265,8 @@ class Pool:
             raise BudgetError(
                 f"{who} needs {format_nbytes(nbytes)}, in whole pages {size} bytes, at one time; {self.key} "
                 f"gives this pool {self.capacity_nbytes} bytes. Raise {self.key} by at least "
-                f"{size - self.capacity_nbytes} bytes"
+                f"{size - self.capacity_nbytes} bytes",
+                self.key,
             )
         left_s, given_back = self.patience_s, self._given_back
         while (lease := self.try_lease(nbytes, who=who)) is None:
@@ -280,7 +282,8 @@ class Pool:
                     raise BudgetError(
                         f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
                         f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are "
-                        f"leased ({named}{more}); raise {self.key}"
+                        f"leased ({named}{more}); raise {self.key}",
+                        self.key,
                     )
                 ending = tuple(self._ending[0][0].events) if self._ending else ()
                 if not ending and not self._fits(size):

@@ -198,7 +198,8 @@ class UnitBudget:
                 f"for its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
                 f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
                 f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
-                + (beside_a_plan if self._given.shared else "")
+                + (beside_a_plan if self._given.shared else ""),
+                "memory.device",
             )
         if division.spilled and weights + gradients > division.window:
             self._divide(replace(self._given, block=weights + gradients))
@@ -233,7 +234,8 @@ class UnitBudget:
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
                 f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
-                f"{format_nbytes(made.least)} ({made.least} bytes), without activations. Raise memory.device"
+                f"{format_nbytes(made.least)} ({made.least} bytes), without activations. Raise memory.device",
+                "memory.device",
             )
         if given.states and given.most is not None:
             made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
@@ -285,5 +287,6 @@ def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
         if wanted is not None and wanted > most:
             raise BudgetError(
                 f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} ({most} "
-                f"bytes) for a rank. Lower memory.{key}, or leave it out, to be derived from the free memory"
+                f"bytes) for a rank. Lower memory.{key}, or leave it out, to be derived from the free memory",
+                f"memory.{key}",
             )

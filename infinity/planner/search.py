@@ -501,7 +501,8 @@ def budget_error(profile: Profile, hardware: Hardware, capacity_nbytes: int) -> 
     return BudgetError(
         f"no plan keeps what a step makes in device memory within {_in_bytes(capacity_nbytes)}; the smallest "
         f"budget that can be kept is {_in_bytes(least)}, because of {where}. Raise the budget to that, or "
-        "make micro-batches or sequences smaller"
+        "make micro-batches or sequences smaller",
+        "memory.device",
     )
 
 
@@ -522,7 +523,8 @@ def device_error(
         f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
         f"required: {format_nbytes(units_nbytes)} for units, and {format_nbytes(least)} for what a step "
         f"makes beside them, however its activations are planned, because of {where}. Raise "
-        f"memory.device{_LOGITS[logits]}, or make micro-batches or sequences smaller"
+        f"memory.device{_LOGITS[logits]}, or make micro-batches or sequences smaller",
+        "memory.device",
     )
 
 

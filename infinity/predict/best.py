@@ -281,7 +281,8 @@ class _Search:
         tile = recipe.partition.tile
         if tile not in self._models:
             built, _ = with_keys(self.recipe, self.machine, {"partition.tile": tile})
-            self._models[tile] = model_for(built, self.machine, self.ranks, here=self.here)
+            like = next(iter(self._models.values()), None)
+            self._models[tile] = model_for(built, self.machine, self.ranks, like, here=self.here)
         return self._models[tile]
 
     def _left_for_units(self, tried: _Tried) -> int | None:
@@ -443,9 +444,8 @@ def _attempt(keys: Keys, plan: Callable[[], DryRun]) -> _Tried:
     try:
         planned = plan()
     except BudgetError as error:
-        text = str(error)
-        of_device = text.find("memory.device") >= 0 and "memory.host" not in text.partition(";")[0]
-        return _Tried(keys, None, {DEVICE_MEMORY if of_device else HOST_MEMORY: 0}, text)
+        lacks = HOST_MEMORY if error.part == "memory.host" else DEVICE_MEMORY
+        return _Tried(keys, None, {lacks: 0}, str(error))
     except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
         return _Tried(keys, None, {"": 0}, str(error))
     return _Tried(keys, planned, planned.lacks())

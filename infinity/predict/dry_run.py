@@ -9,7 +9,7 @@ in a Python loop) cannot be planned.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -45,7 +45,6 @@ from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
 from infinity.predict.play import play_step
 from infinity.predict.recording import Batch, Record
-from infinity.predict.recording import play as play_record
 from infinity.predict.step import (
     StepCost,
     StepSetup,
@@ -208,7 +207,7 @@ class DryRun(Layout):
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
             self.trace, recorded = self._record()
-            self.profile = recorded
+            self._profile = recorded
             if self.policy in ("plan", "offload"):
                 self.activations = self._choose_plan()
                 if self.policy == "plan" and self.budget.device_nbytes is not None:  # units get the rest
@@ -216,7 +215,7 @@ class DryRun(Layout):
                 if self.activations.recomputed:
                     self.trace, recorded = self._record()
         if self.activations.places:
-            stored = tuple(self._stored(recorded))
+            stored = tuple(self._stored(recorded()))
             self.trace = replace(self.trace, stored=stored, peak_nbytes=self._planned_peak_nbytes())
         if self.layered:
             self.trace = self._taken_together(self.trace)
@@ -226,6 +225,11 @@ class DryRun(Layout):
             self.budget.divide_after_step(states)
         # Now: the next plan of the same model gives its units other homes.
         self.units, self.division = self.read_where_they_lie(), self.divide()
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        """Return the profile of a micro-batch; of one whose blocks recompute by a plan, without that."""
+        return self._profile()
 
     def changed(self, recipe: Recipe, machine: Machine) -> "DryRun":
         """Return the same model under another recipe, or on a machine with as many devices."""
@@ -382,7 +386,7 @@ class DryRun(Layout):
                 int(position[slot.unpacked_at]), place is Place.NVME,
             )  # fmt: skip
 
-    def _record(self) -> tuple[StepTrace, Profile]:
+    def _record(self) -> tuple[StepTrace, Callable[[], Profile]]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
         tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.data.packing
@@ -391,8 +395,7 @@ class DryRun(Layout):
         batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together)
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
-        of_leaves = frozenset(unit.index for leaf in model.leaves.values() for unit in leaf)
-        trace = play_record(record, model.units, of_leaves, streaming, self.divide().window)
+        trace = model.trace(record, streaming, self.divide().window)
         self._micro_batch = record
         times = trace.operator_s(self.rates)
         if model.times is not None:
@@ -400,10 +403,10 @@ class DryRun(Layout):
             model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
-        profile, more = record.profile(times.tolist()), train.batch_size / self._sequences
+        more = train.batch_size / self._sequences
         if more != 1:
             trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
-        return trace, profile
+        return trace, functools.partial(record.profile, times.tolist())
 
     def _taken_together(self, trace: StepTrace) -> StepTrace:
         """Return the trace of all micro-batches, which go through each block together."""
@@ -462,7 +465,8 @@ def dry_run(
     """
     if ranks is not None:
         machine = machine.with_ranks(ranks)
-    model = model_for(recipe, machine, ranks or machine.devices_in_all, like, here=here, built=built)
+    before = None if like is None else like.model
+    model = model_for(recipe, machine, ranks or machine.devices_in_all, before, here=here, built=built)
     return DryRun(model, recipe, machine)
 
 
@@ -473,8 +477,8 @@ def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, 
 
 
 def model_for(
-    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False,
-    built: Recipe | None = None,
+    recipe: Recipe, machine: Machine, ranks: int, like: ModelWithoutValues | None = None, *,
+    here: bool = False, built: Recipe | None = None,
 ) -> ModelWithoutValues:  # fmt: skip
     """Build the model of :func:`dry_run`, for plans of it; arguments and errors as there."""
     built = built or recipe
@@ -483,11 +487,14 @@ def model_for(
     if nbytes is None and on_accelerator:
         nbytes = machine.devices.memory
     sizes = CutSizes.of(built.partition.tile, nbytes, ranks, on_accelerator=on_accelerator)
-    key = recipe.model, recipe.lora, recipe.partition, ranks, dtype, sizes, on_accelerator
-    if like is not None and like.model.key == key:
-        return like.model
+    cut = replace(recipe.partition, tile="auto")  # sizes follow from it
+    key = recipe.model, recipe.lora, cut, bool(recipe.memory.nvme), ranks, dtype, on_accelerator
+    if like is not None and like.key == (key, sizes):
+        return like
+    if like is not None and like.key[0] != key:
+        like = None
     local = max(1, ranks // machine.nodes.count)
     times = times_of_rank(local, recipe.train.threads) if here else None
-    model = ModelWithoutValues(recipe, ranks, dtype, sizes, times, on_accelerator=on_accelerator)
-    model.key = key
+    model = ModelWithoutValues(recipe, ranks, dtype, sizes, times, on_accelerator=on_accelerator, like=like)
+    model.key = key, sizes
     return model

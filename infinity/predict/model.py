@@ -2,11 +2,11 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.operators import OperatorTimes
-from infinity.predict.recording import Batch, Record
+from infinity.predict.recording import Batch, Record, play
 from infinity.predict.repeats import record as record_micro_batch
+from infinity.predict.step import StepTrace
 from infinity.predict.unwritten import UNKNOWN_TENSORS, form_of, unwritten
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
+
+_IN_TILES = "experts are computed in tiles: planned as if each step used all of them"
 
 
 class _Traffic(TorchDispatchMode):
@@ -63,7 +66,8 @@ class _NoValues:
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
         self.base: CheckpointValues | None = None  # says what the checkpoint of a frozen base has
-        self.sizes: Sequence[int] = ()  # of its files (bytes)
+        self.sizes: Sequence[int] = ()  # of its files (bytes),
+        self.tensors = 0  # and how many these have
         #: Of units in stored form: the form, bytes that a rank reads, bytes and operators of decoding.
         self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
         self.mapped: set[int] = set()  # units that are read where they lie, and not quantized
@@ -120,18 +124,19 @@ class ModelWithoutValues:
 
     Args:
         times: Times of operators on this machine; None: another machine is planned for.
+        like: The same model in units of other sizes, whose checkpoint need not be looked at again.
     """
 
     def __init__(
         self, recipe: Recipe, ranks: int, dtype: Dtype, sizes: CutSizes, times: OperatorTimes | None, *,
-        on_accelerator: bool,
+        on_accelerator: bool, like: "ModelWithoutValues | None" = None,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []  # for people, about what is taken for granted
-        self.key: tuple[object, ...] = ()  # what the model follows from
+        self.key: tuple[object, CutSizes] = (), sizes  # what the model follows from, and its units
         self.ranks, self.dtype, self.times = ranks, dtype, times
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.values = _NoValues(None if on_accelerator else self._mode)
-        self._records: dict[object, Record] = {}
+        self._made: dict[object, Any] = {}  # records and their traces, by what they follow from
         masters: Any = SimpleNamespace(
             put=lambda unit, master: None, get=lambda unit: torch.empty(unit.numel, device="meta")
         )
@@ -144,22 +149,28 @@ class ModelWithoutValues:
             torch.device("meta"),
         )
         path = None if recipe.model.path is None else Path(recipe.model.path)
-        with self._stored_as(path, recipe.model.stored_as) as stored, torch.device("meta"):
+        again = like is not None and like.values.base is not None
+        stored_as = nullcontext() if again else self._stored_as(path, recipe.model.stored_as)
+        with stored_as as stored, torch.device("meta"):
             if path is None:
                 with construction:
                     self.module: Any = GPT(recipe.model)
             else:
                 construction.late = self.values
                 with construction:
-                    self.module = self._of_checkpoint(path, stored or path, recipe)
+                    self.module = (
+                        self._of_checkpoint(path, stored or path, recipe)
+                        if like is None or like.values.base is None
+                        else self._again(path, like, like.values.base)
+                    )
             if recipe.lora.active:
                 self.module.requires_grad_(False)
                 self.module = make_adapters(self.module, construction, recipe.lora)
         self.units = construction.builder.units
         self.leaves = construction.builder.leaves if ranks > 1 else {}
         self.module.train()
-        if any(unit.routed for unit in self.units):
-            self.notes.append("experts are computed in tiles: planned as if each step used all of them")
+        if any(unit.routed for unit in self.units) and _IN_TILES not in self.notes:
+            self.notes.append(_IN_TILES)
 
     @property
     def has_experts(self) -> bool:
@@ -169,12 +180,20 @@ class ModelWithoutValues:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
         everything = plan.policy == "recompute" and not plan.recomputed
         key = batch, everything, plan.recomputed
-        if key not in self._records:
-            self._records[key] = record_micro_batch(
+        if key not in self._made:
+            self._made[key] = record_micro_batch(
                 self.module, self.units, self.leaves, DTYPES[self.dtype], batch,
                 lambda region: everything or region in plan.recomputed,
             )  # fmt: skip
-        return self._records[key]
+        return cast(Record, self._made[key])
+
+    def trace(self, record: Record, streaming: Mapping[int, int], window_nbytes: int) -> StepTrace:
+        """Return the trace of a record with units that stream (bytes) through a window."""
+        key = id(record), tuple(streaming.items()), window_nbytes
+        if key not in self._made:
+            of_leaves = frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
+            self._made[key] = play(record, self.units, of_leaves, streaming, window_nbytes)
+        return cast(StepTrace, self._made[key])
 
     @contextmanager
     def _stored_as(self, path: Path | None, form: str | None) -> Iterator[Path | None]:
@@ -210,10 +229,20 @@ class ModelWithoutValues:
                     self.values.base = CheckpointValues(stored, recipe.model.new, recipe.model.ignore)
                     self.values.base.prepare(model)
                     self.values.sizes = [os.fstat(file.fd).st_size for file in stored.files]
+                    self.values.tensors = len(stored)
         if isinstance(given, dict) and self.values.base is None:
             method = given.get("quant_method", "by its config")
             note = f"the checkpoint is quantized ({method}): planned as if its weights were {dtype}"
             self.notes.insert(0, note)
+        return model
+
+    def _again(self, path: Path, like: "ModelWithoutValues", base: CheckpointValues) -> Any:
+        """Build the model of ``path`` anew, with the sources of values that ``like`` found."""
+        config = read_config(path, {"quantization_config": None} if not is_ours(path) else {})
+        self.notes += like.notes
+        self.values.sizes, self.values.tensors = like.values.sizes, like.values.tensors
+        model = build_model(config, None, DTYPES[self.dtype], self.values.tensors)
+        self.values.base = base.again(model)
         return model
 
     @contextmanager

@@ -92,7 +92,8 @@ def choose_homes(
             raise BudgetError(
                 f"weights and optimizer states take {format_nbytes(total)} of host memory per rank, of which "
                 f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host to "
-                f"{total} bytes or more, or give memory.nvme one or more directories"
+                f"{total} bytes or more, or give memory.nvme one or more directories",
+                "memory.host",
             )
     used -= sum(units[i].trained_nbytes for i in resident if not units[i].trainable)
     for index in sorted(range(len(units)), key=lambda i: not units[i].trainable):

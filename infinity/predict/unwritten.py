@@ -9,15 +9,15 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.api.saved import saved_tensors
+from infinity.api.saved import saved_specs
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantize import template, write_holes
-from infinity.checkpoint.writer import TensorSpec
 
 #: Assumed number of tensors in a checkpoint without weights.
 UNKNOWN_TENSORS = 10**6
@@ -53,8 +53,8 @@ def unwritten(path: Path, form: str) -> Iterator[Path]:
                 read_config(path, {"quantization_config": None}), None, torch.bfloat16, UNKNOWN_TENSORS
             )
         dtype = getattr(model.config, "dtype", None) or torch.bfloat16
-        saved = saved_tensors(model, model.state_dict(keep_vars=True))
-        write_holes(plain, [TensorSpec(each.spec.key, dtype, each.spec.shape) for each in saved], {})
+        specs = saved_specs(model, model.state_dict(keep_vars=True))
+        write_holes(plain, [replace(spec, dtype=dtype) for spec in specs], {})
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
         (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")

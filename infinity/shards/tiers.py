@@ -104,7 +104,8 @@ class Tiers:
                 f"state; memory.host leaves {format_nbytes(self.resident_nbytes)} for them, of which "
                 f"{format_nbytes(taken_nbytes)} are taken by the units before it. Raise memory.host to "
                 f"{taken_nbytes + nbytes} bytes, which the units up to this one take, or more (infinity "
-                "plan says what all of them do), or give memory.nvme one or more directories"
+                "plan says what all of them do), or give memory.nvme one or more directories",
+                "memory.host",
             )
 
     def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
@@ -175,7 +176,8 @@ class Tiers:
                     f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
                     f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
                     f"{format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
-                    "requires_grad_(True)"
+                    "requires_grad_(True)",
+                    "memory.host",
                 )
             home.add(self.layout.only(moments=True))
 

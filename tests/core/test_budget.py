@@ -48,6 +48,17 @@ def test_what_the_error_says_is_needed_is_enough_and_no_less(units, early, world
         divide_device(needed - 1, 0, units, early=early, world_size=world_size)
 
 
+def test_an_error_says_which_budget_is_too_small():
+    small = {
+        "memory.device": lambda: divide_device(1, 0, [LAYER], early=False, world_size=1),
+        "memory.host": lambda: chunk_numel(1, 2, 14, 2**20),
+    }
+    for part, divide in small.items():
+        with pytest.raises(BudgetError, match=part) as raised:
+            divide()
+        assert raised.value.part == part
+
+
 @given(
     models, st.booleans(), st.sampled_from([1, 4]), st.lists(st.integers(0, 2**33), min_size=2, max_size=2)
 )

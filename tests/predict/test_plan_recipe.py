@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 import infinity
+from infinity.api.saved import saved_specs, saved_tensors
 from infinity.app.train import built
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
@@ -427,3 +428,13 @@ def test_a_prediction_uses_the_budgets_and_the_dtype_that_the_run_had(
     assert (seen[0].memory.device, seen[0].memory.host) == (123_456, 654_321)
     assert seen[0].memory.activations == "keep"  # as without memory.device
     assert seen[0].train.dtype == "fp16"  # what auto gave it
+
+
+@pytest.mark.parametrize("family", few(["DeepSeek-V3"], families.FAMILIES))
+def test_what_a_model_saves_follows_from_one_layer_of_those_that_are_alike(family: str) -> None:
+    with torch.device("meta"):
+        model = families.make(family)
+    named = model.state_dict(keep_vars=True)
+    specs = sorted(saved_specs(model, named), key=lambda spec: spec.key)
+    assert specs == sorted((each.spec for each in saved_tensors(model, named)), key=lambda spec: spec.key)
+    assert len(specs) > 10
