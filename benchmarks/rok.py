@@ -41,7 +41,7 @@ from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, PLAN, Planning
-from infinity.observe.metrics import StepReport, View
+from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
 from infinity.recipes.data.loader import Batch
@@ -288,7 +288,7 @@ class StepMedians:
         if report.step > self._warmup:
             self._steps.append((report.step_s, report.tokens))
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, found: Evaluation) -> None:
         pass
 
     def close(self) -> None:

@@ -272,6 +272,9 @@ def _verify(args: argparse.Namespace) -> None:
         "write adapters of packed experts as those of a layer for each expert, as vLLM and SGLang load them",
     ),
     _argument("--base", "DIR", "the base of a directory of adapters (default: as they say)"),
+    _argument(
+        "--adapter", "NAME", "of several adapters this one (default: all, each in a folder of its name)"
+    ),
 )
 def _export(args: argparse.Namespace) -> None:
     """Export a run's trained model as a Hugging Face directory.
@@ -283,12 +286,13 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.base is not None and not (args.merge or args.per_expert):
         raise RecipeError("--base is for --merge and --per-expert")
+    which = {"base": args.base, "adapter": args.adapter}
     if args.per_expert:
         if args.merge or args.stored:
             raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
-        _report(f"exported {publish_per_expert(args.run, args.out, base=args.base)} to {args.out}")
+        _report(f"exported {publish_per_expert(args.run, args.out, **which)} to {args.out}")
         return
-    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, base=args.base)
+    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, **which)
     _report(f"exported {what} to {args.out}")
 
 

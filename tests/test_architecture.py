@@ -274,22 +274,22 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 525,
-    "activations": 2416,
-    "api": 4215,
-    "app": 1326,
+    "": 529,
+    "activations": 2430,
+    "api": 4262,
+    "app": 1438,
     "checkpoint": 4334,
     "comm": 843,
     "core": 2267,
     "device": 1063,
     "engine": 3699,
     "nvme": 1228,
-    "observe": 727,
+    "observe": 798,
     "optim": 889,
     "partition": 2616,
     "planner": 2305,
-    "predict": 5242,
-    "recipes": 2039,
+    "predict": 5257,
+    "recipes": 2161,
     "shards": 3921,
 }
 

@@ -1,7 +1,7 @@
 """Recomputes a part of a model in backward, with the choices that were made when it ran first."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -9,22 +9,36 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Choice:
-    """Holds what modules look up when they run, such as the adapters that are used.
+    """Holds names that modules look up when they run, such as those of the adapters that are used.
 
-    Backward recomputes a part of the model under the value that it ran with first.
+    Modules have the list ``names``, whose items change. Backward recomputes a part of the model under the
+    names that it ran with first.
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, *names: str) -> None:
+        self.names = [*names]
+        self._among: list[tuple[list[str], Container[str]]] = []
         _choices.add(self)
 
+    def among(self, known: Container[str]) -> list[str]:
+        """Return a list that always has those of the names that are in ``known``."""
+        names = [name for name in self.names if name in known]
+        self._among.append((names, known))
+        return names
+
     @contextmanager
-    def made(self, value: Any) -> Iterator[None]:
-        before, self.value = self.value, value
+    def made(self, *names: str) -> Iterator[None]:
+        before = [*self.names]
+        self._set(names)
         try:
             yield
         finally:
-            self.value = before
+            self._set(before)
+
+    def _set(self, names: Sequence[str]) -> None:
+        self.names[:] = names
+        for each, known in self._among:
+            each[:] = [name for name in names if name in known]
 
 
 _choices: weakref.WeakSet[Choice] = weakref.WeakSet()
@@ -36,12 +50,12 @@ def recomputed(function: Callable[..., Any], *leaves: Any) -> Any:
     ``leaves`` are positional, because checkpoint looks there for devices whose generators it restores, and
     hooks of saved tensors see them.
     """
-    made = [(choice, choice.value) for choice in _choices]
+    made = [(choice, [*choice.names]) for choice in _choices]
 
     def call(*leaves: Any) -> Any:
         with ExitStack() as stack:
-            for choice, value in made:
-                stack.enter_context(choice.made(value))
+            for choice, names in made:
+                stack.enter_context(choice.made(*names))
             return function(*leaves)
 
     return checkpoint(call if made else function, *leaves, use_reentrant=False)

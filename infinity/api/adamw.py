@@ -41,7 +41,8 @@ class AdamW(torch.optim.Optimizer):
         model: Built under ``infinity.Init``, whole or wrapped.
         lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``; vectors (biases, norms) do not decay.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
-            that gradients need not wait until ``step()``, in memory or on NVMe.
+            that gradients need not wait until ``step()``, in memory or on NVMe. Of several adapters it may be
+            a map from names to values.
         params: Parameter groups as torch takes them, in place of one for matrices and one for vectors (of
             each adapter, where the model has several). Groups with the same value of a key ``adapter`` are
             clipped by their own norm, and skipped by themselves.
@@ -56,12 +57,11 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01, *, max_grad_norm: float | None = None,
+        eps: float = 1e-8, weight_decay: float = 0.01, *,
+        max_grad_norm: float | Mapping[str, float | None] | None = None,
         params: Iterable[dict[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
     ) -> None:  # fmt: skip
         self.runtime = runtime_of(model)
-        if max_grad_norm not in (None, math.inf) and not _is_number(max_grad_norm, Valid(above=0)):
-            raise SettingError("max_grad_norm", max_grad_norm, "a number > 0, or None: never clip")
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
@@ -76,6 +76,7 @@ class AdamW(torch.optim.Optimizer):
                 if group["params"]
             ]
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._check_limits()
         self._made_groups = made_groups
         with uninterrupted:
             self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
@@ -88,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
             for name, each in model.named_buffers()
         }
         fp16 = self.runtime.dtype is torch.float16
-        if fp16 and len({group.get("adapter") for group in self.param_groups}) > 1:
+        if fp16 and len(self._parties) > 1:
             raise StateError(
                 "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
             )
@@ -117,8 +118,28 @@ class AdamW(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
 
+    @property
+    def _parties(self) -> set[Any]:
+        """Return the values of the groups' key ``adapter``; None: they have none."""
+        return {group.get("adapter") for group in self.param_groups}
+
+    @property
+    def _limits(self) -> Mapping[Any, float | None]:
+        """Return what the norm of each party is clipped to."""
+        limit = self.max_grad_norm
+        return limit if isinstance(limit, Mapping) else dict.fromkeys(self._parties, limit)
+
+    def _check_limits(self) -> None:
+        for limit in self._limits.values():
+            if limit not in (None, math.inf) and not _is_number(limit, Valid(above=0)):
+                raise SettingError("max_grad_norm", limit, "a number > 0, or None: never clip")
+        if self._limits.keys() != self._parties:
+            names = ", ".join(sorted(map(str, self._parties)))
+            raise SettingError("max_grad_norm", self.max_grad_norm, f"a value for each adapter: {names}")
+
     def _connect(self) -> None:
-        executor = self.runtime.executor(clips=self.max_grad_norm is not None)
+        clips = any(limit is not None for limit in self._limits.values())
+        executor = self.runtime.executor(clips=clips)
         executor.updates.hypers.groups = self.param_groups
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 
@@ -160,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
             self.runtime.values.end_load()
             norms = executor.reduce()
             if norms is not None:
-                executor.commit(norms, self.max_grad_norm)
+                executor.commit(norms, self._limits)
                 self._norms, self.skipped = norms, not any(map(math.isfinite, norms.values()))
                 self.steps += not self.skipped
                 if self.scaler is not None:

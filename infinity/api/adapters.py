@@ -6,11 +6,12 @@ adapters of another base are noticed by their keys, and what ``peft`` saves can 
 config asks for what a frozen base that is served in units cannot have.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from infinity.activations.tensor_cache import patched
 from infinity.checkpoint.directory import FileTensor, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
 from infinity.core.errors import CheckpointError, RecipeError, library_errors, listed
 from infinity.core.files import user_path
 
+#: Names of adapters, which are those of modules and of folders.
+NAMES = r"\w[\w-]{0,99}"
 #: Files of a directory of adapters.
 CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
 #: Keys of ``peft``'s config that adapters may have here; others must have their defaults.
@@ -150,10 +154,23 @@ def saved_names(adapted: nn.Module, name: str = "default") -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     named = dict(adapted.named_parameters()) | dict(adapted.named_buffers())
-    found: dict[str, Tensor] = get_peft_model_state_dict(
-        adapted, state_dict=named, save_embedding_layers=False, adapter_name=name
-    )
+    with rows_of_owners(adapted, name):
+        found: dict[str, Tensor] = get_peft_model_state_dict(
+            adapted, state_dict=named, save_embedding_layers=False, adapter_name=name
+        )
     return found
+
+
+@contextlib.contextmanager
+def rows_of_owners(adapted: nn.Module, name: str) -> Iterator[None]:
+    """Let ``peft`` ask only embeddings of which the adapter ``name`` trains rows for these rows."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    with contextlib.ExitStack() as stack:
+        for module in adapted.modules():
+            if isinstance(module, TrainableTokensWrapper) and name not in module.token_adapter.token_indices:
+                stack.enter_context(patched(module, "adapter_state_dict", lambda *_: {}))
+        yield
 
 
 def check_used(adapted: nn.Module, config: Any, given: Any = None, adapter: str = "default") -> None:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.lora import gathered_adapters, write_adapters
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
-from infinity.api.several import DEFAULT
+from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
@@ -64,6 +65,7 @@ def export(
     tokenizer: Any = None,
     stored_as: str | Path | None = None,
     merge: bool = False,
+    adapter: str | None = None,
 ) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
@@ -82,6 +84,7 @@ def export(
             needs room for the compute dtype, too, until ``out`` is complete.
         merge: Write the base with the adapters of ``model`` merged into its weights: these are streamed from
             the checkpoint that was loaded, and adapters are added in fp32, a block of rows at a time.
+        adapter: With ``merge``, the name of the one that is merged, if the model has several.
 
     Returns:
         With ``stored_as``, what quantization changed; its ``str`` is one line.
@@ -96,7 +99,7 @@ def export(
     like = None if stored_as is None else user_path(stored_as, "stored_as")
     if merge:
         how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "stored_as": like}
-        return _merge(model, runtime, out, **how)
+        return _merge(model, runtime, out, adapter, **how)
     write = partial(_write, model, runtime, max_shard_nbytes, tokenizer)
 
     def shapes() -> dict[str, tuple[int, ...]]:
@@ -109,19 +112,19 @@ def export(
     return None
 
 
-def _merge(model: Any, runtime: Runtime, out: Path, **how: Any) -> Requantized | None:
-    """Write the base of ``model`` with its adapters merged; they are written beside ``out`` meanwhile."""
+def _merge(model: Any, runtime: Runtime, out: Path, adapter: str | None, **how: Any) -> Requantized | None:
+    """Write the base of ``model`` with an adapter merged; that is written beside ``out`` meanwhile."""
     ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"merging adapters into {out}"):
         if not hasattr(model, "peft_config"):
             raise CheckpointError(f"{type(model).__name__} has no adapters to merge: export it without merge")
-        if [*model.peft_config] != [DEFAULT]:
-            raise CheckpointError(
-                f"the model has the adapters {', '.join(map(repr, model.peft_config))}; merge adds "
-                "one that has no name: save it with infinity.save_lora(model, DIR, name=...), and merge that "
-                "directory with infinity export DIR OUT --merge"
-            )
-        named, plain = model.peft_config[DEFAULT].base_model_name_or_path, model.get_base_model()
+        if adapter is None and len(model.peft_config) > 1:
+            names = ", ".join(map(repr, model.peft_config))
+            raise CheckpointError(f"the model has the adapters {names}; merge adds one: name it, adapter=...")
+        name = adapter or next(iter(model.peft_config))
+        if adapter is not None:
+            check_adapter(model, adapter)
+        named, plain = model.peft_config[name].base_model_name_or_path, model.get_base_model()
         base = Path(named or "")  # "" is the working directory, which may be a checkpoint of another model
         if not named or not (base / "config.json").is_file():
             found = f"{named} is no directory with config.json" if named else "the adapters name none"
@@ -129,11 +132,11 @@ def _merge(model: Any, runtime: Runtime, out: Path, **how: Any) -> Requantized |
                 f"merge needs the checkpoint that the base was loaded from: {found}. Load "
                 "the base with infinity.from_pretrained, or save adapters alone (save_lora)"
             )
-    values = gathered_adapters(model)
+    values = gathered_adapters(model, name)
     with Publication(out, ranks) as place:  # is never published
         with all_ranks_or_raise(ranks, f"writing adapters beside {out}"):
             if ranks.rank == 0:
-                write_adapters(model, values, place.path)
+                write_adapters(model, values, place.path, name)
         with all_ranks_or_raise(ranks, f"opening {base}"):
             merged = MergedModel(base, place.path, runtime.dtype, plain.config, type(plain))
         with merged:
@@ -161,21 +164,26 @@ def saved_folder(run: Path) -> Path:
     )
 
 
-def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:
-    """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`."""
+def export_run(
+    run: str | Path, out: str | Path, stored_as: str | Path | None = None, adapter: str | None = None
+) -> Requantized | None:
+    """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`.
+
+    Several adapters are in folders of their names; with ``adapter`` that one is published.
+    """
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
-    source = saved_folder(run)
+    source = saved_folder(run) / (adapter or "")
     if stored_as is not None:
         with Checkpoint(source) as kept:
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
         return export_stored(
             user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source, ranks=ALONE
         )
-    adapter = (source / "adapter_config.json").is_file()
-    needed = "adapter_model.safetensors" if adapter else "config.json"
-    if not (source / needed).is_file():
-        raise CheckpointError(f"{source} holds no {needed}, so it is no saved model")
-    if not adapter:
+    values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
+    for needed in values or [source / "config.json"]:
+        if not needed.is_file():
+            raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
+    if not values:
         Checkpoint(source).close()  # every file is there, and as long as it says
     copy_saved(source, out)
     return None

@@ -21,22 +21,22 @@ from torch import nn
 from infinity.activations.tensor_cache import patched
 from infinity.api.adapters import (
     CONFIG,
+    NAMES,
     LoraConfig,
     SavedAdapters,
     check_used,
     note_on_base,
     peft,
+    rows_of_owners,
     saved_names,
 )
 from infinity.api.init import gathered
-from infinity.api.several import DEFAULT, adapters_of, layers_of, parameters_by_adapter
+from infinity.api.several import DEFAULT, adapters_of, check_adapter, layers_of, parameters_by_adapter
 from infinity.core.config import SettingError, settings_of, shown
 from infinity.core.errors import CheckpointError, RecipeError, StateError, library_errors, quiet_libraries
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
-#: Names of adapters, which are those of modules and of folders.
-NAMES = r"\w[\w-]{0,99}"
 #: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
 
@@ -256,7 +256,7 @@ def write_adapters(
     model: Any, values: dict[str, torch.Tensor], folder: Path, adapter: str = DEFAULT
 ) -> None:  # fmt: skip
     """Write an adapter in peft's format into ``folder``; ``values`` are :func:`gathered_adapters`'."""
-    with _placeholders_in_state_dict(model), quiet_libraries():
+    with _placeholders_in_state_dict(model), rows_of_owners(model, adapter), quiet_libraries():
         model.save_pretrained(
             str(folder), state_dict=values, save_embedding_layers=False, selected_adapters=[adapter]
         )
@@ -267,20 +267,30 @@ def write_adapters(
 
 
 def lora_groups(
-    model: nn.Module, *, lr: float, lr_ratio: float, weight_decay: float = 0.01
-) -> list[dict[str, Any]]:
-    """Return parameter groups for ``infinity.AdamW(model, params=...)`` in which B learns faster than A.
+    model: nn.Module, *, lr: float, lr_ratio: float = 1.0, weight_decay: float = 0.01,
+    name: str | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return parameter groups for ``infinity.AdamW(model, params=...)`` in which B may learn faster than A.
 
     LoRA+ (arXiv:2402.12354): matrices B, and vectors (DoRA's magnitudes, copies of norms), have ``lr_ratio``
-    times the rate ``lr`` of the others, as in peft. Vectors do not decay.
+    times the rate ``lr`` of the others, as in peft. Vectors do not decay. Of several adapters they are those
+    of the one called ``name``, which is the value of their key ``adapter``; StateError: there is none.
     """
-    fast: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+    key = {} if name is None else {"adapter": name}
+    if name is not None:
+        check_adapter(model, name)
+        mine = {id(param) for param in parameters_by_adapter(model)[name]}
     others: list[nn.Parameter] = []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            is_b = "lora_B" in name or "lora_embedding_B" in name
+    fast = others if lr_ratio == 1 else []
+    vectors: list[nn.Parameter] = []
+    for full_name, param in model.named_parameters():
+        if param.requires_grad and (name is None or id(param) in mine):
+            is_b = "lora_B" in full_name or "lora_embedding_B" in full_name
             group = vectors if param.ndim < 2 else fast if is_b else others
             group.append(param)
-    groups = (others, lr, weight_decay), (fast, lr * lr_ratio, weight_decay), (vectors, lr * lr_ratio, 0.0)
-    return [{"params": each, "lr": rate, "weight_decay": decay} for each, rate, decay in groups if each]
+    groups = [(others, lr, weight_decay), (vectors, lr * lr_ratio, 0.0)]
+    if fast is not others:
+        groups.insert(1, (fast, lr * lr_ratio, weight_decay))
+    return [
+        {"params": each, "lr": rate, "weight_decay": decay, **key} for each, rate, decay in groups if each
+    ]

@@ -39,7 +39,8 @@ def save_lora(
 ) -> None:
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
-    Of several adapters ``name`` is saved; None: all, each in a directory of its name inside ``directory``.
+    The adapter called ``name`` is saved; None: all, and those with a name each in a directory of that name
+    inside ``directory``.
     ``README.md`` has a digest of samples of each weight file of a base that is a directory. One unit of
     adapters is gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or
     not at all. With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM
@@ -50,8 +51,8 @@ def save_lora(
     known = [*getattr(model, "peft_config", ())]
     if name is not None:
         check_adapter(model, name)
-    elif len(known) == 1:
-        [name] = known
+    elif known == [DEFAULT]:
+        name = DEFAULT
     names = known if name is None else [name]
     with contextlib.ExitStack() as stack:
         publication = None

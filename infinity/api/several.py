@@ -25,31 +25,12 @@ from infinity.engine.runtime import Runtime, runtime_of
 DEFAULT = "default"
 
 
-class Active:
-    """Stands in for the names of active adapters that peft's modules have, which are those of a Choice."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-
-    def __len__(self) -> int:
-        return len(self._choice.value)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._choice.value[index]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._choice.value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._choice.value)
-
-
 class Adapters:
     """The adapters of one model, of which one at a time is used: see [Note: as if alone]."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._device = runtime.ranks.device
-        self.choice = Choice(())
+        self.choice = Choice()
         #: The states of the random generators, by name of the adapter.
         self.generators: dict[str, dict[str, Any]] = {}
 
@@ -57,19 +38,17 @@ class Adapters:
         """Take note of a new adapter, drawn just now; from the second one on the base is used without any."""
         self.generators[name] = generator_states(self._device)
         if len(self.generators) > 1:
-            for module in layers_of(model):
-                module.__dict__["_active_adapter"] = Active(self.choice)
+            self.choice = Choice()
+            follow(model, self.choice)
 
     @contextmanager
     def used(self, name: str) -> Iterator[None]:
-        if self.choice.value:
-            raise StateError(
-                f"adapter {name!r} inside a block of adapter {self.choice.value[0]!r}: end that block first"
-            )
+        if names := self.choice.names:
+            raise StateError(f"adapter {name!r} inside a block of adapter {names[0]!r}: end that block first")
         before = generator_states(self._device)
         set_generator_states(self.generators[name], self._device)
         try:
-            with self.choice.made((name,)):
+            with self.choice.made(name):
                 yield
         finally:
             self.generators[name] = generator_states(self._device)
@@ -117,6 +96,17 @@ def adapter(model: nn.Module, name: str) -> Iterator[None]:
     adapters = adapters_of(model)
     with adapters.used(name) if len(adapters.generators) > 1 else nullcontext():
         yield
+
+
+def follow(model: nn.Module, choice: Choice) -> None:
+    """Let peft's modules use the adapters that ``choice`` names."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for module in layers_of(model):
+        names = choice.names
+        if isinstance(module, TrainableTokensLayer):  # which takes it that it has all of them
+            names = choice.among(module.token_indices)
+        module.__dict__["_active_adapter"] = names
 
 
 def layers_of(model: nn.Module) -> list[Any]:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -25,11 +25,27 @@ from infinity.core.errors import (
     library_errors,
 )
 from infinity.engine.schedule import LayerSchedule
-from infinity.observe.metrics import View
+from infinity.observe.metrics import AdapterReport, Evaluation, StepReport, View
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.data.loader import Batch, Data, join
 from infinity.recipes.models import CausalLoss
 from infinity.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Describes what is trained on data of its own: an adapter that has a name, or all that a run trains."""
+
+    name: str  # empty: it has none
+    recipe: Recipe
+    data: Data
+
+    def within(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context manager in which ``model`` works for this task."""
+        return infinity.adapter(model, self.name) if self.name else nullcontext()
+
+    def lr_factor(self, step: int) -> float:
+        return lr_factor(step, self.recipe.optim, steps=self.recipe.train.steps)
 
 
 class Loop:
@@ -41,22 +57,23 @@ class Loop:
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: View,
+        self, recipe: Recipe, model: Any, optimizer: Any, data: Mapping[str, Data], views: View,
         folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
-        self._data = data
-        self.loss = BatchLoss(model, recipe, packed=data.packed)
+        self.tasks = [Task(name, each, data[name]) for name, each in recipe.tasks.items()]
+        self.loss = BatchLoss(model, recipe, packed=any(task.data.packed for task in self.tasks))
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self.step = 0  # the last one that has begun
         self.before = self.division  # the interruption
-        optim, steps = recipe.optim, recipe.train.steps
-        self._scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, optim, steps=steps))
+        by_name = {task.name: task for task in self.tasks}
+        own = [by_name[group.get("adapter", "")] for group in optimizer.param_groups]
+        self._scheduler = LambdaLR(optimizer, [task.lr_factor for task in own])
         optimizer.follow(loop=self, scheduler=self._scheduler)
         if not infinity.resume(model, optimizer) and recipe.checkpoint.load is not None:
             self._load(Path(recipe.checkpoint.load))
-        for group in optimizer.param_groups:  # train.steps may be another one now
-            group["lr"] = group["initial_lr"] * lr_factor(self.step, optim, steps=steps)
+        for task, group in zip(own, optimizer.param_groups):  # train.steps may be another one now
+            group["lr"] = group["initial_lr"] * task.lr_factor(self.step)
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
@@ -65,7 +82,10 @@ class Loop:
             )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
-            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss.sum)
+            names = [task.name for task in self.tasks for _ in range(recipe.train.accumulate)]
+            self._scheduled = infinity.layer_schedule(
+                model, len(names), self.loss.sum, adapters=names if recipe.adapters else None
+            )
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
 
     @property
@@ -74,13 +94,17 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the run, which the optimizer commits with the step."""
-        return {"step": self.step, "data": self._data.train.state_dict(), "division": tuple(self.division)}
+        places = {task.name: task.data.train.state_dict() for task in self.tasks}
+        return {"step": self.step, "data": places, "division": tuple(self.division)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a place; refuse other data, or a division into other sequences per step."""
         self.step, self.before = int(state["step"]), Division(*state["division"])
         self.division.check(self.before)
-        self._data.train.load_state_dict(state["data"])
+        names = {task.name for task in self.tasks}
+        places = state["data"] if state["data"].keys() == names else {"": state["data"]}  # of older versions
+        for task in self.tasks:
+            task.data.train.load_state_dict(places[task.name])
 
     def _load(self, path: Path) -> None:
         """Start from a portable checkpoint; the recipe's learning rate, weight decay and the like stay."""
@@ -98,11 +122,10 @@ class Loop:
         first = self.step + 1
         for step in range(first, train.steps + 1):
             self.step = step
-            batches = list(islice(self._data.train, train.accumulate))
-            loss = self._mean(self._step(batches))
-            tokens = sum(batch.token_count for batch in batches)
-            report = self._optimizer.report(loss=loss, tokens=tokens)
-            self._views.step(replace(report, step=step))
+            batches = [[*islice(task.data.train, train.accumulate)] for task in self.tasks]
+            losses = [self._mean(loss) for loss in self._step(batches)]
+            report = self._report(step, batches, losses)
+            self._views.step(report)
             if step == first and self._scheduled is not None and (plan := self._scheduled.passing.plan):
                 self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
@@ -116,44 +139,78 @@ class Loop:
         """Block until every rank calls this."""
         self._mean(0.0)
 
-    def _step(self, batches: Sequence[Batch]) -> float:
-        """Run one optimizer step and return this rank's loss, whose mean over ranks is the step's.
+    def _step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
+        """Run one optimizer step on each task's ``batches``; return this rank's loss of each task.
 
-        That is the mean over all targets, in all micro-batches of all ranks. Gradients are averaged over
-        ranks, so each rank divides by the number of targets per rank.
+        The mean over ranks is the mean over all of a task's targets, in all micro-batches of all ranks.
+        Gradients are averaged over ranks, so each rank divides by the number of targets per rank.
         """
-        targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
-        total = torch.zeros((), device=self.loss.device)
+        each = [sum(batch.target_count for batch in own) / world_size() for own in batches]
+        totals = [torch.zeros((), device=self.loss.device) for _ in self.tasks]
+        turns = [(at, batch) for at, own in enumerate(batches) for batch in own]
         with enough_memory(self._recipe):
             if self._scheduled is not None:  # all micro-batches through a block before the next block
                 with self.loss.first_forward():  # around it: inside, the schedule leaves forwards by raising
-                    total = self._scheduled(join(batches)).losses.sum() / targets_per_rank
-                self._optimizer.scale(total).backward()
-            for micro, batch in enumerate(batches if self._scheduled is None else (), start=1):
-                with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
-                    loss = self.loss(batch) / targets_per_rank
+                    losses = self._scheduled(join([batch for _, batch in turns])).losses
+                parts = torch.split(losses, len(losses) // len(self.tasks))
+                totals = [part.sum() / targets for part, targets in zip(parts, each, strict=True)]
+                self._optimizer.scale(torch.stack(totals).sum()).backward()
+            for micro, (at, batch) in enumerate(turns if self._scheduled is None else (), start=1):
+                waits = infinity.no_sync(self._model) if micro < len(turns) else nullcontext()
+                with self.tasks[at].within(self._model), waits:
+                    loss = self.loss(batch) / each[at]
                     self._optimizer.scale(loss).backward()
-                    total += loss.detach()
+                    totals[at] += loss.detach()
         self._optimizer.step()
         self._scheduler.step()
-        return self.loss.value(total.detach())
+        return [self.loss.value(total.detach()) for total in totals]
+
+    def _report(self, step: int, batches: Sequence[Sequence[Batch]], losses: Sequence[float]) -> StepReport:
+        """Return the figures of a step and, where tasks have names, of each."""
+        tokens = [sum(batch.token_count for batch in own) for own in batches]
+        targets = [sum(batch.target_count for batch in own) for own in batches]
+        report: StepReport = self._optimizer.report(loss=mean_of(losses, targets), tokens=sum(tokens))
+        norms = self._optimizer.grad_norms
+        rates = {group.get("adapter"): group["lr"] for group in reversed(self._optimizer.param_groups)}
+        adapters = {
+            task.name: AdapterReport(
+                loss=loss, lr=float(rates[task.name]), grad_norm=norms.get(task.name), tokens=count,
+                skipped=not math.isfinite(norms.get(task.name, 0.0)),
+            )
+            for task, loss, count in zip(self.tasks, losses, tokens, strict=True)
+            if task.name
+        }  # fmt: skip
+        return replace(report, step=step, adapters=adapters)
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        if self._data.held_out is None:
-            return
-        total, count = 0.0, 0
+        losses, counts = dict[str, float](), list[int]()
         self._model.eval()
         try:
-            for batch in self._data.held_out.batches(self._recipe.train.eval_batches):
-                with enough_memory(self._recipe):
-                    total += self.loss.value(self.loss(batch))
-                count += batch.target_count
+            for task in self.tasks:
+                if (held_out := task.data.held_out) is None:
+                    continue
+                total, count = 0.0, 0
+                with task.within(self._model):
+                    for batch in held_out.batches(self._recipe.train.eval_batches):
+                        with enough_memory(self._recipe):
+                            total += self.loss.value(self.loss(batch))
+                        count += batch.target_count
+                losses[task.name] = self._mean(total) * world_size() / count
+                counts.append(count)
         finally:
             self._model.train()
-        loss = self._mean(total) * world_size() / count
+        if not losses:
+            return
         self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
-        self._views.evaluated(step, loss)
+        loss = mean_of([*losses.values()], counts)
+        losses.pop("", None)
+        self._views.evaluated(Evaluation(step, loss, losses))
+
+
+def mean_of(losses: Sequence[float], targets: Sequence[int]) -> float:
+    """Return the mean over the targets of all tasks, of which each has a mean over its own."""
+    return sum(loss * (count / sum(targets)) for loss, count in zip(losses, targets, strict=True))
 
 
 class BatchLoss:

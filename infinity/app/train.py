@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,7 @@ from rich.console import Console
 
 import infinity
 from infinity.activations.controller import Activations
-from infinity.api.adapters import CONFIG, VALUES
+from infinity.api.adapters import CONFIG, VALUES, LoraConfig
 from infinity.api.export import (
     ADAPTERS_FOLDER,
     MODEL_FOLDER,
@@ -78,24 +78,25 @@ def train(recipe: Recipe) -> metrics.Summary | None:
                 views.log(run.choice.line)
         stack.enter_context(_explained(run))
         stack.callback(views.close)
-        model, optimizer = stack.enter_context(built(_start(recipe, run), folder.name, views))
+        before = None if run.before is None else folder
+        model, optimizer = stack.enter_context(built(recipe, folder.name, views, before=before))
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
         loop = Loop(recipe, model, optimizer, data, views, folder)
         if rank() == 0:
             runs.write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
-            for note in _notes_on(run, data, loop):
+            for note in _notes_on(run, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
             _open_files(recipe, model, folder, views, after)
             totals.take_in(metrics.read_metrics(folder / runs.METRICS, after))
-            activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
+            activations = ActivationView(runtime.activations, folder, recipe.micro_batches, views.log)
             kept = RecipeView(recipe.with_dtype(runtime.config.dtype), folder, views.log)
             views.add(totals, activations, kept)
         loop.run()
         if _saves(recipe):
-            out = folder / (ADAPTERS_FOLDER if recipe.lora.active else MODEL_FOLDER)
+            out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
             write_model(recipe, model, out)
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
@@ -115,7 +116,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     return summary
 
 
-def _found(recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, Data]:
+def _found(recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, dict[str, Data]]:
     """Return the run that ``recipe`` names, its recipe on this node, with what is chosen, and its data."""
     drives = recipe.memory.nvme  # of this node; all else is rank 0's
     run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
@@ -133,13 +134,15 @@ def _found(recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, Data]:
     return run, with_values(run.recipe, {"memory.nvme": drives}), data
 
 
-def _choose(recipe: Recipe, data: Data, ranks: Ranks, say: Callable[[str], object]) -> Choice | None:
+def _choose(
+    recipe: Recipe, data: Mapping[str, Data], ranks: Ranks, say: Callable[[str], object]
+) -> Choice | None:
     """Return what a plan chooses of what ``recipe`` leaves to ``auto``; rank 0 calls."""
     if not recipe.left_open:
         return None
     from infinity.predict.auto import choose  # it loads what most runs do without
 
-    packing = recipe.data.packing or data.packed or None  # now it is known
+    packing = recipe.packing or any(each.packed for each in data.values()) or None  # now it is known
     return choose(with_values(recipe, {"data.packing": packing}), ranks.world_size, ranks.device, say)
 
 
@@ -150,10 +153,10 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     """
     for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
-    if _saves(recipe) and not recipe.lora.active:
+    if _saves(recipe) and not recipe.trains_adapters:
         check_room_for(model, folder)
-    if after < 0 and recipe.lora.adapter is not None:
-        _keep_adapters(Path(recipe.lora.adapter).expanduser(), folder / _GIVEN)
+    if after < 0:
+        _keep_adapters(recipe, folder / _GIVEN)
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
@@ -231,8 +234,20 @@ def set_threads(config: TrainConfig) -> None:
     set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
 
 
-def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
-    """Check the checkpoint's config and open the data, before weights are read; every rank must call."""
+def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> dict[str, Data]:
+    """Check the checkpoint's config and open the data of each task, before weights are read; all call."""
+    found = {}
+    for name, task in recipe.tasks.items():
+        try:
+            found[name] = _open_inputs(task, log)
+        except InfinityError as error:
+            if name:
+                error.add_note(f"it is about the data of adapter {name} (adapters.{name}.data)")
+            raise
+    return found
+
+
+def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
     seq_len, config, vocab_size = recipe.model.seq_len, recipe.data, recipe.model.vocab_size
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
@@ -262,7 +277,7 @@ def notes_on_commits(every: int) -> Iterator[str]:
         )
 
 
-def _notes_on(run: runs.Run, data: Data, loop: "Loop") -> Iterator[str]:
+def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
     recipe, before = run.recipe, run.before
     if run.lost:
         yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
@@ -279,10 +294,13 @@ def _notes_on(run: runs.Run, data: Data, loop: "Loop") -> Iterator[str]:
                 f"a step takes {loop.division.sequences} sequences on {ranks}; it took "
                 f"{loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
             )
-    yield from data.notes
-    steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
-    epochs = _short(steps / epoch_steps)
-    yield f"one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
+    steps = recipe.train.steps
+    for task in loop.tasks:
+        whose, data = f"{task.name}: " if task.name else "", task.data
+        yield from (f"{whose}{note}" for note in data.notes)
+        epoch_steps = data.train.micro_batches_per_epoch / recipe.train.accumulate
+        epochs = _short(steps / epoch_steps)
+        yield f"{whose}one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
     longest = None if recipe.model.path is None else longest_sequence(Path(recipe.model.path))
     if longest is not None and recipe.model.seq_len > longest:
         yield f"model.seq_len={recipe.model.seq_len} exceeds the checkpoint's {longest} positions"
@@ -294,28 +312,24 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _keep_adapters(source: Path, folder: Path) -> None:
+def _keep_adapters(recipe: Recipe, folder: Path) -> None:
     """Copy the adapters of lora.adapter, from which the run begins and whose config a resumed run reads."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that begins anew
-    folder.mkdir()
-    for name in (VALUES, CONFIG):
-        shutil.copyfile(source / name, folder / name)
-
-
-def _start(recipe: Recipe, run: runs.Run) -> Recipe:
-    """Return the recipe by which a model is built: a run that goes on reads the adapters that it kept."""
-    kept = run.folder / _GIVEN
-    if run.before is None or recipe.lora.adapter is None or not (kept / CONFIG).is_file():
-        return recipe
-    return replace(recipe, lora=replace(recipe.lora, adapter=str(kept)))
+    for name, task in recipe.tasks.items():
+        if (source := task.lora.adapter) is not None:
+            (folder / name).mkdir(parents=True)
+            for file in (VALUES, CONFIG):
+                shutil.copyfile(Path(source).expanduser() / file, folder / name / file)
 
 
 @contextmanager
-def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
+def built(
+    recipe: Recipe, name: str | None, views: View, *, before: Path | None = None, keep: bool = False
+) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
 
-    ``name`` is that of the run's directories on NVMe; None: a new one, and an interruption keeps nothing.
-    With ``keep`` the run can continue even after a normal exit.
+    ``name`` is that of the run's directories on NVMe; None: a new one, and an interruption keeps nothing. A
+    run that goes on was in the folder ``before``. With ``keep`` it can continue even after a normal exit.
     """
     recipe = replace(recipe, run=replace(recipe.run, name=name))
     if recipe.model.path is None:
@@ -329,21 +343,43 @@ def built(recipe: Recipe, name: str | None, views: View, *, keep: bool = False) 
             recipe,
             new=recipe.model.new,
             ignore=recipe.model.ignore,
-            frozen=recipe.lora.active,
+            frozen=recipe.trains_adapters,
             stored_as=recipe.model.stored_as,
             on_progress=views.progress,
         ).train()
     try:
-        if recipe.lora.active:
-            torch.manual_seed(recipe.run.seed)
-            model = infinity.add_lora(model, **asdict(recipe.lora))
-        optim, ratio, groups = recipe.optim, recipe.lora.lr_ratio, None
-        if recipe.lora.active and ratio is not None:
-            groups = infinity.lora_groups(model, lr=optim.lr, lr_ratio=ratio, weight_decay=optim.weight_decay)
-        names = "lr", "betas", "eps", "weight_decay", "max_grad_norm"
-        yield model, infinity.AdamW(model, **{name: getattr(optim, name) for name in names}, params=groups)
+        for adapter, task in recipe.tasks.items() if recipe.trains_adapters else ():
+            torch.manual_seed(recipe.run.seed)  # as if it were alone
+            lora = asdict(_adapters_of(task, adapter, before))
+            model = infinity.add_lora(model, **lora, **({"name": adapter} if adapter else {}))
+        yield model, _optimizer(recipe, model)
     finally:
         infinity.close(model, keep=keep)
+
+
+def _adapters_of(task: Recipe, name: str, before: Path | None) -> LoraConfig:
+    """Return the adapters that a model gets: a run that goes on reads those that it kept."""
+    kept = None if before is None else before / _GIVEN / name
+    if task.lora.adapter is None or kept is None or not (kept / CONFIG).is_file():
+        return task.lora
+    return replace(task.lora, adapter=str(kept))
+
+
+def _optimizer(recipe: Recipe, model: Any) -> infinity.AdamW:
+    """Return the optimizer of all tasks, with parameter groups for each."""
+    groups: list[dict[str, Any]] = []
+    for name, task in recipe.tasks.items() if recipe.trains_adapters else ():
+        optim = task.optim
+        own = infinity.lora_groups(
+            model, lr=optim.lr, lr_ratio=task.lora.lr_ratio or 1.0, weight_decay=optim.weight_decay,
+            name=name or None,
+        )  # fmt: skip
+        groups += [group | {"betas": optim.betas, "eps": optim.eps} for group in own]
+    optim, limits = recipe.optim, {name: task.optim.max_grad_norm for name, task in recipe.tasks.items()}
+    return infinity.AdamW(
+        model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
+        max_grad_norm=limits if recipe.adapters else optim.max_grad_norm, params=groups or None,
+    )  # fmt: skip
 
 
 def _saves(recipe: Recipe) -> bool:
@@ -351,13 +387,14 @@ def _saves(recipe: Recipe) -> bool:
 
 
 def write_model(
-    recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False
-) -> Requantized | None:
+    recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False,
+    adapter: str | None = None,
+) -> Requantized | None:  # fmt: skip
     """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
-    if not recipe.lora.active or merge:
-        tokenizer = _tokenizer_of(recipe)
-        return infinity.export(model, out, tokenizer=tokenizer, stored_as=stored_as, merge=merge)
-    infinity.save_lora(model, out)
+    if not recipe.trains_adapters or merge:
+        how: dict[str, Any] = {"tokenizer": _tokenizer_of(recipe), "merge": merge, "adapter": adapter}
+        return infinity.export(model, out, stored_as=stored_as, **how)
+    infinity.save_lora(model, out, name=adapter)
     return None
 
 
@@ -386,17 +423,18 @@ def _explained(run: runs.Run) -> Iterator[None]:
 
 def publish_run(
     path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
-    base: str | Path | None = None,
+    base: str | Path | None = None, adapter: str | None = None,
 ) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
     call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
     adapters are merged into the weights of their base; then ``path`` may be a directory of adapters, and
-    ``base`` that of their base, if it is not where they say.
+    ``base`` that of their base, if it is not where they say. Of several adapters, which have a folder each,
+    ``adapter`` is published alone.
     """
     folder, result = user_path(path, "RUN"), None
-    if merge and (folder / CONFIG).is_file():
+    if merge and (folder / CONFIG).is_file() and adapter is None:
         found = _base_of(folder, base)
         if rank() == 0:
             result = _merge(folder, found, user_path(out, "OUT"), stored)
@@ -405,26 +443,42 @@ def publish_run(
         raise CheckpointError(
             f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
         )
-    recipe = runs.recipe_of(folder) if stored or merge else None
+    recipe = runs.recipe_of(folder) if stored or merge or adapter is not None else None
+    if recipe is not None:
+        recipe = _of_adapter(recipe, adapter, "--merge" if merge else "")
     stored_as = recipe.model.path if recipe is not None and stored else None
     if recipe is not None and (why := _why_plain(recipe, stored, merge)):
         raise CheckpointError(f"{folder} trained {why}")
     alone, after = not merge and (folder / ADAPTERS_FOLDER).is_dir(), ""
     if runs.is_interrupted(folder):
         with _last_commit(folder) as (now, model, _, step):
-            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge)
-        alone, after = not merge and now.lora.active, f" after step {step}"
+            now = _of_adapter(now, adapter)
+            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
+        alone, after = not merge and now.trains_adapters, f" after step {step}"
     elif rank() == 0 and merge and recipe is not None:
-        adapters = saved_folder(folder)
+        adapters = saved_folder(folder) / (adapter or "")
         trained_on = _base_of(adapters, recipe.model.path)
         result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
     elif rank() == 0:
-        result = export_run(path, out, stored_as)
-    what = f"the {'adapters' if alone else 'model'} of {path}{after}"
+        result = export_run(path, out, stored_as, adapter)
+    kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
+    what = f"the {kind} of {path}{after}"
     return what if result is None else f"{what} ({result})"
 
 
-def publish_per_expert(path: str | Path, out: str | Path, *, base: str | Path | None = None) -> str:
+def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
+    """Return the recipe of one of several adapters alone; RecipeError: it is not named, or there is none."""
+    if adapter is not None:
+        return recipe.alone(adapter)
+    if needed_for and recipe.adapters:
+        names = ", ".join(recipe.adapters)
+        raise RecipeError(f"{needed_for} takes one of the adapters {names}: add --adapter NAME")
+    return recipe
+
+
+def publish_per_expert(
+    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None
+) -> str:
     """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
 
     See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
@@ -432,14 +486,16 @@ def publish_per_expert(path: str | Path, out: str | Path, *, base: str | Path | 
     """
     folder, target = user_path(path, "RUN"), user_path(out, "OUT")
     trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
+    if trained is not None:
+        trained = _of_adapter(trained, adapter, "--per-expert")
     if trained is not None and not trained.lora.active:
         raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
     if trained is not None and runs.is_interrupted(folder):
         with _last_commit(folder) as (_, model, _, step):
-            infinity.save_lora(model, target, per_expert=True)
+            infinity.save_lora(model, target, per_expert=True, name=adapter)
         return f"the adapters of {path} after step {step}"
     if rank() == 0:
-        source = folder if trained is None else saved_folder(folder)
+        source = folder if trained is None else saved_folder(folder) / (adapter or "")
         config = read_config(_base_of(source, base))
         copy_saved(source, target, lambda copied: split_experts(copied, config))
     return f"the adapters of {path}"
@@ -512,8 +568,7 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         if ranks.rank == 0:
             stack.enter_context(runs.locked(folder))
         set_threads(recipe.train)
-        start = _start(recipe, found)
-        model, optimizer = stack.enter_context(built(start, folder.name, View(), keep=True))
+        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), before=folder, keep=True))
         unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
         optimizer.follow(loop=unused, scheduler=unused)
         yield recipe, model, optimizer, infinity.resume(model, optimizer)

@@ -351,10 +351,10 @@ class StepExecutor:
             for party, total in totals.items()
         }
 
-    def commit(self, norms: Mapping[Any, float], max_grad_norm: float | None) -> None:
-        """Commit the step of each party whose norm is finite, with gradients clipped by that norm."""
+    def commit(self, norms: Mapping[Any, float], limits: Mapping[Any, float | None]) -> None:
+        """Commit the step of each party whose norm is finite, with gradients clipped to its limit."""
         updates, staying = self.updates, self.prefetcher.staying
-        scales = {k: clip_coefficient(v, max_grad_norm) for k, v in norms.items() if math.isfinite(v)}
+        scales = {k: clip_coefficient(v, limits.get(k)) for k, v in norms.items() if math.isfinite(v)}
         if scales and len(scales) < len(norms):
             skipped = {
                 i for i, each in updates.ready.items() if updates.hypers.party(each.used) not in scales

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
@@ -39,6 +39,17 @@ class ObserveConfig(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport:
+    """Figures of one of several adapters in a step."""
+
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Figures of one optimizer step on one rank; times in seconds of wall clock, sizes in bytes."""
 
@@ -61,6 +72,7 @@ class StepReport:
     tiles: int = 0  # of packed experts, that come and go
     tiles_used: int = 0  # those of them that some rank's batches were routed to
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
+    adapters: dict[str, AdapterReport] = field(default_factory=dict)  # by name, if there are several
 
     @property
     def tokens_per_s(self) -> float:
@@ -85,6 +97,15 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The held-out loss after ``step`` steps, the mean over the tokens of all ranks; of each adapter, too."""
+
+    step: int
+    loss: float
+    adapters: dict[str, float] = field(default_factory=dict)  # by name, if there are several
+
+
 class View:
     """Display or file of a run's figures, or, as this class, all ``views`` as one; used on rank 0 only."""
 
@@ -101,10 +122,10 @@ class View:
         for view in self.views:
             view.step(report)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show the held-out loss after ``step`` steps, the mean over the tokens of all ranks."""
+    def evaluated(self, found: Evaluation) -> None:
+        """Show a held-out loss."""
         for view in self.views:
-            view.evaluated(step, loss)
+            view.evaluated(found)
 
     def log(self, line: str) -> None:
         """Show a line, if this is a display."""
@@ -171,8 +192,11 @@ class ProgressDisplay(View):
         elif report.step % self._log_every == 0 or report.step == self._steps:
             self.log(f"step {report.step}/{self._steps}  {describe(report)}")
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self.log(f"step {step}/{self._steps}  held-out loss {loss:.4f}  perplexity {perplexity(loss):,.2f}")
+    def evaluated(self, found: Evaluation) -> None:
+        self.log(
+            f"step {found.step}/{self._steps}  held-out loss {found.loss:.4f}{_each(found.adapters)}  "
+            f"perplexity {perplexity(found.loss):,.2f}"
+        )
 
     def log(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
@@ -184,7 +208,8 @@ class ProgressDisplay(View):
 
 def describe(report: StepReport) -> str:
     """Return a step's figures in one line; bytes and stalls are this rank's, the loss all ranks'."""
-    parts = ["loss -" if report.loss is None else f"loss {report.loss:.4f}"]
+    losses = {name: each.loss for name, each in report.adapters.items()}
+    parts = ["loss -" if report.loss is None else f"loss {report.loss:.4f}{_each(losses)}"]
     parts.append(f"{report.tokens_per_s:,.0f} tokens/s")
     stall_s = sum(report.stall_s.values())
     cause = "" if report.bottleneck == "compute" else f" ({report.bottleneck})"
@@ -196,17 +221,25 @@ def describe(report: StepReport) -> str:
         parts.append(f"{report.on_demand} on demand")
     if report.rolled_back and not report.skipped:
         parts.append("clipped: updates rolled back")
-    if report.skipped:
-        parts.append("skipped: gradients are not finite")
+    skipped = [f" {name}" for name, each in report.adapters.items() if each.skipped]
+    if report.skipped or skipped:
+        parts.append(f"skipped{','.join(skipped)}: gradients are not finite")
     return "  ".join(parts)
+
+
+def _each(losses: Mapping[str, float | None]) -> str:
+    """Return the losses of several adapters, in brackets."""
+    shown = (f"{name} {'-' if loss is None else format(loss, '.4f')}" for name, loss in losses.items())
+    return f" ({', '.join(shown)})" if losses else ""
 
 
 class MetricsFile(View):
     """View that appends JSON lines to ``path``, each flushed before the call returns.
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
-    "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null. Lines after step
-    ``after`` are cut (None: none). If ``synced``, lines survive a power cut, as commits after them do.
+    "evaluation" (those of :class:`Evaluation`, ``perplexity``). Figures that are not finite are null. Lines
+    after step ``after`` are cut (None: none). If ``synced``, lines survive a power cut, as commits after them
+    do.
     """
 
     def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:
@@ -219,8 +252,8 @@ class MetricsFile(View):
         derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
         self._write({"kind": "step", **asdict(report), **derived})
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self._write({"kind": "evaluation", "step": step, "loss": loss, "perplexity": perplexity(loss)})
+    def evaluated(self, found: Evaluation) -> None:
+        self._write({"kind": "evaluation", **asdict(found), "perplexity": perplexity(found.loss)})
 
     def close(self) -> None:
         self._file.close()
@@ -230,14 +263,6 @@ class MetricsFile(View):
         self._file.flush()  # a killed run keeps its lines
         if self._synced:
             os.fsync(self._file.fileno())
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The held-out loss after ``step`` steps."""
-
-    step: int
-    loss: float
 
 
 def read_metrics(path: Path, last: int) -> Iterator[tuple[StepReport | Evaluation, int]]:
@@ -270,12 +295,19 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
     try:
         given = json.loads(text)
         if given["kind"] == "step":
+            own = {name: AdapterReport(**each) for name, each in given.get("adapters", {}).items()}
+            given |= {"adapters": own}  # older versions wrote none
             line = StepReport(**{each.name: given[each.name] for each in fields(StepReport)})
         else:
-            line = Evaluation(given["step"], math.nan if given["loss"] is None else given["loss"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+            each = {name: _number(loss) for name, loss in given.get("adapters", {}).items()}
+            line = Evaluation(given["step"], _number(given["loss"]), each)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return line if type(line.step) is int else None
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else loss
 
 
 class TensorBoard(View):
@@ -302,10 +334,17 @@ class TensorBoard(View):
             **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
             **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
         }
+        for name, each in report.adapters.items():
+            scalars |= {f"loss/train/{name}": each.loss, f"optimizer/lr/{name}": each.lr}
+            scalars[f"optimizer/grad_norm/{name}"] = each.grad_norm
         self._add(report.step, scalars)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self._add(step, {"loss/held_out": loss, "perplexity/held_out": perplexity(loss)})
+    def evaluated(self, found: Evaluation) -> None:
+        for name, loss in {"": found.loss, **found.adapters}.items():
+            end = f"/{name}" if name else ""
+            self._add(
+                found.step, {f"loss/held_out{end}": loss, f"perplexity/held_out{end}": perplexity(loss)}
+            )
 
     def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
         for name, value in scalars.items():
@@ -351,14 +390,26 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class LossSummary:
+    """Losses of a run, or of one of its adapters."""
+
+    first_loss: float | None
+    last_loss: float | None
+    first_held_out: float | None
+    last_held_out: float | None
+    first_perplexity: float | None  # of the held-out tokens
+    last_perplexity: float | None
+    skipped: int  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(LossSummary):
     """Figures of a run; bytes are those of one rank, medians are over the planned steps."""
 
     folder: str
     world_size: int
     steps: int
     first_step: int = 1  # more where the run went on after an interruption without its metrics
-    skipped: int
     tokens_per_s: float
     step_s: float
     nbytes_read: int
@@ -375,12 +426,7 @@ class Summary:
     stall_s: dict[str, float]  # whole run, by cause
     stall_share: float
     bottleneck: str
-    first_loss: float | None
-    last_loss: float | None
-    first_held_out: float | None
-    last_held_out: float | None
-    first_perplexity: float | None  # of the held-out tokens
-    last_perplexity: float | None
+    adapters: Mapping[str, LossSummary] = field(default_factory=dict)  # by name, if there are several
     activations: ActivationSummary | None = None  # None: all were kept
     predicted: PredictedStep | None = None  # None: the run was short
     dtype: str | None = None  # compute dtype
@@ -401,6 +447,29 @@ _MEDIANS = (
 )
 
 
+class _Losses:
+    """Collects the first and the last losses of a run, or of one of its adapters."""
+
+    def __init__(self) -> None:
+        self.train: list[float] = []
+        self.held_out: list[float] = []
+        self.skipped = 0
+
+    def add(self, report: StepReport | AdapterReport) -> None:
+        self.skipped += report.skipped
+        if report.loss is not None:
+            self.train[1:] = [report.loss]
+
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"skipped": self.skipped}
+        for end, at in (("first", 0), ("last", -1)):
+            held_out = self.held_out[at] if self.held_out else None
+            found[f"{end}_loss"] = self.train[at] if self.train else None
+            found[f"{end}_held_out"] = held_out
+            found[f"{end}_perplexity"] = None if held_out is None else perplexity(held_out)
+        return found
+
+
 class SummaryBuilder(View):
     """View that accumulates the figures of a run; memory grows by a few numbers per step."""
 
@@ -411,9 +480,8 @@ class SummaryBuilder(View):
         self._sums: Counter[str] = Counter()  # over all steps
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        self._losses: list[float] = []  # the first and the last
-        self._held_out: list[float] = []  # likewise
-        self._ends: list[StepReport] = []  # likewise
+        self._losses = defaultdict[str, _Losses](_Losses)  # of each adapter, and of all by ""
+        self._ends: list[StepReport] = []  # the first and the last
 
     def step(self, report: StepReport) -> None:
         self._ends[1:] = [report]
@@ -424,15 +492,17 @@ class SummaryBuilder(View):
         if planned == self._planned:
             self._figures.append((*(getattr(report, name) or 0 for name in _MEDIANS), report.on_demand > 0))
         redone = report.rolled_back > 0 and not report.skipped
-        self._sums.update(steps=1, skipped=report.skipped, redone=redone, tiles_used=report.tiles_used)
+        self._sums.update(steps=1, redone=redone, tiles_used=report.tiles_used)
         self._stall_s.update(report.stall_s)
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
-        if report.loss is not None:
-            self._losses[1:] = [report.loss]
+        self._losses[""].add(report)
+        for name, each in report.adapters.items():
+            self._losses[name].add(each)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self._held_out[1:] = [loss]
+    def evaluated(self, found: Evaluation) -> None:
+        for name, loss in {"": found.loss, **found.adapters}.items():
+            self._losses[name].held_out[1:] = [loss]
 
     def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
         """Add the metrics of steps made before this process."""
@@ -440,7 +510,7 @@ class SummaryBuilder(View):
             if isinstance(line, StepReport):
                 self.step(line)
             else:
-                self.evaluated(line.step, line.loss)
+                self.evaluated(line)
 
     def result(self, *, folder: Path, **others: Any) -> Summary:
         """Return the summary so far; ``others`` are the fields that do not follow from figures of steps."""
@@ -453,16 +523,15 @@ class SummaryBuilder(View):
             medians |= {"planned_nbytes_read": None, "planned_nbytes_written": None}
         sums, stall_s = self._sums, dict[str, float](self._stall_s)
         first, last = (self._ends[0], self._ends[-1]) if self._ends else (None, None)
-        losses: Sequence[float | None] = self._losses or [None]
-        held_out: Sequence[float | None] = self._held_out or [None]
-        perplexities = [None if loss is None else perplexity(loss) for loss in held_out]
+        losses = {name: each.figures() for name, each in {"": _Losses(), **self._losses}.items()}
         return Summary(
             folder=str(folder),
             **medians,
             **others,
+            **losses.pop(""),
+            adapters={name: LossSummary(**each) for name, each in losses.items()},
             steps=sums["steps"],
             first_step=first.step if first else 1,
-            skipped=sums["skipped"],
             steps_off_plan=int(sum(off_plan)),
             steps_rolled_back=sums["redone"],
             spilled_nbytes=last.spilled_nbytes if last else 0,
@@ -472,12 +541,6 @@ class SummaryBuilder(View):
             stall_s=stall_s,
             stall_share=sum(stall_s.values()) / self.total_s if self.total_s else 0.0,
             bottleneck=bottleneck(stall_s, self.total_s),
-            first_loss=losses[0],
-            last_loss=losses[-1],
-            first_held_out=held_out[0],
-            last_held_out=held_out[-1],
-            first_perplexity=perplexities[0],
-            last_perplexity=perplexities[-1],
         )
 
 
@@ -505,6 +568,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
         ("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)),
+        *((name, _adapter_row(each)) for name, each in summary.adapters.items()),
         ("read per step", _with_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
         ("written per step", _with_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
     ]
@@ -537,6 +601,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
     return rows
+
+
+def _adapter_row(figures: LossSummary) -> str:
+    text = f"loss {_first_last(figures.first_loss, figures.last_loss)}"
+    if figures.last_held_out is not None:
+        text += f", held-out {_first_last(figures.first_held_out, figures.last_held_out)}"
+    return text + (f", {figures.skipped} steps skipped" if figures.skipped else "")
 
 
 def activation_rows(figures: ActivationSummary) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ def is_worth_it(recipe: Recipe, device: torch.device) -> bool:
         return True
     weights, states, activations = sizes
     host, of_device = _free(device)
-    memory, accumulate = recipe.memory, recipe.train.accumulate
+    memory, accumulate = recipe.memory, recipe.micro_batches
     room = _ROOMY * min(of_device or host // local_ranks(), memory.device or math.inf)
     if activations > room and memory.device is None:
         return True
@@ -131,7 +131,7 @@ def _sizes(recipe: Recipe) -> tuple[int, int, int] | None:
         weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
         if not weights:
             return None
-    states = weights if recipe.lora.active else _TRAINED_NBYTES * weights // 2 // world_size()
+    states = weights if recipe.trains_adapters else _TRAINED_NBYTES * weights // 2 // world_size()
     kept = layers * (32 * width + 8 * hidden) + 8 * vocab_size  # elements of 2 bytes, or of 4
     itemsize = 4 if recipe.train.dtype == "fp32" else 2
     return weights, states, tokens * kept * itemsize
@@ -224,7 +224,7 @@ def _followed(recipe: Recipe, ranks: int, device: torch.device) -> list[object]:
     given = asdict(recipe)
     values = {
         f"{section}.{name}": value
-        for section in ("model", "memory", "partition", "train", "lora")
+        for section in ("model", "memory", "partition", "train")
         for name, value in given[section].items()
         if f"{section}.{name}" not in _IRRELEVANT and not name.startswith("eval_")
     }
@@ -234,7 +234,8 @@ def _followed(recipe: Recipe, ranks: int, device: torch.device) -> list[object]:
             if file.suffix in (".json", ".safetensors"):
                 found = file.stat()
                 files.append([file.name, found.st_size, found.st_mtime_ns])
-    more = recipe.optim.max_grad_norm, recipe.data.packing, LEAST_GAIN, ranks
+    adapters = [asdict(task.lora) for task in recipe.tasks.values()]
+    more = recipe.clips, recipe.packing, adapters, LEAST_GAIN, ranks
     versions = version("infinity-offload"), torch.__version__
     return [values, files, *more, *versions, *_identity(recipe, device)]
 

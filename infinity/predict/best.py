@@ -106,12 +106,13 @@ def find_best(
     ranks = ranks or machine.devices_in_all
     sequences = recipe.train.batch_size * recipe.train.accumulate
     if tokens is not None:
-        least = ranks * recipe.model.seq_len
+        least = ranks * recipe.model.seq_len * len(recipe.tasks)
         if tokens % least:
+            of = f" of each of {len(recipe.adapters)} adapters" if recipe.adapters else ""
             near = max(1, round(tokens / least)) * least
             raise RecipeError(
                 f"--tokens-per-step {tokens}: {ranks} ranks take whole sequences of {recipe.model.seq_len} "
-                f"tokens (model.seq_len), {least} together; wanted a multiple of that, such as {near}"
+                f"tokens (model.seq_len){of}, {least} together; wanted a multiple of that, such as {near}"
             )
         sequences = tokens // least
     fixed, recipe = FREE & frozenset(fixed) - recipe.left_open, recipe.as_without_plan()
@@ -218,8 +219,8 @@ class _Search:
 
     def _try_splits(self, keys: Keys) -> None:
         splits = self._splits()
-        if keys["train.schedule"] == "layer":
-            splits = [(size, count) for size, count in splits if count > 1]  # else it is the ordinary one
+        if keys["train.schedule"] == "layer":  # of one micro-batch it is the ordinary one
+            splits = [(size, count) for size, count in splits if count * len(self.recipe.tasks) > 1]
 
         def fits(index: int) -> bool:
             size, count = splits[index]

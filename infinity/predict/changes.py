@@ -103,7 +103,7 @@ def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
         yield "all of the device's memory", {"memory.device": most}
     yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
     yield "more micro-batches a step", {"train.accumulate": 2 * train.accumulate}
-    if train.accumulate > 1 and train.schedule != "layer":
+    if recipe.micro_batches > 1 and train.schedule != "layer":
         layers: Keys = {"memory.activations": "auto", "train.schedule": "layer"}
         yield "weights read once for all micro-batches", layers
     if recipe.optim.max_grad_norm is not None:

@@ -87,7 +87,7 @@ class Layout:
             check_model(model.module, Blocks.of(model.module))
             self.policy = "recompute"
         #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
-        self.micro_batches = 1 if self.layered else recipe.train.accumulate
+        self.micro_batches = 1 if self.layered else recipe.micro_batches
         rank = Ranks(0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"))
         self.storage = Storage(memory, self.host_nbytes, dtype, rank.device)
         self.storage.stack.close()  # its arithmetic alone is wanted
@@ -98,7 +98,7 @@ class Layout:
         self.budget = UnitBudget(
             model.units, model.leaves, [model.module], rank, tiers, self.device_nbytes // 2,
             policy="keep" if self.layered else self.policy,  # the layer schedule has whole blocks
-            clips=recipe.optim.max_grad_norm is not None, updates_nbytes=0,
+            clips=recipe.clips, updates_nbytes=0,
         )  # fmt: skip
         if self.micro_batches > 1:
             self.budget.divide_again(accumulates=True)
@@ -263,7 +263,7 @@ class DryRun(Layout):
         return StepSetup(
             units=self.units, rates=self.rates, division=self.division, ranks=self.model.ranks,
             on_accelerator=on_accelerator, micro_batches=self.micro_batches, early=memory.versions == 2,
-            clips=self.recipe.optim.max_grad_norm is not None, chunk_numel=storage.chunk_numel,
+            clips=self.recipe.clips, chunk_numel=storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // storage.chunk_nbytes),
             piece_nbytes=piece_nbytes(self.host_nbytes - storage.resident_nbytes) if on_accelerator else None,
             reduce_itemsize=self.reduce_itemsize, spilled=self.budget.spilled,
@@ -389,7 +389,7 @@ class DryRun(Layout):
     def _record(self) -> tuple[StepTrace, Callable[[], Profile]]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
-        tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.data.packing
+        tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.packing
         together = train.schedule == "layer" and model.has_experts
         timed = model.times is not None
         batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together)
@@ -410,7 +410,7 @@ class DryRun(Layout):
 
     def _taken_together(self, trace: StepTrace) -> StepTrace:
         """Return the trace of all micro-batches, which go through each block together."""
-        record, micro_batches = self._micro_batch, self.recipe.train.accumulate
+        record, micro_batches = self._micro_batch, self.recipe.micro_batches
         spans, more = record.block_spans, trace.tokens / math.prod(record.batch.tokens)
         nbytes = round(more * max((span.returned for span in spans), default=0))
         rooms = self._rooms_between_blocks() if nbytes >= LEAST_NBYTES else Rooms(None)
@@ -488,7 +488,8 @@ def model_for(
         nbytes = machine.devices.memory
     sizes = CutSizes.of(built.partition.tile, nbytes, ranks, on_accelerator=on_accelerator)
     cut = replace(recipe.partition, tile="auto")  # sizes follow from it
-    key = recipe.model, recipe.lora, cut, bool(recipe.memory.nvme), ranks, dtype, on_accelerator
+    adapters = [(name, task.lora) for name, task in recipe.tasks.items()]
+    key = recipe.model, adapters, cut, bool(recipe.memory.nvme), ranks, dtype, on_accelerator
     if like is not None and like.key == (key, sizes):
         return like
     if like is not None and like.key[0] != key:

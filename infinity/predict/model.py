@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infinity.activations.recompute import Choice
 from infinity.api.lora import make_adapters
+from infinity.api.several import DEFAULT, follow, parameters_by_adapter
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
@@ -163,14 +165,24 @@ class ModelWithoutValues:
                         if like is None or like.values.base is None
                         else self._again(path, like, like.values.base)
                     )
-            if recipe.lora.active:
+            if recipe.trains_adapters:
                 self.module.requires_grad_(False)
-                self.module = make_adapters(self.module, construction, recipe.lora)
+                for name, task in recipe.tasks.items():
+                    self.module = make_adapters(self.module, construction, task.lora, name or DEFAULT)
+                self._use_largest_adapter()
         self.units = construction.builder.units
         self.leaves = construction.builder.leaves if ranks > 1 else {}
         self.module.train()
         if any(unit.routed for unit in self.units) and _IN_TILES not in self.notes:
             self.notes.append(_IN_TILES)
+
+    def _use_largest_adapter(self) -> None:
+        """Let the largest of several adapters be used; in a plan each of their micro-batches is like its."""
+        sizes = {
+            name: sum(param.numel() for param in params)
+            for name, params in parameters_by_adapter(self.module).items()
+        }
+        follow(self.module, Choice(max(sizes, key=lambda name: sizes[name])))
 
     @property
     def has_experts(self) -> bool:
@@ -221,7 +233,7 @@ class ModelWithoutValues:
         else:
             with Checkpoint(stored_in) as stored:
                 model = build_model(config, None, dtype, len(stored))
-                if recipe.lora.active and recipe.memory.nvme and stored.files:
+                if recipe.trains_adapters and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
                     quantization = read_quantization(stored_in)
                     if quantization is not None:

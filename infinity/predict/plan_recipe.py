@@ -153,8 +153,9 @@ def _model_table(run: DryRun) -> Table:
     trained = sum(unit.params for unit in run.units if unit.trainable)
     parts = f"{count(run.params)} parameters"
     parts += f", {count(trained)} trained" if trained < run.params else ""
+    each = f"{len(recipe.adapters)} adapters x " if recipe.adapters else ""
     step = (
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {run.model.dtype}, {recipe.train.accumulate} x "
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {run.model.dtype}, {each}{recipe.train.accumulate} x "
         f"{recipe.train.batch_size * recipe.model.seq_len:,} tokens a rank"
         f"{', through each block together' * run.layered}, activations: {run.policy}"
     )

@@ -1,17 +1,18 @@
 """A recipe: every setting of a run, its table of keys, and its reading from YAML and command line."""
 
 import difflib
+import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from infinity.api.adapters import LoraConfig
+from infinity.api.adapters import NAMES, LoraConfig
 from infinity.api.checkpoints import CheckpointConfig
 from infinity.core.config import (
     Config,
@@ -52,6 +53,9 @@ _CHOSEN: dict[str, str | None] = {
     "train.schedule": "auto", "memory.activations": "auto", "memory.resident": "auto",
     "memory.updates": "auto", "partition.tile": "auto", "memory.device": None,
 }  # fmt: skip
+#: Sections of which each of several adapters may have keys of its own, and a key that all have in common.
+_OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale",)
+_OWN = "keys of its own in sections " + ", ".join(_OF_ADAPTERS)
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
@@ -128,11 +132,16 @@ class Recipe:
     lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    #: Several adapters on one base: by name, section and key what each has of its own.
+    adapters: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, part in _sections(Recipe).items():
             if not isinstance(given := getattr(self, name), part):
                 raise SettingError(name, given, f"a {part.__name__}, as of infinity.load_recipe")
+        if self.adapters:  # then what has to be true is true of each alone
+            object.__setattr__(self, "adapters", dict(self._checked_adapters()))
+            return
         if self.data.tokenizer in (None, "bytes") and self.model.path is None and self.model.vocab_size < 256:
             raise SettingError(
                 "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"
@@ -145,6 +154,65 @@ class Recipe:
         if form is not None and not (self.lora.active and self.memory.nvme):
             wanted = "null without adapters (lora.rank), for which the base is frozen, and memory.nvme"
             raise SettingError("model.stored_as", form, wanted)
+
+    def _checked_adapters(self) -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+        """Yield the name of each adapter with its own keys, converted to their types."""
+        if not isinstance(self.adapters, Mapping):
+            raise SettingError("adapters", self.adapters, f"names of adapters, each with {_OWN}")
+        for name, given in self.adapters.items():
+            if not isinstance(name, str) or not re.fullmatch(NAMES, name):
+                wanted = "a name that a folder can have: letters, digits, _ and -, with no - in front"
+                raise SettingError("adapters", name, wanted)
+            own = dict(_own_keys(f"adapters.{name}", {} if given is None else given))
+            try:
+                alone = with_values(replace(self, adapters={}), own)
+            except SettingError as error:
+                key = f"adapters.{name}.{error.key}" if error.key in own else error.key
+                raise SettingError(key, error.got, error.wanted) from error
+            if not alone.lora.active:
+                wanted = "its rank, or lora.rank for all adapters, or a directory in lora.adapter"
+                raise SettingError(f"adapters.{name}.lora.rank", None, wanted)
+            yield name, alone.of_keys(own)
+
+    def of_keys(self, keys: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return the values of keys such as ``train.steps``, by section and name."""
+        found: dict[str, dict[str, Any]] = {}
+        for key in keys:
+            section, name = key.split(".")
+            found.setdefault(section, {})[name] = self.value(key)
+        return found
+
+    def alone(self, name: str) -> "Recipe":
+        """Return the recipe of one of ``adapters``, a run of which trains this adapter to the same bits."""
+        if name not in self.adapters:
+            raise RecipeError(f"adapters: no {shown(name)}; there are: {', '.join(self.adapters) or 'none'}")
+        return with_values(replace(self, adapters={}), _flat(self.adapters[name]))
+
+    @property
+    def tasks(self) -> Mapping[str, "Recipe"]:
+        """Return what is trained: the recipe of each adapter by its name, or of a run without names by ""."""
+        return {name: self.alone(name) for name in self.adapters} or {"": self}
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a step, those of all tasks."""
+        return self.train.accumulate * max(1, len(self.adapters))
+
+    @property
+    def packing(self) -> bool | None:
+        """Return ``data.packing`` of the task that packs most."""
+        given = [task.data.packing for task in self.tasks.values()]
+        return True if True in given else False if False in given else None
+
+    @property
+    def clips(self) -> bool:
+        """Return whether gradients of any task are clipped."""
+        return any(task.optim.max_grad_norm is not None for task in self.tasks.values())
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Return whether adapters are trained on a frozen base, and not all weights."""
+        return bool(self.adapters) or self.lora.active
 
     @property
     def engine(self) -> EngineConfig:
@@ -188,7 +256,11 @@ class Recipe:
                 with suppress(SettingError, OSError):
                     value = _absolute(getattr(config, each.name), each.name)
                     recipe = replace(recipe, **{section: replace(config, **{each.name: value})})
-        return recipe
+        own = {
+            name: self.alone(name).with_absolute_paths().of_keys([*_flat(given)])
+            for name, given in self.adapters.items()
+        }
+        return replace(recipe, adapters=own)
 
     def to_yaml(self, keys: Collection[str] | None = None) -> str:
         """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe.
@@ -202,7 +274,7 @@ class Recipe:
                 given[section] = {
                     name: value
                     for name, value in values.items()
-                    if f"{section}.{name}" in keys or value != default[section][name]
+                    if f"{section}.{name}" in keys or value != default[section].get(name)
                 }
             given = {section: values for section, values in given.items() if values}
         return OmegaConf.to_yaml(OmegaConf.create(given))
@@ -225,13 +297,21 @@ def _absolute(value: Any, setting: str) -> Any:
 
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     """Describe each differing key that changes a run's numbers; ``auto`` now is what it was before."""
-    changes = []
-    before, now = before.with_absolute_paths(), now.with_absolute_paths()
-    for section, each in keys_of(Recipe):
-        was, got = (_plain(getattr(getattr(recipe, section), each.name)) for recipe in (before, now))
+    tasks = [recipe.with_absolute_paths().tasks for recipe in (before, now)]
+    names = [", ".join(each) or "none" for each in tasks]
+    if names[0] != names[1]:  # their order, too, is that of what lies on the drives
+        return [f"adapters were {names[0]}, are {names[1]}"]
+    changes: dict[str, list[str]] = {}  # with the names of tasks
+    for name, section, each in ((name, *key) for name in tasks[0] for key in keys_of(Recipe)):
+        was, got = (_plain(recipes[name].value(f"{section}.{each.name}")) for recipes in tasks)
         if each.numeric and was != got and got != "auto":
-            changes.append(f"{section}.{each.name} was {shown(was)}, is {shown(got)}")
-    return changes
+            text = f"{section}.{each.name} was {shown(was)}, is {shown(got)}"
+            changes.setdefault(text, []).append(name)
+    return [
+        text if len(of) == len(tasks[0]) else f"adapters.{name}.{text}"
+        for text, of in changes.items()
+        for name in (of if len(of) < len(tasks[0]) else of[:1])
+    ]
 
 
 def keeping(before: Recipe, now: Recipe, chosen: Mapping[str, Any]) -> Recipe:
@@ -250,8 +330,40 @@ def with_values(given: _Sections, values: Mapping[str, Any]) -> _Sections:
     for key, value in values.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    changes: Any = {name: replace(getattr(given, name), **new) for name, new in sections.items()}
+    changes: Any = {}
+    for name, new in sections.items():
+        try:
+            changes[name] = replace(getattr(given, name), **new)
+        except SettingError as error:
+            raise SettingError(f"{name}.{error.key}", error.got, error.wanted) from error
     return replace(given, **changes)  # type: ignore[type-var]
+
+
+def _flat(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return values by key, such as ``train.steps``."""
+    return {f"{section}.{name}": value for section, values in given.items() for name, value in values.items()}
+
+
+def _own_keys(where: str, given: Any) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of all that an adapter has of its own; SettingError: it cannot have that."""
+    known = [f"{section}.{each.name}" for section, each in keys_of(Recipe) if section in _OF_ADAPTERS]
+    for section, values in ({"": given} if not isinstance(given, Mapping) else given).items():
+        if section in _sections(Recipe) and section not in _OF_ADAPTERS:
+            raise SettingError(f"{where}.{section}", values, f"{_OWN}; all adapters of a run share {section}")
+        if section in _OF_ADAPTERS and values is None:
+            continue
+        if section not in _OF_ADAPTERS or not isinstance(values, Mapping):
+            hint = _near(section, known, _OF_ADAPTERS)
+            wanted = "keys and values" if section in _OF_ADAPTERS else _OWN + (hint and f"; {hint}")
+            raise SettingError(f"{where}.{section}".removesuffix("."), values, wanted)
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            if key not in known:
+                hint = _near(key, known, ()) or f"known: {', '.join(known)}"
+                raise SettingError(f"{where}.{key}", value, f"a key of {section}; {hint}")
+            if key in _IN_COMMON:
+                raise SettingError(f"{where}.{key}", value, f"no value: all adapters of a run share {key}")
+            yield key, value
 
 
 class Row(NamedTuple):
@@ -270,7 +382,8 @@ def recipe_table() -> tuple[Row, ...]:
         value = _plain(getattr(getattr(default, section), each.name))
         text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
         rows.append(Row(f"{section}.{each.name}", str(each), text, each.help))
-    return tuple(rows)
+    meaning = "several adapters on one base: what each has of its own, as adapters.NAME.optim.lr=1e-4"
+    return *rows, Row("adapters", f"map from names to {_OWN}", "{}", meaning)
 
 
 def keys_of(cls: type) -> Iterator[tuple[str, Setting]]:
@@ -344,10 +457,10 @@ def _read(path: Path, cls: type) -> dict[str, Any]:
 def _put(given: dict[str, Any], override: str, file: str) -> str:
     """Put the value of ``section.key=value`` into ``given``, and return the key."""
     key, equals, text = override.partition("=")
-    section, *names = key.strip().split(".")
+    names = key.strip().split(".")
     problem = "wanted section.key=value, as in train.steps=10"
     try:
-        if not (equals and section and names and all(names)):
+        if not (equals and (len(names) > 1 or names == ["adapters"]) and all(names)):
             raise ValueError(problem)
         problem = "not text in the locale's encoding; set PYTHONUTF8=1"
         override.encode()
@@ -357,13 +470,13 @@ def _put(given: dict[str, Any], override: str, file: str) -> str:
             problem = f"the value is not valid YAML: {error}; quote text that contains brackets, stars or "
             problem += "commas, as in data.files='[\"a[0-9].txt\"]'"
         raise RecipeError(f"{shown(override)} {_COMMAND_LINE}: {problem}") from error
-    if given.get(section) is None:
-        given[section] = {}
-    if not isinstance(given[section], dict):
-        raise RecipeError(f"{section} in {file}: {_wanted(given[section], 'keys and values')}")
-    for each in reversed(names[1:]):  # of a key that has no keys: the error shows them
-        value = {each: value}
-    given[section][names[0]] = value
+    for at, name in enumerate(names[:-1], start=1):
+        if given.get(name) is None:
+            given[name] = {}
+        if not isinstance(given[name], dict):
+            raise RecipeError(f"{'.'.join(names[:at])} in {file}: {_wanted(given[name], 'keys and values')}")
+        given = given[name]
+    given[names[-1]] = value
     return key.strip()
 
 
@@ -426,7 +539,9 @@ def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
         raise _ProblemError(
             f"this is a configuration of {tool}, not a recipe, which says it so: {_translated(merged)}"
         )
-    sections, parts, prefix = _sections(cls), {}, ""
+    sections, parts, prefix = _sections(cls), dict[str, Any](), ""
+    if cls is Recipe:
+        parts["adapters"] = merged.pop("adapters", None) or {}
     for name, values in merged.items():
         if name not in sections:
             inner = next(iter(values), None) if isinstance(values, Mapping) else None
@@ -456,15 +571,22 @@ def _unknown(key: str, cls: type) -> _ProblemError:
     if key in _REMOVED:
         return _ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
     known = [f"{section}.{each.name}" for section, each in keys_of(cls)]
+    siblings = [other for other in known if other.startswith(f"{key.rpartition('.')[0]}.")]
+    names = [each.name for each in fields(cls)]
+    hint = _near(key, known, names) or f"known: {', '.join(siblings or names)}"
+    return _ProblemError(f"unknown key; {hint}", key=key)
+
+
+def _near(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
+    """Return a question that suggests a key in place of an unknown one; empty: none is near."""
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
     near = (
         [other for other in known if other.endswith(f".{name}")]
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
-        or difflib.get_close_matches(key, [] if siblings else [*known, *_sections(cls)], n=1, cutoff=0.6)
+        or difflib.get_close_matches(key, [] if siblings else [*known, *sections], n=1, cutoff=0.6)
     )
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections(cls))}"
-    return _ProblemError(f"unknown key; {hint}", key=key)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 #: Top-level keys that only this tool has.

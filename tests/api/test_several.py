@@ -189,7 +189,7 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(tmp_path: Path) -> None
             pass
         with pytest.raises(ValueError, match="got 1 names; wanted one for each of 2 slices"):
             infinity.layer_schedule(model, 2, adapters=["law"])
-        with pytest.raises(infinity.CheckpointError, match="merge adds one that has no name"):
+        with pytest.raises(infinity.CheckpointError, match="merge adds one: name it"):
             infinity.export(model, tmp_path / "merged", merge=True)
         assert not (tmp_path / "merged").exists()
         assert runtime_of(model).units

@@ -57,9 +57,10 @@ def test_every_step_is_a_line_on_disk_when_it_ends(tmp_path: Path) -> None:
     assert (line["loss"], line["tokens_per_s"], line["bottleneck"]) == (3.25, 2048.0, "read")
     assert line["stall_s"] == {"read": 0.25, "update": 0.05}
     assert line["peak_nbytes"] == REPORT.peak_nbytes
-    metrics.evaluated(2, 3.5)
+    metrics.evaluated(Evaluation(2, 3.5))
     metrics.close()
-    assert lines(path)[1] == {"kind": "evaluation", "step": 2, "loss": 3.5, "perplexity": math.exp(3.5)}
+    end = {"kind": "evaluation", "step": 2, "loss": 3.5, "adapters": {}, "perplexity": math.exp(3.5)}
+    assert lines(path)[1] == end
 
 
 def test_lines_are_valid_json_even_if_a_gradient_is_not_finite(tmp_path: Path) -> None:
@@ -81,10 +82,10 @@ def test_a_second_writer_adds_and_never_truncates(tmp_path: Path) -> None:
 def interrupted(path: Path) -> list[str]:
     """Write the metrics of a run that was killed while it wrote those of step 3; return its lines."""
     metrics = MetricsFile(path)
-    metrics.evaluated(0, 6.0)
+    metrics.evaluated(Evaluation(0, 6.0))
     metrics.step(RECORDED)
     metrics.step(REPORT)
-    metrics.evaluated(2, 3.5)
+    metrics.evaluated(Evaluation(2, 3.5))
     metrics.step(replace(REPORT, step=3))
     metrics.close()
     path.write_text(path.read_text()[:-20])
@@ -150,7 +151,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
 
     board = TensorBoard(tmp_path)
     board.step(REPORT)
-    board.evaluated(2, 3.5)
+    board.evaluated(Evaluation(2, 3.5))
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
@@ -176,7 +177,7 @@ def shown(steps: list[StepReport], *, terminal: bool, log_every: int = 1) -> str
     display = ProgressDisplay(5, log_every=log_every, console=console)
     for report in steps:
         display.step(report)
-    display.evaluated(5, 3.5)
+    display.evaluated(Evaluation(5, 3.5))
     display.close()
     return console.file.getvalue()
 
@@ -199,7 +200,7 @@ def summarize(steps: list[StepReport], held_out: tuple[float, ...] = ()) -> Summ
     for report in steps:
         builder.step(report)
     for step, loss in enumerate(held_out):
-        builder.evaluated(step, loss)
+        builder.evaluated(Evaluation(step, loss))
     return builder.result(
         folder=Path("runs/[a]"), world_size=2, budgets={"host": 2**28, "nvme": None, "device": None}
     )
@@ -294,6 +295,8 @@ def test_a_run_without_steps_has_a_summary() -> None:
 
 def test_a_perplexity_beyond_floats_is_infinite_and_its_line_still_json(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
-    metrics.evaluated(1, 1e4)
+    metrics.evaluated(Evaluation(1, 1e4))
     metrics.close()
-    assert lines(tmp_path / "m.jsonl") == [{"kind": "evaluation", "step": 1, "loss": 1e4, "perplexity": None}]
+    assert lines(tmp_path / "m.jsonl") == [
+        {"kind": "evaluation", "step": 1, "loss": 1e4, "adapters": {}, "perplexity": None}
+    ]

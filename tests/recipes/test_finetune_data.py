@@ -15,7 +15,7 @@ import infinity
 from infinity.app.loop import Loop
 from infinity.app.train import train
 from infinity.comm.ranks import rank, world_size
-from infinity.observe.metrics import StepReport, View
+from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.recipes.data.loader import Batch, BatchShape, Data, open_data
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe, load_recipe
@@ -158,7 +158,7 @@ class Seen:
     def step(self, report: StepReport) -> None:
         self.losses.append(report.loss)
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, found: Evaluation) -> None:
         pass
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     )  # fmt: skip
     seen = Seen()
     try:
-        Loop(of, model, optimizer, Data(iter(batches), None, packed=data.packed), View(seen)).run()
+        Loop(of, model, optimizer, {"": Data(iter(batches), None, packed=data.packed)}, View(seen)).run()
     finally:
         optimizer.close()
     plain, losses = Reference(factory(), DTYPES[dtype], rule), []

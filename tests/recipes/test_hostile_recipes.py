@@ -388,7 +388,7 @@ def test_configs_take_from_python_what_a_recipe_takes() -> None:
 
 
 def test_every_number_of_the_schema_has_a_range_on_both_sides() -> None:
-    for row in recipe_table():
+    for row in recipe_table()[:-1]:  # the last one, adapters, has keys of others
         valid = KEYS[row.key].valid
         if re.search(r"\b(int|float)\b", str(KEYS[row.key].hint)):
             assert (valid.least, valid.above) != (None, None), row.key

@@ -91,7 +91,10 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
         ),
         (
             "x.zzz",
-            "known: run, model, data, memory, partition, durability, optim, train, lora, checkpoint, observe",
+            (
+                "known: run, model, data, memory, partition, durability, optim, train, lora, checkpoint, "
+                "observe, adapters"
+            ),
         ),
     ],
 )
@@ -205,8 +208,9 @@ def test_an_override_is_section_key_value(override: str) -> None:
 
 def test_the_table_has_every_key_with_a_meaning_and_its_default() -> None:
     rows = {row.key: row for row in recipe_table()}
-    sections = {spec.name: getattr(Recipe(), spec.name) for spec in fields(Recipe)}
-    assert list(rows) == [f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)]
+    sections = {spec.name: getattr(Recipe(), spec.name) for spec in fields(Recipe) if spec.name != "adapters"}
+    keys = [f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)]
+    assert list(rows) == [*keys, "adapters"]
     assert all(row.meaning and row.type for row in rows.values())
     assert rows["memory.host"][1:3] == ("size such as 8GiB or null, 1 to 2**60 bytes", "null")
     assert rows["train.dtype"][1:3] == ("auto | bf16 | fp16 | fp32", "auto")
@@ -232,7 +236,7 @@ def test_bounds_say_what_they_accept() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_recipes_that_come_with_the_project_are_valid(path: Path) -> None:
-    needs = ["model.path=DIR"] if path.stem == "finetune" else []
+    needs = ["model.path=DIR"] if path.stem in ("finetune", "adapters") else []
     assert load_recipe(path, needs) != Recipe()
 
 
@@ -250,8 +254,9 @@ def test_a_value_that_is_no_yaml_names_its_override_and_how_to_quote_it() -> Non
     assert load_recipe(overrides=['data.files=["/x/[ab]*.py"]']).data.files == ("/x/[ab]*.py",)
 
 
-def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
-    path = ROOT / "configs" / "finetune.yaml"
+@pytest.mark.parametrize("name", ["finetune", "adapters"])
+def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint(name: str) -> None:
+    path = ROOT / "configs" / f"{name}.yaml"
     with pytest.raises(RecipeError, match=r"model\.path.*model\.path=DIR"):
         load_recipe(path)
     assert load_recipe(path, ["model.path=base"]).model.path == "base"
@@ -260,3 +265,55 @@ def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
 def test_a_section_that_is_no_section_is_refused_from_python_too() -> None:
     with pytest.raises(RecipeError, match=r"^train: got 'fast'; wanted a TrainConfig, as of infinity"):
         Recipe(train="fast")  # type: ignore[arg-type]
+
+
+BASE = "model: {path: /x}\nlora: {rank: 16}\noptim: {lr: 1e-4}\n"
+
+
+def test_each_adapter_has_a_recipe_of_its_own_and_is_written_and_read_again(tmp_path: Path) -> None:
+    text = "adapters: {fox: {data: {files: a.txt}, lora: {rank: 8, rank_pattern: {q: 3}}}, owl: }"
+    path = write(tmp_path, BASE + text)
+    recipe = load_recipe(path, ["adapters.owl.optim.lr=1e-3", "adapters.fox.lora.rank_pattern.k=5"])
+    fox, owl = recipe.tasks.values()
+    assert (fox.data.files, fox.lora.rank, fox.lora.rank_pattern) == (("a.txt",), 8, {"q": 3, "k": 5})
+    assert (owl.data.files, owl.lora.rank, owl.optim.lr) == (("stdlib",), 16, 1e-3)
+    assert fox == recipe.alone("fox")
+    assert fox.tasks == {"": fox}
+    assert (fox.adapters, fox.optim, fox.memory) == ({}, recipe.optim, recipe.memory)
+    assert recipe.micro_batches == 2 * recipe.train.accumulate
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+    absolute = recipe.with_absolute_paths()
+    assert absolute.adapters["fox"]["data"] == {"files": (f"{Path.cwd()}/a.txt",)}
+    assert load_recipe(path, ["adapters=null"]).tasks.keys() == {""}
+
+
+_SECTIONS = "wanted keys of its own in sections data, lora, optim"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "message"),
+    [
+        ("fox.lora.rnak=3", ".fox.lora.rnak", "got 3; wanted a key of lora; did you mean lora.rank?"),
+        ("fox.rank=3", ".fox.rank", f"got 3; {_SECTIONS}; did you mean lora.rank?"),
+        ("fox.lora.rank=0", ".fox.lora.rank", "got 0; wanted int or null, 1 to 65,536"),
+        ("fox.train.steps=4", ".fox.train", f"{_SECTIONS}; all adapters of a run share train"),
+        ("fox.optim.loss_scale=4", ".fox.optim.loss_scale", "all adapters of a run share optim.loss_scale"),
+        ("a/b.lora.rank=3", "", "got 'a/b'; wanted a name that a folder can have: letters, digits, _ and -"),
+        ("fox.lora.rank=null", ".fox.lora.rank", "got null; wanted its rank, or lora.rank for all adapters"),
+        ("fox=3", ".fox", f"got 3; {_SECTIONS}"),
+        ("fox.lora=3", ".fox.lora", "got 3; wanted keys and values"),
+    ],
+)
+def test_what_an_adapter_cannot_have_is_named(tmp_path: Path, override: str, key: str, message: str) -> None:
+    said = refused(write(tmp_path, BASE), f"adapters.{override}")
+    assert said.startswith(f"adapters{key} on the command line: got ")
+    assert message in said
+
+
+def test_adapters_need_a_base_and_a_recipe_says_which_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path, "adapters: {fox: {lora: {rank: 4}}}")
+    assert refused(path).endswith(
+        f"adapters.fox.lora.rank in {path}: got 4; wanted null without model.path, the frozen base"
+    )
+    with pytest.raises(RecipeError, match="adapters: no 'owl'; there are: fox"):
+        load_recipe(path, ["model.path=/x"]).alone("owl")
