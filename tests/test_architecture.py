@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2616,
     "planner": 2305,
-    "predict": 5257,
+    "predict": 5262,
     "recipes": 2161,
     "shards": 3921,
 }

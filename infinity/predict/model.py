@@ -225,8 +225,7 @@ class ModelWithoutValues:
     def _of_checkpoint(self, path: Path, stored_in: Path, recipe: Recipe) -> Any:
         """Build the model of ``path``; its frozen weights are read from files like those in ``stored_in``."""
         dtype = DTYPES[self.dtype]
-        given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
-        config = read_config(path, {"quantization_config": None} if isinstance(given, dict) else {})
+        config, given = _config_and_quantization(path)
         if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
             model = build_model(config, None, dtype, UNKNOWN_TENSORS)
@@ -250,7 +249,7 @@ class ModelWithoutValues:
 
     def _again(self, path: Path, like: "ModelWithoutValues", base: CheckpointValues) -> Any:
         """Build the model of ``path`` anew, with the sources of values that ``like`` found."""
-        config = read_config(path, {"quantization_config": None} if not is_ours(path) else {})
+        config, _ = _config_and_quantization(path)
         self.notes += like.notes
         self.values.sizes, self.values.tensors = like.values.sizes, like.values.tensors
         model = build_model(config, None, DTYPES[self.dtype], self.values.tensors)
@@ -286,3 +285,9 @@ class ModelWithoutValues:
         if self.values.base is not None:
             self.values.base.follow(fakes)
         del before
+
+
+def _config_and_quantization(path: Path) -> tuple[Any, object]:
+    """Return the config of the plain model in ``path``, and the ``quantization_config`` that it has there."""
+    given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
+    return read_config(path, {"quantization_config": None} if isinstance(given, dict) else {}), given
