@@ -147,6 +147,9 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     owner_fd = os.pidfd_open(owner)
     for name in IMPORTS:
         importlib.import_module(name)
+    # It starts programs to find its library, which a machine may lack.
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("libaio")
     _start_numba()
     _import_package()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
