@@ -13,9 +13,9 @@ FAST: dict[str, Scenario] = {
     "gpt2 with activations stored": Scenario(
         model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
     ),
-    "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
+    "two ranks, accumulated": Scenario(accumulate=2, world=2, steps=2, clip=1.0),
     "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
-    "on the device, clipped": Scenario(place=DEVICE, clip=1.0),
+    "on the device, clipped": Scenario(place=DEVICE, clip=1.0, steps=2),
 }
 
 SLOW: dict[str, Scenario] = {
