@@ -198,7 +198,9 @@ def test_auto_saves_and_gives_up_what_the_end_of_the_run_would_wait_for(
     assert metrics(tmp_path) == metrics(whole)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), InfinityError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), pytest.param(InfinityError("x"), marks=pytest.mark.slow)], ids=repr
+)
 def test_a_run_that_is_stopped_while_it_saves_leaves_what_was_complete(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

@@ -1,6 +1,7 @@
 """Adapters of packed experts: peft's numbers within rounding, the same bits wherever the experts are."""
 
 import contextlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -113,7 +114,7 @@ def closing(model: Any):
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(("Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "Llama4"), FAMILIES))
 def test_experts_without_names_are_adapted_and_train_as_with_pefts_own_wrapper(tmp_path, family):
     with closing(built(family, streaming(tmp_path / "nvme"))) as model:
         saved(model, tmp_path / "start")
@@ -157,7 +158,7 @@ WAYS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", few(("tiles of both", "rank 3", "transposed one by one", "recomputed"), WAYS))
+@pytest.mark.parametrize("way", few(("rank 3", "transposed one by one", "recomputed"), WAYS))
 def test_adapters_of_experts_have_the_same_bits_in_memory_on_nvme_and_in_tiles(tmp_path, way):
     family, dtype, change, options = WAYS[way]
     places = [["memory.host=1GiB"], streaming(tmp_path / "nvme"), streaming(tmp_path / "nvme", TILED[dtype])]
@@ -348,8 +349,13 @@ def test_a_run_and_a_portable_checkpoint_go_on_with_adapters_of_experts_in_other
 # --- merging ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [None, 40])
-@pytest.mark.parametrize("family", few(("Qwen3Moe", "GptOss"), ("Qwen3Moe", "Mixtral", "GptOss", "Llama4")))
+@pytest.mark.parametrize(
+    ("family", "block"),
+    few(
+        (("Qwen3Moe", None), ("GptOss", 40)),
+        itertools.product(("Qwen3Moe", "Mixtral", "GptOss", "Llama4"), (None, 40)),
+    ),
+)
 def test_adapters_of_experts_are_merged_from_files_to_files_as_peft_merges_them(
     tmp_path, family, block, monkeypatch
 ):
@@ -493,7 +499,7 @@ def test_an_operator_that_cannot_read_an_adapted_parameter_names_it_and_what_to_
 # --- a layer for each expert -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("family", few(("Mixtral", "DeepseekV3"), ("Qwen3Moe", "Mixtral", "DeepseekV3")))
 def test_adapters_of_a_layer_for_each_expert_are_those_that_peft_loads_for_checkpoints(tmp_path, family):
     make(family).save_pretrained(tmp_path / "base")
     with small_units():
