@@ -128,7 +128,7 @@ PLACES = {
     "nvme-verified": [*NVME, "run.name=mine", "memory.verify=true"],
 }  # fmt: skip
 #: Every kind of place, and both dtypes; the rest are long tests.
-FEW = (("nvme-commits", "fp32"), ("host", "bf16"), ("both-every-third", "bf16"))
+FEW = (("nvme-commits", "fp32"), ("both-every-third", "bf16"))
 CASES = [(place, dtype) for place in PLACES for dtype in ("bf16", "fp32")]
 
 
