@@ -1,5 +1,6 @@
 """A second optimizer is one subclass and one row: with any state, training is bitwise the plain loop."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import infinity
 from infinity.optim import rules
 from infinity.optim.rules import StateField, UpdateRule
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.reference import Reference, Rule, compute_weight
 from tests.helpers.training import assert_bitwise, reference, train
 from tests.shards.test_resume import interrupt, overrides, run, same, start, state
@@ -83,8 +85,10 @@ def rule(request, monkeypatch) -> UpdateRule:
     return request.param
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    few((("host", "fp32"), ("nvme", "bf16")), itertools.product(("host", "nvme"), ("bf16", "fp32"))),
+)
 def test_any_state_trains_bitwise_in_every_place(tmp_path, rule, place, dtype):
     factory, batch = models.build("gpt", seed=3)
     plain = reference(factory, batch, dtype=dtype, steps=4, rule=FREE)

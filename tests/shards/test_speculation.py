@@ -153,7 +153,7 @@ def test_steps_with_gradients_that_are_not_finite_are_forgotten(tmp_path, place,
         pair.check()
 
 
-@pytest.mark.parametrize("place", few(("nvme", "part"), PLACES))
+@pytest.mark.parametrize("place", few(("part",), PLACES))
 def test_whatever_happens_between_backward_and_a_step_that_is_clipped(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         play(pair, "...")
@@ -258,7 +258,7 @@ def random_moves(seed: int, count: int) -> str:
     return "".join(random.Random(seed).choices(".cirlLaz", weights=[14, 4, 1, 1, 1, 1, 1, 1], k=count))
 
 
-@pytest.mark.parametrize("seed", few((1, 2), range(60)))
+@pytest.mark.parametrize("seed", few((1,), range(60)))
 def test_random_delays_and_steps_of_all_kinds_give_the_same_bits(tmp_path, seed):
     place, dtype = PLACES[seed % 3], ("bf16", "fp16")[seed % 2]
     with jitter(seed), lockstep(place, tmp_path, dtype, **POISONED) as pair:

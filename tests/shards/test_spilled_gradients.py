@@ -81,7 +81,7 @@ def spilled_nbytes(optimizer: Any) -> int:
     ("dtype", "extra", "versions"),
     [
         pytest.param("bf16", 0, VERSIONS[0], marks=pytest.mark.slow),
-        ("bf16", 3 * 8192, VERSIONS[0]),
+        pytest.param("bf16", 3 * 8192, VERSIONS[0], marks=pytest.mark.slow),
         ("fp16", 2 * 8192, VERSIONS[0]),
         ("fp32", 0, VERSIONS[1]),
         pytest.param("bf16", 3 * 8192, VERSIONS[1], marks=pytest.mark.slow),
