@@ -56,7 +56,7 @@ FEW = ("host", "nvme", "tight")
 #: Which placements each case is played in.
 PLAYED = {
     "few": {  # of llama: most cases in two placements, every placement but plans in one case
-        "clip": ("host", "nvme", "striped", "offload"), "free": ("part", "one-version"),
+        "clip": ("host", "striped", "offload"), "free": ("part", "one-version"),
         "accumulate": ("nvme", "tight"), "recompute": ("nvme", "tight"), "fp32": ("host", "recompute"),
     },
     "llama": {
