@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,11 @@ ONCE = (
 )  # fmt: skip
 
 
+def fast_and_slow(fast: list[Trial], slow: list[Trial]) -> list[Any]:
+    """Trials of the fast suite, and others of the same kind for the long one."""
+    return [pytest.param(fast, id="some"), pytest.param(slow, id="others", marks=pytest.mark.slow)]
+
+
 def check(
     folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 1.6 * HANG_S
 ) -> None:
@@ -27,66 +33,78 @@ def check(
     assert not all_reached or not missed, missed
 
 
-def test_a_killed_process_goes_on_bitwise(tmp_path):
-    check(
-        tmp_path,
-        [
-            Trial((Kill("placing a unit", 2), Kill("a write", 55)), place="both"),
-            Trial((Kill("an update", 7), Kill("an update", 5, after=True))),
-            Trial((Kill("the commit", 3, after=True), Kill("handing the record over", 3)), clip=True),
-            Trial((Kill("in the transaction", 3, after=True), Kill("the head", 3)), place="both"),
-            Trial((Kill("the rename", 3, after=True), Kill("a removal", 9, after=True))),
-            Trial((Kill("the head", after=True), Kill("retire", 9, after=True)), place="host"),
-            Trial(
-                (RECORDED, Kill("restore", after=True), Kill("taking over"), Kill("taking over", after=True))
-            ),
-            Trial((RECORDED, Kill("adopting", 2), Kill("adopting", 2)), place="both"),
-            Trial((Kill("close"), Kill("finishing", after=True), Kill("removing files", after=True))),
-            Trial((Kill("the record", 2),), more=("durability.survives=power",)),
-        ],
-    )
+KILLED = [
+    Trial((Kill("placing a unit", 2), Kill("a write", 55)), place="both"),
+    Trial((Kill("an update", 7), Kill("an update", 5, after=True))),
+    Trial((Kill("the commit", 3, after=True), Kill("handing the record over", 3)), clip=True),
+    Trial((Kill("in the transaction", 3, after=True), Kill("the head", 3)), place="both"),
+    Trial((RECORDED, Kill("restore", after=True), Kill("taking over"), Kill("taking over", after=True))),
+    Trial((Kill("close"), Kill("finishing", after=True), Kill("removing files", after=True))),
+    Trial((Kill("the record", 2),), more=("durability.survives=power",)),
+]
+KILLED_ELSEWHERE = [
+    Trial((Kill("the rename", 3, after=True), Kill("a removal", 9, after=True))),
+    Trial((Kill("the head", after=True), Kill("retire", 9, after=True)), place="host"),
+    Trial((RECORDED, Kill("adopting", 2), Kill("adopting", 2)), place="both"),
+]
 
 
-def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise(tmp_path):
+@pytest.mark.parametrize("trials", fast_and_slow(KILLED, KILLED_ELSEWHERE))
+def test_a_killed_process_goes_on_bitwise(tmp_path, trials):
+    check(tmp_path, trials)
+
+
+SAVING = [
+    Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 4)), saves=True),
+    Trial((Kill("publishing"), Kill("publishing", after=True)), place="both", saves=True),
+]
+SAVING_ON_RANKS = [
+    Trial((Kill("a saved unit", 4, rank=1),), 2, "both", more=("durability.every=2",), saves=True)
+]
+
+
+@pytest.mark.parametrize("trials", fast_and_slow(SAVING, SAVING_ON_RANKS))
+def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise(tmp_path, trials):
     """What was saved has the bytes that it has without a kill."""
-    check(
-        tmp_path,
-        [
-            Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 4)), saves=True),
-            Trial((Kill("publishing"), Kill("publishing", after=True)), place="both", saves=True),
-            Trial((Kill("a saved unit", 4, rank=1),), 2, "both", more=("durability.every=2",), saves=True),
-        ],
-    )
+    check(tmp_path, trials)
 
 
-def test_killed_ranks_go_on_bitwise(tmp_path):
+RANKS = [
+    Trial((Kill("the record", 2, rank=0), Kill("retire", 6, rank=1)), 2, "both"),
+    Trial((Kill("taking over", rank=1), Kill("restore", rank=0, after=True)), 2, clip=True),
+]
+RANKS_ELSEWHERE = [
+    Trial((Kill("the rename", 3, after=True, rank=1), Kill("an update", 6, rank=0)), 2),
+    Trial((Kill("close", rank=0), Kill("finishing", after=True, rank=1)), 2, "host"),
+]
+
+
+@pytest.mark.parametrize("trials", fast_and_slow(RANKS, RANKS_ELSEWHERE))
+def test_killed_ranks_go_on_bitwise(tmp_path, trials):
     """One rank is killed, and the other ends by itself; or both are."""
-    check(
-        tmp_path,
-        [
-            Trial((Kill("the record", 2, rank=0), Kill("retire", 6, rank=1)), 2, "both"),
-            Trial((Kill("the rename", 3, after=True, rank=1), Kill("an update", 6, rank=0)), 2),
-            Trial((Kill("close", rank=0), Kill("finishing", after=True, rank=1)), 2, "host"),
-            Trial((Kill("taking over", rank=1), Kill("restore", rank=0, after=True)), 2, clip=True),
-        ],
-        all_reached=False,
-    )
+    check(tmp_path, trials, all_reached=False)
 
 
-def test_a_process_that_is_killed_as_it_goes_on_with_other_ranks_goes_on_bitwise(tmp_path):
-    check(
-        tmp_path,
-        [
-            Trial((Kill(keep=3, world=2), Kill("making anew", 2), Kill("the record", after=True)), 1, "both"),
-            Trial(
-                (Kill(keep=3, world=2), Kill("discard"), Kill("discard", after=True)),
-                more=("durability.survives=power",),
-            ),
-            Trial((Kill(keep=3, world=1), Kill("making anew", 2, rank=1), Kill("the record", rank=0)), 2),
-            Trial((Kill(keep=3, world=1), Kill("discard", after=True, rank=0)), 2, "host"),
-        ],
-        all_reached=False,
-    )
+OTHER_RANKS = [
+    Trial(
+        (Kill(keep=3, world=2), Kill("discard"), Kill("discard", after=True)),
+        more=("durability.survives=power",),
+    ),
+    Trial((Kill(keep=3, world=1), Kill("making anew", 2, rank=1), Kill("the record", rank=0)), 2),
+]
+OTHER_RANKS_ELSEWHERE = [
+    Trial((Kill(keep=3, world=2), Kill("making anew", 2), Kill("the record", after=True)), 1, "both"),
+    Trial((Kill(keep=3, world=1), Kill("discard", after=True, rank=0)), 2, "host"),
+]
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [OTHER_RANKS, pytest.param(OTHER_RANKS_ELSEWHERE, marks=pytest.mark.slow)],
+    ids=["", "elsewhere"],
+)
+def test_a_process_that_is_killed_as_it_goes_on_with_other_ranks_goes_on_bitwise(tmp_path, trials):
+    check(tmp_path, trials, all_reached=False)
 
 
 # --- many ----------------------------------------------------------------------------------------------
