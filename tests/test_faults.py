@@ -267,7 +267,10 @@ def attempt(scenario: Callable[[Path, bool], None], folder: Path, guilty: bool) 
 
 
 #: How one rank learns of the other's end is the same in these as in others.
-ALIKE = (full_disk_at_construction, broken_early_writes, broken_reads, cut_file, replaced_file)
+ALIKE = (
+    full_disk_at_construction, broken_early_writes, broken_reads, broken_early_reads, broken_probe, cut_file,
+    replaced_file, removed_file,
+)  # fmt: skip
 
 
 def play_all(folder: str, scenarios: list[Callable[[Path, bool], None]]) -> dict[str, Outcome]:
