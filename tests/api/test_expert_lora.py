@@ -20,7 +20,7 @@ from infinity.api import merge as merging
 from infinity.api.save_lora import split_experts
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import run_ranks, several
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import optimizer_for, recipe, small_units, streaming
 from tests.shards.test_resume import same
@@ -247,7 +247,8 @@ def rank_trains(folder: str, tile: str, family: str) -> tuple[list[float], dict[
 @pytest.mark.parametrize("family", few(("Qwen3Moe",), ("Qwen3Moe", "GptOss")))
 def test_two_ranks_train_the_adapters_of_one_in_tiles_or_whole(tmp_path, family):
     tiles = "partition.tile=never", TILED["fp32"]
-    found = [run_ranks(rank_trains, 2, str(tmp_path), tile, family) for tile in tiles]
+    calls = [(rank_trains, str(tmp_path / str(number)), tile, family) for number, tile in enumerate(tiles)]
+    found = [*zip(*run_ranks(several, 2, *calls), strict=True)]
     for whole, tiled in zip(*found, strict=True):
         assert tiled[0] == whole[0]
         assert [name for name in whole[1] if not torch.equal(whole[1][name], tiled[1][name])] == []
