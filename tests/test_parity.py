@@ -137,5 +137,5 @@ def test_recomputation_of_blocks(tmp_path, reentrant, clip):
 
     options = {"change": recompute, "rule": rule, "steps": STEPS}
     plain = reference(factory, batch, **options)
-    for place in ("host", "nvme", "tight"):
+    for place in ("host", "tight"):
         assert_bitwise(train(factory, batch, placements(tmp_path)[place], **options), plain)

@@ -95,7 +95,7 @@ def test_any_state_trains_bitwise_in_every_place(tmp_path, rule, place, dtype):
     assert_bitwise(train(factory, batch, overrides(tmp_path, place), dtype=dtype, steps=4, rule=FREE), plain)
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("place", few(("nvme",), ("host", "nvme")))
 def test_a_run_goes_on_bitwise_with_any_state(tmp_path, rule, place):
     given = overrides(tmp_path, place)
     model, optimizer, batch = start("gpt", "bf16", given, FREE)

@@ -121,7 +121,7 @@ def on_nvme(pair: Lockstep) -> int:
 # --- when ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", few(("roomy", "part"), PLACES))
 def test_it_gives_the_plain_loops_bits_pauses_where_steps_are_clipped_and_resumes_by_itself(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         n = on_nvme(pair) if place != "one-version" else 0

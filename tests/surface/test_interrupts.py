@@ -84,7 +84,7 @@ SCENARIOS = {
     "tiles": Scenario((*_STREAMS, "partition.tile=2KiB")),
 }
 #: Trials of the fast suite, by scenario, and of the long one.
-FEW = {"nvme": 6, "host clipped recorded": 6, "tiles": 4}
+FEW = {"nvme": 3, "host clipped recorded": 3, "tiles": 2}
 MANY = 80
 
 
