@@ -25,10 +25,10 @@ from infinity.optim.rules import LossScaler
 _SMALL_NBYTES = 2**20
 
 
-def _is_scheduler(each: Stateful) -> bool:
-    """Return whether ``each`` steps after the optimizer, so that its state of a step is taken later."""
+def _is_late(each: Stateful) -> bool:
+    """Return whether ``each`` changes after the optimizer's step, so that its state is taken later."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
-    return isinstance(wrapped, LRScheduler)
+    return isinstance(wrapped, LRScheduler) or getattr(each, "steps_after_optimizer", False) is True
 
 
 class AdamW(torch.optim.Optimizer):
@@ -49,6 +49,8 @@ class AdamW(torch.optim.Optimizer):
         follow: Objects with ``state_dict`` and ``load_state_dict`` (a scheduler, a torchdata loader), by
             names of your choice. In a named run with ``memory.nvme`` their states are committed with each
             step, as learning rates, buffers and generators are, and :func:`infinity.resume` restores them.
+            The state of a scheduler, or of an object whose attribute ``steps_after_optimizer`` is True, is
+            taken when the next forward pass begins.
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
@@ -96,8 +98,8 @@ class AdamW(torch.optim.Optimizer):
         self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
         self._scaled = False
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
-        #: Whether the last step was skipped, because a gradient was not finite.
-        self.skipped = False
+        #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
+        self._clipped: tuple[dict[Any, float], Mapping[Any, float | None]] | None = None
         self.steps = 0
         self._followed: dict[str, Stateful] = {}
         self.follow(**(follow or {}))
@@ -159,36 +161,76 @@ class AdamW(torch.optim.Optimizer):
         they are, ``skipped`` is True and ``grad_norm`` says inf or nan. DiskError: a transfer of this step
         failed; the committed step is unharmed.
         """
-        if self.runtime.executor().updates.hypers.groups is not self.param_groups:
-            raise StateError(
-                "another infinity.AdamW was made for this model after this one: a model has one. For other "
-                "hyperparameters of some parameters give it parameter groups, params=[...]"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with uninterrupted:
             executor = self.runtime.executor()
-            synced = executor.gradients.completions.synced
-            if self.scaler is not None and not self._scaled and synced:
-                raise StateError(
-                    "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
-                )
-            if synced:
-                self._check_parameters()
-                self.runtime.tiers.settle(self.runtime.units)
-            self.runtime.values.end_load()
-            norms = executor.reduce()
+            norms, limits = self._clipped or (self._complete_gradients(), self._limits)
+            self._clipped = None
             if norms is not None:
-                executor.commit(norms, self._limits)
-                self._norms, self.skipped = norms, not any(map(math.isfinite, norms.values()))
+                executor.commit(norms, limits)
+                self._norms = norms
                 self.steps += not self.skipped
                 if self.scaler is not None:
                     self.scaler.update(self.skipped)
                 self._scaled = False
                 self.runtime.records.record(self._small_state)
         return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Complete this step's gradients, and let ``step()`` clip them to ``max_norm``, as torch's function.
+
+        ``max_norm`` takes the place of ``max_grad_norm`` in this step; each of several adapters is clipped by
+        its own norm. Every rank must call, after the last backward pass of the step.
+
+        Returns:
+            ``()``, their global norm over all ranks before clipping, without the loss scale.
+
+        Raises:
+            StateError: No gradients wait for ``step()``; or ``max_norm`` is finite, and the optimizer has no
+                ``max_grad_norm``, so that updates did not wait for the norm.
+            ValueError: ``max_norm`` is no number above 0.
+        """
+        if not _is_number(max_norm, Valid(above=0)) and max_norm != math.inf:
+            raise SettingError("max_norm", max_norm, "a number > 0, or inf: only return the norm")
+        if None in self._limits.values() and max_norm != math.inf:
+            raise StateError(
+                f"clip_grad_norm_({max_norm:g}): this infinity.AdamW was made without max_grad_norm, so "
+                f"updates began before the norm was known: make it with max_grad_norm={max_norm:g}"
+            )
+        with uninterrupted:
+            norms = self._complete_gradients()
+            if norms is None:
+                raise StateError(
+                    "clip_grad_norm_ before the last backward pass of a step: call it right before step()"
+                )
+            self._clipped = norms, dict.fromkeys(norms, float(max_norm))
+        return torch.tensor(math.hypot(*norms.values()), device="cpu")
+
+    def _complete_gradients(self) -> dict[Any, float] | None:
+        """Return the norms of this step's gradients when all have come; None: there are none."""
+        executor = self.runtime.executor()
+        if executor.updates.hypers.groups is not self.param_groups:
+            raise StateError(
+                "another infinity.AdamW was made for this model after this one: a model has one. For other "
+                "hyperparameters of some parameters give it parameter groups, params=[...]"
+            )
+        if executor.gradients.completions.synced:
+            if self.scaler is not None and not self._scaled:
+                raise StateError(
+                    "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
+                )
+            self._check_parameters()
+            self.runtime.tiers.settle(self.runtime.units)
+        self.runtime.values.end_load()
+        return executor.reduce()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped, because a gradient was not finite."""
+        return bool(self._norms) and not any(map(math.isfinite, self._norms.values()))
 
     @property
     def grad_norm(self) -> float | None:
@@ -220,7 +262,7 @@ class AdamW(torch.optim.Optimizer):
 
         By then learning-rate schedulers have stepped; without any there is no rest.
         """
-        late = {name: each for name, each in self._followed.items() if _is_scheduler(each)}
+        late = {name: each for name, each in self._followed.items() if _is_late(each)}
         follow = {name: each.state_dict() for name, each in self._followed.items() if name not in late}
         generators = generator_states(self.runtime.ranks.device)
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
@@ -282,6 +324,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this step, and the updates that they started."""
         self.runtime.forget_step()
+        self._clipped = None
         for param in self._params():
             param.grad = None
 

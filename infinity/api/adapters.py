@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from infinity.activations.tensor_cache import patched
 from infinity.checkpoint.directory import FileTensor, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
-from infinity.core.errors import CheckpointError, RecipeError, library_errors, listed
+from infinity.core.errors import CheckpointError, InfinityError, RecipeError, library_errors, listed
 from infinity.core.files import user_path
 
 #: Names of adapters, which are those of modules and of folders.
@@ -42,6 +42,8 @@ _NEEDLESS = {
 }  # fmt: skip
 #: Keys with lists of names, and whether one text, a regular expression, is allowed, too.
 _LISTS = {"target_modules": True, "target_parameters": False, "modules_to_save": False}
+#: Names of heads that peft itself lets a model that classifies train.
+_HEADS = "classifier", "score"
 #: Ways to set the first values that leave the base as it is.
 _INITS = (True, False, "gaussian", "orthogonal")
 #: The most keys of a kind that an error names.
@@ -135,6 +137,56 @@ class LoraConfig(Config):
         return config
 
 
+def _checked(entries: Mapping[str, Any], where: str, error: type[InfinityError]) -> Any:
+    """Return the ``peft.LoraConfig`` of these entries; raise ``error`` if it cannot be used here."""
+    kind = peft().LoraConfig
+    if entries.get("peft_type") != "LORA":
+        raise error(f"{where}: peft_type is {shown(entries.get('peft_type'))}; wanted 'LORA'")
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    for name, value in entries.items():
+        if name in _KNOWN or name in _NEEDLESS:
+            continue
+        default: object = None
+        if name in fields:
+            given = fields[name].default, fields[name].default_factory
+            default = given[0] if given[0] is not dataclasses.MISSING else given[1]()  # type: ignore[operator]
+        if value != default and value not in (None, False, [], {}):
+            raise error(
+                f"{where}: {name} is {shown(value)}; adapters can be used here that have {shown(default)}"
+            )
+    init = entries.get("init_lora_weights", True)
+    if init not in _INITS:
+        raise error(
+            f"{where}: init_lora_weights is {shown(init)}, which changes the base; convert the adapters "
+            "to plain ones with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(value := entries.get(name, {}), dict):
+            raise error(f"{where}: {name} is {shown(value)}; wanted a map from layers to numbers")
+    for value in (entries.get("lora_alpha", 1), *entries.get("alpha_pattern", {}).values()):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise error(f"{where}: an alpha is {shown(value)}; wanted a finite number")
+    for name, may_be_text in _LISTS.items():
+        value = entries.get(name)
+        texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if not (value is None or texts or (may_be_text and isinstance(value, str))):
+            raise error(f"{where}: {name} is {shown(value)}; wanted a list of names")
+    with library_errors(error, where):
+        return kind(**{name: value for name, value in entries.items() if name in _KNOWN})
+
+
+def from_peft(config: Any, model: nn.Module) -> Any:
+    """Return a copy of a user's own ``peft.LoraConfig``; raise a RecipeError if it cannot be used here."""
+    from infinity.api.expert_lora import check_parameters
+
+    if not isinstance(config, peft().LoraConfig):
+        raise RecipeError(f"adapters: wanted a peft.LoraConfig; got {type(config).__name__}")
+    entries = {name: sorted(each) if isinstance(each, set) else each for name, each in vars(config).items()}
+    checked = _checked(entries | {"peft_type": "LORA"}, "the peft.LoraConfig", RecipeError)
+    check_parameters(checked, model)
+    return checked
+
+
 def _yaml(default: object) -> str:
     """Return how a recipe writes the default of a setting."""
     return {None: "null", False: "false", (): "[]"}.get(default, str(default))  # type: ignore[call-overload, no-any-return]
@@ -197,7 +249,10 @@ def check_used(adapted: nn.Module, config: Any, given: Any = None, adapter: str 
     if given is not None:
         _check_layers(layers, config, given)
         _refuse_copies_of_tied(adapted, copied)
+    classifies = config.task_type in ("SEQ_CLS", "TOKEN_CLS")
     for wanted in config.modules_to_save or ():
+        if classifies and wanted in _HEADS and any(name.endswith(_HEADS) for name in copied):
+            continue  # peft names both, and a model has one
         if any(name.endswith(wanted) for name in tokens):
             raise ValueError(
                 f"modules_to_save names {shown(wanted)}, of which trainable_token_indices trains rows: leave "
@@ -263,7 +318,7 @@ class SavedAdapters:
                 f"{self.path} is the folder of a run, and holds no {CONFIG}; use its {of_run.parent}"
             )
         self.entries = read_json_object(self.path / CONFIG)
-        self.config = self._read_config()
+        self.config = _checked(self.entries, str(self.path / CONFIG), CheckpointError)
         if not (self.path / VALUES).is_file():
             pickled = (self.path / "adapter_model.bin").exists()
             more = "; load and save it once with peft, which writes that file" if pickled else ""
@@ -278,46 +333,6 @@ class SavedAdapters:
     @property
     def tensors(self) -> Mapping[str, FileTensor]:
         return self._file.tensors
-
-    def _read_config(self) -> Any:
-        kind, where = peft().LoraConfig, self.path / CONFIG
-        if self.entries.get("peft_type") != "LORA":
-            raise CheckpointError(
-                f"{where}: peft_type is {shown(self.entries.get('peft_type'))}; wanted 'LORA'"
-            )
-        fields = {each.name: each for each in dataclasses.fields(kind)}
-        for name, value in self.entries.items():
-            if name in _KNOWN or name in _NEEDLESS:
-                continue
-            default: object = None
-            if name in fields:
-                given = fields[name].default, fields[name].default_factory
-                default = given[0] if given[0] is not dataclasses.MISSING else given[1]()  # type: ignore[operator]
-            if value != default and value not in (None, False, [], {}):
-                raise CheckpointError(
-                    f"{where}: {name} is {shown(value)}; adapters can be used here that have {shown(default)}"
-                )
-        init = self.entries.get("init_lora_weights", True)
-        if init not in _INITS:
-            raise CheckpointError(
-                f"{where}: init_lora_weights is {shown(init)}, which changes the base; convert the adapters "
-                "to plain ones with peft (save_pretrained with path_initial_model_for_weight_conversion)"
-            )
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(value := self.entries.get(name, {}), dict):
-                raise CheckpointError(
-                    f"{where}: {name} is {shown(value)}; wanted a map from layers to numbers"
-                )
-        for value in (self.entries.get("lora_alpha", 1), *self.entries.get("alpha_pattern", {}).values()):
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise CheckpointError(f"{where}: an alpha is {shown(value)}; wanted a finite number")
-        for name, may_be_text in _LISTS.items():
-            value = self.entries.get(name)
-            texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
-            if not (value is None or texts or (may_be_text and isinstance(value, str))):
-                raise CheckpointError(f"{where}: {name} is {shown(value)}; wanted a list of names")
-        with library_errors(CheckpointError, str(where)):
-            return kind(**{name: value for name, value in self.entries.items() if name in _KNOWN})
 
     def _check_ranks(self) -> None:
         """Refuse ranks that the values do not have, before memory is taken for them."""

@@ -25,6 +25,7 @@ from infinity.api.adapters import (
     LoraConfig,
     SavedAdapters,
     check_used,
+    from_peft,
     note_on_base,
     peft,
     rows_of_owners,
@@ -41,7 +42,7 @@ from infinity.partition.init_context import Construction, ServedParameters
 _SHARE = 16
 
 
-def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
+def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **settings: Any) -> Any:
     """Freeze ``model`` and give layers and experts trainable adapters; every rank calls, with one seed.
 
     Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied) and
@@ -50,6 +51,7 @@ def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
     if it were alone, in blocks ``with infinity.adapter(model, name)``.
 
     Args:
+        config: A ``peft.LoraConfig`` in place of ``settings``.
         name: That of the adapter: letters, digits, ``_`` and ``-``.
         settings: Keys of a recipe's section ``lora``, without ``lr_ratio``: ``rank`` (by default 16),
             ``alpha``, ``target_modules`` and more, as in :class:`infinity.api.adapters.LoraConfig`. With
@@ -75,6 +77,8 @@ def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
+    if config is not None and settings:
+        raise RecipeError(f"add_lora: {', '.join(settings)} beside a config; say it in the config")
     defaults = {} if settings.get("adapter") is not None else {"rank": 16}
     known = [key.name for key in settings_of(LoraConfig)]
     for each in settings:
@@ -82,11 +86,11 @@ def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
             near = difflib.get_close_matches(each, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
             raise RecipeError(f"add_lora has no setting {shown(each)}; {hint}")
-    config = LoraConfig(**(defaults | settings))
-    if not config.active:
+    given = LoraConfig(**(defaults | settings))
+    if not given.active:
         raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")
-    note = "" if config.adapter is None else note_on_base(config.adapter, model)
-    adapted = make_adapters(model, runtime.construction, config, name)
+    note = "" if given.adapter is None else note_on_base(given.adapter, model)
+    adapted = make_adapters(model, runtime.construction, given if config is None else config, name)
     if note and runtime.ranks.rank == 0:
         runtime.say(note)
     runtime.meet()
@@ -94,15 +98,16 @@ def add_lora(model: nn.Module, *, name: str = DEFAULT, **settings: Any) -> Any:
     return adapted
 
 
-def make_adapters(
-    model: nn.Module, construction: Construction, config: LoraConfig, name: str = DEFAULT
-) -> Any:
+def make_adapters(model: nn.Module, construction: Construction, config: Any, name: str = DEFAULT) -> Any:
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`."""
-    saved = None if config.adapter is None else SavedAdapters(config.adapter)
+    ours = isinstance(config, LoraConfig)
+    saved = SavedAdapters(config.adapter) if ours and config.adapter is not None else None
     with contextlib.ExitStack() as stack:
         if saved is not None:
             stack.callback(saved.close)
-        given = config.for_peft(model) if saved is None else saved.config
+            given = saved.config
+        else:
+            given = config.for_peft(model) if ours else from_peft(config, model)
         adapted = wrap(model, given, saved, name)
         if saved is not None:
             with _placeholders_in_state_dict(model):

@@ -26,7 +26,7 @@ import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -68,8 +68,9 @@ Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
 
 
 def save_checkpoint(
-    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool = False
-) -> "PortableSave":
+    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool = False,
+    trained_only: bool = False,
+) -> "PortableSave":  # fmt: skip
     """Write weights, moments and hyperparameters to a new directory of ``torch.distributed.checkpoint``.
 
     ``torch.distributed.checkpoint.load`` reads it on any number of ranks, into FSDP2, torchtitan or a plain
@@ -86,6 +87,7 @@ def save_checkpoint(
     Args:
         optimizer: None: only weights are saved.
         path: On a file system that all ranks see; new, or empty; rank 0's value is used.
+        trained_only: Leave out units in which all parameters are frozen, as those of a base are.
 
     Raises:
         CheckpointError: ``path`` is not free.
@@ -94,7 +96,7 @@ def save_checkpoint(
         StateError: There are gradients of a step that is not over, another save has not ended, or the states
             of an interrupted run are not in their places yet: call :func:`infinity.resume` first.
     """
-    save = begin_save(model, optimizer, path, background=background)
+    save = begin_save(model, optimizer, path, background=background, trained_only=trained_only)
     if not background:
         save.wait()
     return save
@@ -102,19 +104,21 @@ def save_checkpoint(
 
 def begin_save(
     model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool,
-    then: Callable[[], object] = lambda: None,
+    then: Callable[[], object] = lambda: None, trained_only: bool = False,
 ) -> "PortableSave":  # fmt: skip
     """Begin :func:`save_checkpoint`; ``then`` is called on rank 0 when it is published."""
     runtime = _between_steps(model, settled=not background)
     if not all(save.ended for save in runtime.saves):
         raise StateError("a checkpoint is being saved in the background: call wait() of it before the next")
-    save = PortableSave(user_path(path, "path"), model, optimizer, runtime)
+    save = PortableSave(user_path(path, "path"), model, optimizer, runtime, trained_only=trained_only)
     runtime.saves[:] = [save]
     save.start(runtime, beside=background, then=then)
     return save
 
 
-def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path) -> int:
+def load_checkpoint(
+    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, trained_only: bool = False
+) -> int:
     """Load weights and the optimizer's state from a directory of ``torch.distributed.checkpoint``.
 
     Written by :func:`save_checkpoint`, or by ``torch.distributed.checkpoint.save`` from FSDP2, torchtitan or
@@ -123,6 +127,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
 
     Args:
         optimizer: Moments and step counts that the checkpoint lacks become zero. None: weights only.
+        trained_only: As in :func:`save_checkpoint`: units that are frozen stay as they are.
 
     Returns:
         How many steps the optimizer had done; 0 if the checkpoint has no state of an optimizer.
@@ -138,7 +143,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
         runtime.executor().prefetcher.forget()
     where = user_path(path, "path")
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
-        values = PortableValues(checkpoint, model, optimizer, runtime)
+        values = PortableValues(checkpoint, model, optimizer, runtime, trained_only=trained_only)
         for unit in filter(values.holds, runtime.units):
             runtime.tiers.put(unit, partial(values.field, unit, 0), partial(values.moments, unit))
             unit.updates += 1
@@ -167,7 +172,9 @@ def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
 class Contents:
     """Lists the values of a checkpoint of one model, the same on every rank."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW | None, runtime: Runtime) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: AdamW | None, runtime: Runtime, *, trained_only: bool
+    ) -> None:
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
         self.rest: list[tuple[Any, Keys]] = []  # what rank 0 writes: first tensors
@@ -176,7 +183,7 @@ class Contents:
         self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
         sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
         name_of: dict[int, str] = {}
-        for tensor, names in tensor_names(model):
+        for tensor, names in tensor_names(model, runtime.units if trained_only else ()):
             name_of[id(tensor)] = names[0]
             places: list[Place] = [(name,) for name in names]
             if id(tensor) in sharded:
@@ -248,25 +255,33 @@ class Contents:
         return sum(found) + len(found) * _AROUND_NBYTES
 
 
-def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Return parameters and persistent buffers, each with its names; optimizer state uses the first."""
+def tensor_names(model: nn.Module, without_frozen: Iterable[Unit] = ()) -> list[tuple[Tensor, list[str]]]:
+    """Return parameters and persistent buffers, each with its names; optimizer state uses the first.
+
+    Parameters of those units of ``without_frozen`` that are frozen as a whole are left out.
+    """
+    wholes = [[segment.whole for segment in unit.segments] for unit in without_frozen]
+    frozen = {id(each) for unit in wholes for each in unit if not any(p.requires_grad for p in unit)}
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_targets(model):
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+        if id(tensor) not in frozen:
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
     return list(found.values())
 
 
 class PortableSave:
     """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
 
-    def __init__(self, out: Path, model: nn.Module, optimizer: AdamW | None, runtime: Runtime) -> None:
+    def __init__(
+        self, out: Path, model: nn.Module, optimizer: AdamW | None, runtime: Runtime, *, trained_only: bool
+    ) -> None:  # fmt: skip
         self._ranks = ranks = runtime.ranks
         self._records: list[Record] = []
         self._running, self._threads = Transfer(), list[threading.Thread]()
         self._then: Callable[[], object] = lambda: None
         self._publishing = self.ended = False  # ended: published, or failed
         with all_ranks_or_raise(ranks, f"planning {out}"):
-            self._contents = Contents(model, optimizer, runtime)
+            self._contents = Contents(model, optimizer, runtime, trained_only=trained_only)
         with contextlib.ExitStack() as stack:
             self._place = stack.enter_context(Publication(out, ranks, "save"))
             self.out = self._place.out
@@ -460,12 +475,13 @@ class PortableValues:
     """
 
     def __init__(
-        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: AdamW | None, runtime: Runtime
-    ) -> None:
+        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: AdamW | None, runtime: Runtime,
+        *, trained_only: bool,
+    ) -> None:  # fmt: skip
         groups = () if optimizer is None else optimizer.param_groups
         self._moments = runtime.tiers.layout.full_names[1:]
         self._checkpoint = checkpoint
-        self._named = tensor_names(model)
+        self._named = tensor_names(model, runtime.units if trained_only else ())
         self._sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
         self._fields: dict[int, list[Stored]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
