@@ -17,7 +17,7 @@ OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
 JOBS   ?= $(shell n=$$(($(CORES) + 1)); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test slow bare wheel gpu lint format types check bench-quick bench capacity clean
+.PHONY: help install dev quickstart test slow ecosystem bare wheel gpu lint format types check bench-quick bench capacity clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,10 +48,18 @@ quickstart: $(VENV)/.installed  ## install, then train a small transformer with 
 		-m infinity train configs/quickstart.yaml
 
 test: $(VENV)/.dev  ## the fast suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/ecosystem
 
 slow: $(VENV)/.dev  ## the long tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu" --timeout 1800
+
+$(VENV)/.ecosystem: $(VENV)/.dev
+	@echo "installing what tests/ecosystem needs into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[ecosystem]'
+	@touch $@
+
+ecosystem: $(VENV)/.ecosystem  ## trainers of other packages, with and without infinity
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal tests/ecosystem
 
 bare: $(VENV)/.dev  ## the core of the suite and the quickstart on poor machines, one condition at a time
 	$(BIN)/python tests/bare.py

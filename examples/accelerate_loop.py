@@ -1,4 +1,4 @@
-"""The three changed lines inside Hugging Face Accelerate, with gradient accumulation.
+"""Hugging Face Accelerate on a model that infinity holds, with gradient accumulation.
 
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --nvme /mnt/nvme0 --name mine
@@ -8,14 +8,11 @@ interruption, when it is started again.
 """
 
 import argparse
-import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
@@ -35,26 +32,13 @@ def stretches(count: int, length: int = 128) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-class Streaming(Accelerator):
-    """Accelerate without a copy of the model on every rank: infinity shards weights and reduces gradients."""
-
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model  # in place of DistributedDataParallel
-
-    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().prepare_optimizer(optimizer, device_placement=False)  # the state stays where it is
-
-    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return infinity.no_sync(model)
-
-
 def main(steps: int, nvme: str, name: str) -> None:
     torch.manual_seed(0)
-    accelerator = Streaming(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
+    accelerator = infinity.Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     places = [f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={name}"]
     with infinity.Init(infinity.load_recipe(overrides=places)):
         model = LlamaForCausalLM(CONFIG)
-    optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)  # clips, in place of clip_grad_norm_
+    optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 2, steps)
     loader = DataLoader(stretches(steps * 2 * 4 * accelerator.num_processes), batch_size=4)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
@@ -64,6 +48,8 @@ def main(steps: int, nvme: str, name: str) -> None:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             prepared.step()
             prepared.zero_grad()
         if accelerator.sync_gradients:

@@ -1,4 +1,4 @@
-"""The three changed lines inside the Hugging Face Trainer.
+"""The Hugging Face Trainer on a model that infinity holds.
 
     python examples/trainer_loop.py
     torchrun --nproc-per-node 2 examples/trainer_loop.py --nvme /mnt/nvme0 --out trained --save-every 10
@@ -8,16 +8,13 @@ after an interruption, when it is started again.
 """
 
 import argparse
-import contextlib
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers import get_cosine_schedule_with_warmup as cosine
 
 import infinity
 
@@ -35,37 +32,6 @@ def stretches(count: int, length: int = 128) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-class Streaming(Accelerator):
-    """Accelerate without a copy of the model on every rank: infinity shards weights and reduces gradients."""
-
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model  # in place of DistributedDataParallel
-
-    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().prepare_optimizer(optimizer, device_placement=False)  # the state stays where it is
-
-    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return infinity.no_sync(model)
-
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: infinity.AdamW clips, when it knows the norm over all ranks."""
-
-
-class StreamingArguments(TrainingArguments):
-    """Settings of a Trainer that moves no weights."""
-
-    place_model_on_device = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.save_strategy != "no" and not self.save_only_model:
-            raise ValueError(
-                f"save_strategy={self.save_strategy.value!r} would have one rank alone gather all optimizer "
-                "state, and hold it in memory. Say save_only_model=True, which writes the model as it "
-                'trains, or save_strategy="no"'
-            )
-
-
 class Losses(TrainerCallback):
     """Prints the loss of every step."""
 
@@ -75,36 +41,11 @@ class Losses(TrainerCallback):
             print(f"step {entry['step']:3}  loss {float(entry['loss']):.6f}")
 
 
-class StreamingTrainer(Trainer):
-    """A Trainer of a model that infinity holds."""
-
-    def go_on_after(self, step: int) -> None:
-        """Train from here on; a Trainer's own checkpoint tells it the step, and nothing else."""
-        with tempfile.TemporaryDirectory() as folder:
-            if step:
-                self.state.global_step = step
-                self.state.train_batch_size = self.args.train_batch_size
-                self.state.compute_steps(self.args, self.args.max_steps)
-                self.state.save_to_json(f"{folder}/trainer_state.json")
-            self.train(resume_from_checkpoint=folder if step else None)
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: infinity.resume has put weights, optimizer, scheduler and generators back."""
-
-    _load_optimizer_and_scheduler = _load_rng_state = _load_from_checkpoint
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = Streaming
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        infinity.export(self.model, output_dir or self.args.output_dir)  # on every rank, unit by unit
-
-
 def main(steps: int, nvme: str, out: str, save_every: int | None, name: str) -> None:
-    settings = StreamingArguments(
+    settings = TrainingArguments(
         out, max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        save_strategy="steps" if save_every else "no", save_steps=save_every or 0, save_only_model=True,
+        learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.01,
+        save_strategy="steps" if save_every else "no", save_steps=save_every or 0,
         logging_steps=1, disable_tqdm=True, report_to="none",
         train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
@@ -112,16 +53,11 @@ def main(steps: int, nvme: str, out: str, save_every: int | None, name: str) -> 
     places = [f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={name}"]
     with infinity.Init(infinity.load_recipe(overrides=places)):
         model = LlamaForCausalLM(CONFIG)
-    optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
-    scheduler = cosine(optimizer, 2, steps)
-    trainer = StreamingTrainer(
-        model, settings, train_dataset=stretches(steps * 2 * 4 * settings.world_size),
-        optimizers=(optimizer, scheduler), callbacks=[Losses],
-    )  # fmt: skip
-    optimizer.follow(scheduler=scheduler)
-    trainer.go_on_after(infinity.resume(model, optimizer))  # 0: a new run
-    trainer.save_model(f"{out}/model")  # a directory of its own
-    optimizer.close()
+    data = stretches(steps * 2 * 4 * settings.world_size)
+    trainer = infinity.trainer(Trainer)(model, settings, train_dataset=data, callbacks=[Losses])
+    trainer.train()
+    trainer.save_model(f"{out}/model")
+    infinity.close(model)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from infinity.core.errors import PeerError as PeerError
     from infinity.core.errors import RecipeError as RecipeError
     from infinity.core.errors import StateError as StateError
+    from infinity.integrations.accelerate import Accelerator as Accelerator
+    from infinity.integrations.trainer import trainer as trainer
     from infinity.recipes.recipe import Recipe as Recipe
     from infinity.recipes.recipe import load_recipe as load_recipe
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: f"infinity.{module}"
     for module, names in {
+        "integrations.accelerate": "Accelerator",
         "api.adamw": "AdamW",
         "api.export": "export",
         "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
@@ -55,6 +58,7 @@ _HOMES = {
         "api.quantize": "quantize",
         "api.save_lora": "save_lora",
         "api.several": "adapter",
+        "integrations.trainer": "trainer",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
         "recipes.recipe": "Recipe load_recipe",

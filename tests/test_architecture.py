@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "infinity"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"app"}),
     frozenset({"predict"}),
-    frozenset({"recipes"}),
+    frozenset({"recipes", "integrations"}),
     frozenset({"api"}),
     frozenset({"engine"}),
     frozenset({"checkpoint", "shards"}),
@@ -274,15 +274,16 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 529,
+    "": 533,
     "activations": 2430,
-    "api": 4262,
+    "api": 4341,
     "app": 1438,
     "checkpoint": 4334,
     "comm": 843,
     "core": 2267,
     "device": 1063,
     "engine": 3699,
+    "integrations": 453,
     "nvme": 1228,
     "observe": 798,
     "optim": 889,

@@ -1,0 +1,1 @@
+"""Other frameworks' loops around models of this package: Accelerate, and Trainers of transformers and TRL."""

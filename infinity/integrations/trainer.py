@@ -1,0 +1,319 @@
+"""Makes Trainers of transformers, TRL and others train models that were built under ``infinity.Init``.
+
+[Note: what a Trainer keeps]
+Its loop, data, losses, logs, evaluation and callbacks. The model is not wrapped; the optimizer that its
+arguments describe is an ``infinity.AdamW`` on the same parameter groups; what is saved is written unit by
+unit.
+
+[Note: a checkpoint of a Trainer]
+``checkpoint-N`` has the model, as ``infinity.export`` or ``infinity.save_lora`` writes it; beside it the
+Trainer's own state, generators and scheduler, and in ``training_state`` the exact weights and moments of what
+is trained, for any number of ranks.
+
+[Note: commits of a Trainer]
+A run with a name and ``memory.nvme`` commits each step, with the state of the Trainer. ``train()`` goes on
+from the last committed step where that is later than the checkpoint that it is given.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import new_class
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from infinity.activations.tensor_cache import patched
+from infinity.api.adamw import AdamW
+from infinity.api.export import export
+from infinity.api.init import from_pretrained, is_served, resume
+from infinity.api.lora import add_lora
+from infinity.api.portable import load_checkpoint, save_checkpoint
+from infinity.api.save_lora import save_lora
+from infinity.core.errors import StateError
+from infinity.device.accelerator import generator_states, set_generator_states
+from infinity.engine.runtime import runtime_of
+from infinity.integrations.accelerate import STATE_FOLDER, Accelerator
+
+#: Files of transformers in a checkpoint.
+_STATE, _SCHEDULER, _ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
+#: Arguments of torch's AdamW that change no number, or have one value here.
+_SAME = {"fused": None, "foreach": None, "amsgrad": False, "maximize": False}
+
+
+def trainer(cls: Any) -> Any:
+    """Return ``transformers.Trainer``, or a subclass, made to train models of ``infinity.Init``.
+
+    Arguments mean what they mean to ``cls``::
+
+        trainer = infinity.trainer(SFTTrainer)(model, args, train_dataset=...)
+        trainer.train()
+
+    Without ``optimizers`` it makes an ``infinity.AdamW`` with ``learning_rate``, ``adam_*``, ``weight_decay``
+    and ``max_grad_norm`` of the arguments. Checkpoints hold the optimizer's state, exactly, and
+    ``train(resume_from_checkpoint=...)`` goes on bitwise; a run with a name goes on from its last step. TRL's
+    ``peft_config`` gives the model adapters, and a reference model that TRL would load is read where its
+    checkpoint lies.
+
+    Raises:
+        TypeError: ``cls`` is no Trainer.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, transformers.Trainer)):
+        raise TypeError(f"infinity.trainer: wanted transformers.Trainer or a subclass; got {cls!r}")
+    if issubclass(cls, StreamingTrainer):
+        return cls
+    described = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return new_class(cls.__name__, (StreamingTrainer, cls), exec_body=lambda space: space.update(described))
+
+
+class Progress:
+    """Follows what a Trainer knows of a step: its state, with callbacks, and its scheduler."""
+
+    steps_after_optimizer = True
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.found: dict[str, Any] = {}  # of the commit that the run goes on from
+
+    def state_dict(self) -> dict[str, Any]:
+        owner = self._owner
+        callbacks: dict[str, Any] = {}
+        for each in [*owner.callback_handler.callbacks, owner.control]:
+            if callable(getattr(each, "state", None)):
+                callbacks.setdefault(type(each).__name__, []).append(each.state())
+        one = {name: states[0] if len(states) == 1 else states for name, states in callbacks.items()}
+        state = asdict(owner.state) | {"stateful_callbacks": one}
+        return {"state": json.dumps(state), "scheduler": owner.lr_scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.found = dict(state)
+
+
+class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
+    """Comes before a Trainer's class, see :func:`trainer`."""
+
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._progress = Progress(self)
+        self._follows = False
+        self._generators: dict[str, Any] | None = None  # of the commit that the run goes on from
+        with self._in_place_of_copies():
+            super().__init__(*args, **kwargs)
+        if self.args.load_best_model_at_end and self.args.save_only_model:
+            raise ValueError(
+                "load_best_model_at_end with save_only_model: the best weights come from the checkpoint's "
+                "exact state; leave save_only_model out"
+            )
+
+    @contextmanager
+    def _in_place_of_copies(self) -> Iterator[None]:
+        """Let TRL add adapters to a model that is served, and read a reference where its checkpoint lies."""
+        with ExitStack() as stack:
+            for module in {sys.modules[each.__module__] for each in type(self).__mro__}:
+                for name, own in (("get_peft_model", _adapted), ("create_model_from_path", _reference)):
+                    if module.__name__ != __name__ and hasattr(module, name):
+                        stack.enter_context(patched(module, name, partial(own, self, getattr(module, name))))
+            yield
+
+    # --- what the model computes with --------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self.args
+        for name in ("deepspeed", "fsdp"):
+            if getattr(args, name, None):
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r}: infinity shards the model itself; leave it out"
+                )
+        if is_served(self.model):
+            device = runtime_of(self.model).ranks.device
+            if device.type != args.device.type:
+                raise StateError(
+                    f"the model computes on {device}, the Trainer on {args.device}: use_cpu="
+                    f"{device.type == 'cpu'} in its arguments, or Init(recipe, device={args.device.type!r})"
+                )
+            args._n_gpu = min(1, args.n_gpu)  # no DataParallel
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.take_over()
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        if not is_served(model):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            kind, given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            self.optimizer_cls_and_kwargs = self._own_optimizer(kind, given), {}
+        return super().create_optimizer(model)
+
+    def _own_optimizer(self, kind: Any, given: Mapping[str, Any]) -> Any:
+        """Return what makes an ``infinity.AdamW`` of parameter groups, as torch's ``kind`` would be made."""
+        if kind not in (torch.optim.AdamW, AdamW):
+            raise ValueError(
+                f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} makes "
+                f"{getattr(kind, '__name__', kind)}; infinity has AdamW: optim='adamw_torch'"
+            )
+        settings = {name: value for name, value in given.items() if name not in _SAME}
+        if given.get("amsgrad") or given.get("maximize"):
+            raise ValueError(
+                "amsgrad or maximize in the optimizer's arguments: infinity.AdamW is plain AdamW"
+            )
+        model, clip = self.model, self.args.max_grad_norm or None
+
+        class OfGroups(torch.optim.Optimizer):  # the Trainer wants a class, and gives it groups only
+            def __new__(cls, groups: Any) -> Any:
+                return AdamW(model, params=groups, max_grad_norm=clip, **settings)
+
+        return OfGroups
+
+    @property
+    def _adamw(self) -> AdamW:
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(found, AdamW):
+            raise StateError(
+                f"the Trainer's optimizer is {type(found).__name__}: pass an infinity.AdamW, or none"
+            )
+        return found
+
+    # --- going on ----------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_checkpoint(Path(self.args.output_dir))
+            if resume_from_checkpoint is None and runtime_of(self.model).config.run_name is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}, and the "
+                    "model's run has no name (run.name in its recipe)"
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(
+        self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None,
+        trial: Any = None, ignore_keys_for_eval: Any = None,
+    ) -> Any:  # fmt: skip
+        self.create_optimizer()
+        committed = self._committed_step()
+        with tempfile.TemporaryDirectory() as folder:
+            if committed and committed >= _step_of(resume_from_checkpoint):
+                found = self._progress.found["state"]
+                Path(folder, _STATE).write_text(found, encoding="utf-8")
+                resume_from_checkpoint = folder
+                self._generators = generator_states(self._adamw.runtime.ranks.device)
+            else:
+                self._generators = None
+            return super()._inner_training_loop(
+                batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+            )
+
+    def _committed_step(self) -> int:
+        """Return the last committed step of the run that the recipe names, whose states are back then."""
+        if self._adamw.steps or self._follows:
+            return 0
+        self._adamw.follow(trainer=self._progress)
+        self._follows = True
+        return resume(self.model, self._adamw)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: weights come with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self._generators is not None:
+            scheduler = self._progress.found["scheduler"]
+        else:
+            folder = Path(checkpoint, STATE_FOLDER)
+            if not folder.is_dir():
+                raise StateError(
+                    f"{checkpoint} has no {STATE_FOLDER}: it was written with save_only_model=True, or by "
+                    "another Trainer, and holds no state to go on from. Load the model from it instead"
+                )
+            load_checkpoint(self.model, self._adamw, folder, trained_only=True)
+            scheduler = torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+        for group, lr in zip(self._adamw.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr  # which making the scheduler has changed
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._generators is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            set_generator_states(self._generators, self._adamw.runtime.ranks.device)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint, STATE_FOLDER)
+        load_checkpoint(self.model, self._adamw, best, trained_only=True)
+
+    # --- saving ------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir, STATE_FOLDER)
+        if self.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)
+        save_checkpoint(self.model, self._adamw, folder, trained_only=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        out = Path(output_dir if output_dir is not None else self.args.output_dir)
+        collator = getattr(self.data_collator, "tokenizer", None)
+        tokenizer = collator if self.processing_class is None else self.processing_class
+        whole = out / ".saving"  # which is free; ``out`` may have other files of the Trainer
+        if self.args.should_save:
+            shutil.rmtree(whole, ignore_errors=True)
+            out.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "peft_config"):
+            save_lora(self.model, whole)
+        else:
+            export(self.model, whole, tokenizer=tokenizer)
+        if self.args.should_save:
+            for each in whole.iterdir():
+                if each.is_dir():
+                    shutil.rmtree(out / each.name, ignore_errors=True)
+                each.replace(out / each.name)
+            whole.rmdir()
+            if tokenizer is not None and hasattr(self.model, "peft_config"):
+                tokenizer.save_pretrained(out)
+            torch.save(self.args, out / _ARGUMENTS)
+
+
+def _step_of(checkpoint: Any) -> int:
+    if checkpoint is None:
+        return 0
+    return int(json.loads(Path(checkpoint, _STATE).read_text(encoding="utf-8"))["global_step"])
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """Return the last checkpoint in ``folder`` that was written to its end; None: there is none."""
+    found = [each for each in folder.glob("checkpoint-*") if (each / _STATE).is_file()]
+    numbers = {int(number): each for each in found if (number := each.name.rpartition("-")[2]).isdecimal()}
+    return str(numbers[max(numbers)]) if numbers else None
+
+
+def _adapted(owner: Any, own: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give ``model`` adapters, in place of ``peft.get_peft_model``."""
+    return add_lora(model, config) if is_served(model) else own(model, config, *args, **kwargs)
+
+
+def _reference(owner: Any, own: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Return a frozen model that reads the checkpoint which the trained one came from."""
+    if not is_served(getattr(owner, "model", None) or nn.Module()):
+        return own(path, *args, **kwargs)
+    if not Path(path).is_dir():
+        raise StateError(
+            f"a reference model is wanted, and the trained one came from no directory ({path!r}): load it "
+            "with infinity.from_pretrained, or pass ref_model=..."
+        )
+    config = replace(runtime_of(owner.model).config, run_name=None, resume="auto")
+    return from_pretrained(path, config, frozen=True, auto_class=type(owner.model))

@@ -1,0 +1,146 @@
+"""Each trainer of TRL logs what it logs without infinity, with all weights trained and with adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+import infinity
+from tests.helpers.tokenizers import write_tokenizer
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of what other packages do
+]
+
+TEXT = [
+    line.strip()
+    for file in sorted(Path(pytest.__file__).parent.glob("*.py"))
+    for line in file.read_text(encoding="utf-8").splitlines()
+    if 20 < len(line.strip()) < 60
+]
+COUNT = 16
+FIRST, SECOND, THIRD = (TEXT[start * COUNT : (start + 1) * COUNT] for start in range(3))
+DATA: dict[str, dict[str, list[Any]]] = {
+    "SFT": {"text": FIRST},
+    "DPO": {"prompt": FIRST, "chosen": SECOND, "rejected": THIRD},
+    "Reward": {"prompt": FIRST, "chosen": SECOND, "rejected": THIRD},
+    "KTO": {"prompt": FIRST, "completion": SECOND, "label": [each % 2 == 0 for each in range(COUNT)]},
+    "GRPO": {"prompt": FIRST},
+    "RLOO": {"prompt": FIRST},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "SFT": {"max_length": 64},
+    "DPO": {"max_length": 64},
+    "Reward": {"max_length": 128},
+    "KTO": {"max_length": 64, "per_device_train_batch_size": 4},
+    "GRPO": {
+        "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8, "beta": 0.1,
+    },
+    "RLOO": {
+        "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8, "beta": 0.1,
+    },
+}  # fmt: skip
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """Return rewards that differ between samples."""
+    return [float(sum(letter in "aeiou" for letter in each)) for each in completions]
+
+
+class Base:
+    """A checkpoint of a small model with its tokenizer, and trainers of it."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self.path = folder / "base"
+        self.tokenizer = write_tokenizer(self.path)
+        sizes = {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+        }  # fmt: skip
+        self.model: Any = LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
+        torch.manual_seed(0)
+        self.model(LlamaConfig(**sizes, **({"num_labels": 1} if kind == "Reward" else {}))).save_pretrained(
+            self.path
+        )
+
+    def trained(self, *, ours: bool, adapters: bool, **more: Any) -> Any:
+        settings = getattr(trl, f"{self.kind}Config")(
+            str(self.folder / ("ours" if ours else "plain")), max_steps=3, gradient_accumulation_steps=2,
+            **({"per_device_train_batch_size": 2} | SETTINGS[self.kind] | more), learning_rate=1e-3,
+            max_grad_norm=0.5, logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
+            save_strategy="no",
+        )  # fmt: skip
+        kind = getattr(trl, f"{self.kind}Trainer")
+        if ours:
+            places = ["train.dtype=fp32", f"memory.nvme=[{self.folder / 'drive'}]"]
+            model = infinity.from_pretrained(
+                self.path, infinity.load_recipe(overrides=places), frozen=adapters, auto_class=self.model
+            )
+            kind = infinity.trainer(kind)
+        else:
+            model = self.model.from_pretrained(self.path, dtype=torch.float32)
+        if adapters:
+            more = {
+                "peft_config": LoraConfig(
+                    r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian",
+                    task_type="SEQ_CLS" if self.kind == "Reward" else "CAUSAL_LM",
+                )
+            }  # fmt: skip
+        else:
+            more = {}
+        if self.kind in ("GRPO", "RLOO"):
+            more["reward_funcs"] = vowels
+        torch.manual_seed(1)
+        data = datasets.Dataset.from_dict(DATA[self.kind])
+        trainer = kind(
+            model=model, args=settings, train_dataset=data, processing_class=self.tokenizer, **more
+        )
+        trainer.train()
+        return trainer
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    timed = "runtime", "per_second", "time"
+    return [
+        {
+            name: value for name, value in entry.items()
+            if isinstance(value, float) and not any(word in name for word in timed)
+        }
+        for entry in trainer.state.log_history
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize("kind", DATA)
+def test_a_trainer_logs_what_it_logs_without_infinity(kind: str, adapters: bool, tmp_path: Path):
+    base = Base(tmp_path, kind)
+    plain = base.trained(ours=False, adapters=adapters)
+    ours = base.trained(ours=True, adapters=adapters)
+    assert len(logged(plain)) == 4
+    for found, wanted in zip(logged(ours), logged(plain), strict=True):
+        assert found == pytest.approx(wanted, abs=2e-5, rel=1e-6)
+        assert found.get("loss", 0) == pytest.approx(wanted.get("loss", 0), abs=1e-6)
+    ours.save_model(str(tmp_path / "saved"))
+    names = {each.name for each in (tmp_path / "saved").iterdir()}
+    assert ("adapter_model.safetensors" if adapters else "model.safetensors") in names
+    infinity.close(ours.model)
+    reference = getattr(ours, "ref_model", None)
+    assert (reference is not None) == (not adapters and kind in ("DPO", "KTO", "GRPO", "RLOO"))
+    if reference is not None:
+        infinity.close(reference)
+
+
+def test_reference_values_are_computed_before_training(tmp_path: Path):
+    base = Base(tmp_path, "DPO")
+    plain = base.trained(ours=False, adapters=False, precompute_ref_log_probs=True)
+    ours = base.trained(ours=True, adapters=False, precompute_ref_log_probs=True)
+    for found, wanted in zip(logged(ours), logged(plain), strict=True):
+        assert found == pytest.approx(wanted, abs=2e-5, rel=1e-6)
+    infinity.close(ours.model)

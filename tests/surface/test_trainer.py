@@ -1,0 +1,293 @@
+"""``infinity.trainer``: what a Trainer logs, saves and goes on from is what it is without infinity."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import infinity
+from tests.helpers.launch import run_ranks
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    attention_dropout=0.1,
+)  # fmt: skip
+FOUND = "loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step"
+#: What other packages warn their own callers of.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    drawn = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+def arguments(out: Path, **more: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine",
+        "warmup_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    return TrainingArguments(str(out), **(usual | more))
+
+
+def recipe(folder: Path, *more: str) -> infinity.Recipe:
+    return infinity.load_recipe(
+        overrides=["train.dtype=fp32", f"memory.nvme=[{folder / 'drive'}]", "memory.host=64MiB", *more]
+    )
+
+
+def make(folder: Path, *overrides: str, name: str = "ours", **more: Any) -> Any:
+    torch.manual_seed(0)
+    with infinity.Init(recipe(folder, *overrides)):
+        model = LlamaForCausalLM(CONFIG)
+    settings = arguments(folder / name, **more)
+    return infinity.trainer(Trainer)(model, settings, train_dataset=rows(14), eval_dataset=rows(4, 1))
+
+
+def make_plain(folder: Path, **more: Any) -> Any:
+    torch.manual_seed(0)
+    settings = arguments(folder / "plain", **more)
+    return Trainer(LlamaForCausalLM(CONFIG), settings, train_dataset=rows(14), eval_dataset=rows(4, 1))
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in entry.items() if name in FOUND} for entry in trainer.state.log_history
+    ]
+
+
+def assert_near(found: Any, wanted: Any) -> None:
+    assert len(logged(found)) == len(logged(wanted)) > 6
+    for ours, theirs in zip(logged(found), logged(wanted), strict=True):
+        assert ours == pytest.approx(theirs, abs=5e-6)
+
+
+@pytest.fixture
+def closed() -> Iterator[Callable[[Any], Any]]:
+    """Close the models of trainers in the end."""
+    made: list[Any] = []
+    yield lambda trainer: made.append(trainer) or trainer
+    for trainer in made:
+        infinity.close(trainer.model)
+
+
+def test_losses_and_checkpoints_are_those_without_infinity(tmp_path: Path, closed: Any):
+    plain = make_plain(tmp_path)
+    plain.train()
+    ours = closed(make(tmp_path))
+    ours.train()
+    assert_near(ours, plain)  # with dropout, accumulation, clipping, a warm-up and evaluation
+    folder = tmp_path / "ours/checkpoint-4"
+    saved = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in LlamaForCausalLM.from_pretrained(tmp_path / "plain/checkpoint-4").state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-5)
+    (tmp_path / "again").mkdir()
+    shutil.copytree(folder, tmp_path / "again/checkpoint-4")
+    (tmp_path / "again/checkpoint-5").mkdir()  # a save that was killed
+    again = closed(make(tmp_path, name="again"))
+    again.train(resume_from_checkpoint=True)
+    assert logged(again) == logged(ours)
+    weights = ours.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
+
+
+class Interrupt(TrainerCallback):
+    """Ends the training before a step, as Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_run_with_a_name_goes_on_from_its_last_step(tmp_path: Path, closed: Any):
+    whole = closed(make(tmp_path))
+    whole.train()
+    for step in (1, 5):  # before the first checkpoint, and after the last one
+        first = make(tmp_path, "run.name=mine", name="named")
+        first.add_callback(Interrupt(step))
+        with pytest.raises(KeyboardInterrupt):
+            first.train(resume_from_checkpoint=step > 1 or None)
+        infinity.close(first.model, keep=True)
+    last = closed(make(tmp_path, "run.name=mine", name="named"))
+    last.train()
+    assert logged(last) == logged(whole)
+
+
+def test_the_best_model_is_loaded_in_the_end(tmp_path: Path, closed: Any):
+    more: dict[str, Any] = {
+        "load_best_model_at_end": True, "learning_rate": 0.3, "eval_steps": 2, "max_steps": 12,
+        "eval_on_start": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1,
+    }  # fmt: skip
+    found = []
+    for build in (make_plain, make):
+        trainer = build(tmp_path, **more)
+        trainer.add_callback(EarlyStoppingCallback(2))
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint).name
+        output = trainer.predict(rows(4, 2))
+        found.append(
+            (best, trainer.state.global_step, output.metrics["test_loss"], *output.predictions.shape)
+        )
+        trainer.save_model()
+        kept = {each.name for each in Path(trainer.args.output_dir).iterdir()}
+        assert {"model.safetensors", "config.json", "training_args.bin", best} <= kept
+    closed(trainer)
+    assert found[0][1] < 12
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def test_a_second_call_of_train_goes_on_with_the_optimizers_state(tmp_path: Path, closed: Any):
+    found = []
+    for build in (make_plain, make):
+        trainer = build(tmp_path, save_strategy="no")
+        trainer.train()
+        trainer.train()
+        found.append(trainer)
+    assert_near(closed(found[1]), found[0])
+
+
+def test_adapters_are_saved_and_go_on(tmp_path: Path, closed: Any):
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+    def trainer(name: str) -> Any:
+        base = infinity.from_pretrained(tmp_path / "base", recipe(tmp_path), frozen=True)
+        torch.manual_seed(1)
+        model = infinity.add_lora(base, config)
+        settings = arguments(tmp_path / name, gradient_checkpointing=True)
+        return infinity.trainer(Trainer)(model, settings, train_dataset=rows(14), eval_dataset=rows(4, 1))
+
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    torch.manual_seed(1)
+    settings = arguments(tmp_path / "plain", gradient_checkpointing=True)
+    plain = Trainer(get_peft_model(base, config), settings, train_dataset=rows(14), eval_dataset=rows(4, 1))
+    plain.train()
+    ours = closed(trainer("ours"))
+    ours.train()
+    assert_near(ours, plain)
+    folder = tmp_path / "ours/checkpoint-4"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {each.name for each in folder.iterdir()}
+    state = FileSystemReader(folder / "training_state").read_metadata().state_dict_metadata
+    weights = [name for name in state if name.endswith(".weight")]
+    assert weights
+    assert all("lora_" in name for name in weights)  # none of the base
+    again = closed(trainer("again"))
+    again.train(resume_from_checkpoint=str(folder))
+    assert logged(again) == logged(ours)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "says"),
+    [
+        ({"optim": "adafactor"}, ValueError, r"optim='adafactor' makes Adafactor; infinity has AdamW"),
+        ({"bf16": True}, infinity.StateError, "the model computes in float32: build it with train.dtype"),
+        (
+            {"load_best_model_at_end": True, "save_only_model": True, "eval_steps": 2},
+            ValueError, r"leave save_only_model out",
+        ),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)  # fmt: skip
+def test_what_is_refused(more: Any, error: Any, says: str, tmp_path: Path):
+    with pytest.raises(error, match=says):
+        make(tmp_path, **more).train()
+
+
+def test_what_there_is_not_to_go_on_from(tmp_path: Path, closed: Any):
+    trainer = closed(make(tmp_path, save_only_model=True))
+    with pytest.raises(ValueError, match=r"no whole checkpoint in .*ours, and the model's run has no name"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    other = closed(make(tmp_path))
+    with pytest.raises(infinity.StateError, match="has no training_state: it was written with save_only"):
+        other.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+
+
+def test_only_trainers_can_be_made_to_stream():
+    with pytest.raises(TypeError, match=r"wanted transformers.Trainer or a subclass; got 3"):
+        infinity.trainer(3)
+
+    class Mine(Trainer):
+        """A user's own."""
+
+    made = infinity.trainer(Mine)
+    assert issubclass(made, Mine)
+    assert made.__doc__ == Mine.__doc__
+    assert infinity.trainer(made) is made
+
+
+def accelerated(folder: Path, *, restore: bool) -> list[float]:
+    """Six micro-batches of a loop with Accelerate; the last four after its state was saved, or loaded."""
+    torch.manual_seed(0)
+    accelerator = infinity.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    with infinity.Init(recipe(folder)):
+        model = LlamaForCausalLM(CONFIG)
+    optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
+    served, prepared = accelerator.prepare(model, optimizer)
+    losses = []
+    batches = torch.stack([row["input_ids"] for row in rows(12)]).split(2)
+    for number, batch in enumerate(batches):
+        if restore and number < 2:
+            continue
+        if restore and number == 2:
+            accelerator.load_state(str(folder / "state"))
+        with accelerator.accumulate(served):
+            loss = served(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(served.parameters(), 0.5)
+                losses.append(float(norm))
+            prepared.step()
+            prepared.zero_grad()
+        losses.append(float(loss))
+        if number == 1 and not restore:
+            accelerator.save_state(str(folder / "state"))
+    infinity.close(model)
+    return losses
+
+
+def test_accelerate_saves_and_loads_its_state(tmp_path: Path):
+    whole = accelerated(tmp_path, restore=False)
+    assert accelerated(tmp_path, restore=True) == whole[3:]
+
+
+def on_a_rank(folder: str, ours: bool) -> list[dict[str, float]]:
+    build = make if ours else make_plain
+    trainer = build(Path(folder), ddp_backend="gloo")
+    trainer.train()
+    found = logged(trainer)
+    if ours:
+        infinity.close(trainer.model)
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_log_what_ddp_logs(tmp_path: Path):
+    ours, plain = (run_ranks(on_a_rank, 2, str(tmp_path), each, group=False) for each in (True, False))
+    for own, theirs in zip(ours, plain, strict=True):
+        for found, wanted in zip(own, theirs, strict=True):
+            assert found == pytest.approx(wanted, abs=5e-6)
