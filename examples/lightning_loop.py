@@ -1,4 +1,4 @@
-"""The three changed lines inside Lightning, with gradient accumulation.
+"""Lightning on a model that infinity holds, with gradient accumulation.
 
     python examples/lightning_loop.py
     torchrun --nproc-per-node 2 examples/lightning_loop.py --nvme /mnt/nvme0 --name mine
@@ -8,7 +8,6 @@ interruption, when it is started again.
 """
 
 import argparse
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
@@ -34,16 +32,6 @@ def stretches(count: int, length: int = 128) -> list[dict[str, torch.Tensor]]:
     starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(0))
     rows = [data[start : start + length].long() for start in starts.tolist()]
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-class Streaming(DDPStrategy):
-    """Ranks without a copy of the model each: infinity shards weights and reduces gradients."""
-
-    def configure_ddp(self) -> None:
-        """Nothing, in place of DistributedDataParallel."""
-
-    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
-        return infinity.no_sync(self.lightning_module)
 
 
 class Learner(lightning.LightningModule):
@@ -75,7 +63,7 @@ def main(steps: int, nvme: str, name: str) -> None:
     learner = Learner(recipe, steps)
     ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     trainer = lightning.Trainer(
-        max_steps=steps - learner.done, accumulate_grad_batches=2, strategy=Streaming(),
+        max_steps=steps - learner.done, accumulate_grad_batches=2, strategy=infinity.LightningStrategy(),
         use_distributed_sampler=False, devices=local, num_nodes=ranks // local, barebones=True,
     )  # fmt: skip
     data = stretches(steps * 2 * 4 * ranks)[learner.done * 2 * 4 * ranks :]

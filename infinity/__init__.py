@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from infinity.core.errors import RecipeError as RecipeError
     from infinity.core.errors import StateError as StateError
     from infinity.integrations.accelerate import Accelerator as Accelerator
+    from infinity.integrations.lightning import LightningStrategy as LightningStrategy
     from infinity.integrations.trainer import trainer as trainer
     from infinity.recipes.recipe import Recipe as Recipe
     from infinity.recipes.recipe import load_recipe as load_recipe
@@ -58,6 +59,7 @@ _HOMES = {
         "api.quantize": "quantize",
         "api.save_lora": "save_lora",
         "api.several": "adapter",
+        "integrations.lightning": "LightningStrategy",
         "integrations.trainer": "trainer",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",

@@ -274,7 +274,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 533,
+    "": 535,
     "activations": 2430,
     "api": 4341,
     "app": 1438,
@@ -283,7 +283,7 @@ ROOM_BUDGETS = {
     "core": 2267,
     "device": 1063,
     "engine": 3699,
-    "integrations": 453,
+    "integrations": 598,
     "nvme": 1228,
     "observe": 798,
     "optim": 889,

@@ -1,1 +1,1 @@
-"""Other frameworks' loops around models of this package: Accelerate, and Trainers of transformers and TRL."""
+"""Other frameworks around models of this package: Accelerate, Lightning, Trainers of transformers and TRL."""
