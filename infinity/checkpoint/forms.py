@@ -12,7 +12,7 @@ something when it runs the model (``pre_quant_scale``, rotations), a decoded wei
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ class Quantization:
     block: tuple[int, int] | None = None  # rows and columns that share an FP8 scale; None: all
     bits: int = 0  # of a whole number; 0: they follow from its shape
     group_size: int = 0  # whole numbers that share a scale, along the inputs; 0: all, or they follow from it
+    zeros: bool = False  # whole numbers have zero points
     less_one: bool = True  # zeros are stored so: see codecs.decode_gptq
     power_of_two: bool = False  # FP8 scales are, whatever their dtype
 
@@ -131,7 +132,7 @@ def _parse_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
         raise ValueError(f"weights are sparse ({sparsity})")
     if given.get("transform_config"):
         raise ValueError("its layers are rotated (transform_config)")
-    names, packed = set[str](), set[tuple[int, int]]()
+    names, packed, zeros = set[str](), set[tuple[int, int]](), set[bool]()
     for scheme in given["config_groups"].values():
         weights, kind = scheme["weights"], scheme.get("format") or given.get("format")
         if kind not in _COMPRESSED:
@@ -150,10 +151,10 @@ def _parse_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
             packed.add((bits, 0 if size in (None, -1) else _count(size)))
             name = f"INT{bits}"
         names.add(name)
+        zeros.add(name.startswith("INT") and weights.get("symmetric") is False)
     bits, size = packed.pop() if len(packed) == 1 else (0, 0)
-    return Quantization(
-        method, f"{' and '.join(sorted(names))} of {method}", bits=bits, group_size=size
-    )  # fmt: skip
+    form = f"{' and '.join(sorted(names))} of {method}"
+    return Quantization(method, form, bits=bits, group_size=size, zeros=zeros == {True})
 
 
 def _bits(given: Any) -> int:
@@ -200,15 +201,17 @@ def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.d
     for key in [key for key in checkpoint if key.endswith(_NEEDLESS)]:
         del checkpoint[key]
     for key, tensor in checkpoint.items():
-        if tensor.dtype == torch.float8_e4m3fn:
+        if tensor.dtype in _CODES and len(tensor.shape) in (2, 3):
             raise CheckpointError(
-                f"{checkpoint.path}: {key} has {_plain(tensor.dtype)} numbers of shape "
-                f"{tuple(tensor.shape)}, and no scales that {form} knows. Download or copy it again"
+                f"{checkpoint.path}: {key} cannot be decoded as {form}: got {_plain(tensor.dtype)} of shape "
+                f"{_sizes(tensor.shape)} alone; wanted its numbers or scales beside it: copy it again"
             )
     checkpoint.update(found)
     return len(found)
 
 
+#: Dtypes of matrices that no model has as they are.
+_CODES = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8, torch.uint8, torch.int32
 #: Endings of tensors that only quantized activations and caches need, or readers of another program.
 _NEEDLESS = (
     ".activation_scale", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
@@ -227,47 +230,73 @@ class _Group:
     def __contains__(self, ending: str) -> bool:
         return self.name + ending in self.stored
 
-    def take(self, ending: str, dtypes: tuple[torch.dtype, ...], ndim: int | None = None) -> Stored:
-        """Return the tensor whose key ends so, or raise a ValueError if it has another dtype or ``ndim``."""
-        key = self.name + ending
-        tensor = self.stored[key]
-        if tensor.dtype not in dtypes or ndim not in (None, len(tensor.shape)):
-            wanted = " or ".join(map(_plain, dtypes)) + ("" if ndim is None else f" of {ndim} dimensions")
-            raise ValueError(f"{key}: {_plain(tensor.dtype)} of shape {tuple(tensor.shape)}; wanted {wanted}")
+    def take(self, ending: str, dtypes: tuple[torch.dtype, ...], *shapes: Sequence[int]) -> Stored:
+        """Return the tensor whose key ends so; a ValueError if it is missing, or of another dtype or shape.
+
+        It may have any of ``shapes``, in which -1 stands for any size; none: any shape.
+        """
+        key, wanted = self.name + ending, " or ".join(map(_plain, dtypes))
+        if shapes:
+            wanted += f" of shape {' or '.join(_sizes(shape) for shape in shapes)}"
+        if (tensor := self.stored.get(key)) is None:
+            raise ValueError(f"{key} is missing; wanted {wanted}")
+        fits = not shapes or any(_fits(tensor.shape, shape) for shape in shapes)
+        if tensor.dtype not in dtypes or not fits:
+            raise ValueError(
+                f"{key}: got {_plain(tensor.dtype)} of shape {_sizes(tensor.shape)}; wanted {wanted}"
+            )
         self.used.append(key)
         return tensor
+
+    def misfit(self, wanted: str) -> ValueError:
+        """Return the error that the tensor taken last has another shape than is ``wanted``."""
+        return ValueError(
+            f"{self.used[-1]}: got shape {_sizes(self.stored[self.used[-1]].shape)}; wanted {wanted}"
+        )
 
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _misfit(weight: Stored, scales: Stored, more: str = "") -> ValueError:
-    return ValueError(f"its shape is {tuple(weight.shape)}, that of its scales {tuple(scales.shape)}{more}")
+def _sizes(shape: Sequence[int]) -> str:
+    return str(tuple(shape)).replace("-1", "any")
+
+
+def _divides(blocks: torch.Size, rows: int, columns: int) -> bool:
+    return len(blocks) == 2 and blocks.numel() > 0 and not (rows % blocks[0] or columns % blocks[1])
+
+
+def _fits(shape: torch.Size, wanted: Sequence[int]) -> bool:
+    return len(shape) == len(wanted) and all(b in (-1, a) for a, b in zip(shape, wanted, strict=True))
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
+_WHOLE = (torch.int64, torch.int32)
+_MATRIX = (-1, -1)
 
 
 def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
     if "weight_scale_inv" not in group and group.stored[group.name + "weight"].dtype != torch.float8_e4m3fn:
         return None  # was left out of the quantization
-    weight = group.take("weight", (torch.float8_e4m3fn,), 2)
+    weight = group.take("weight", (torch.float8_e4m3fn,), _MATRIX)
     scales = group.take("weight_scale_inv", (*_FLOATS, *_EXPONENTS))
-    return _e4m3(weight, scales, torch.float32, quantization)
+    return _e4m3(group, weight, scales, torch.float32, quantization)
 
 
 def _fp8_experts(group: _Group, quantization: Quantization) -> Decoded | None:
     """Return experts of one parameter, as transformers stores them (``FP8Experts``)."""
     if group.name.endswith("weight"):
         return None  # the scales of a matrix: see _fp8
-    weight = group.take("", (torch.float8_e4m3fn,), 3)
+    weight = group.take("", (torch.float8_e4m3fn,), (-1, *_MATRIX))
     scales = group.take("_scale_inv", (*_FLOATS, *_EXPONENTS))
-    return _e4m3(weight, scales, torch.float32, quantization)
+    return _e4m3(group, weight, scales, torch.float32, quantization)
 
 
-def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quantization) -> Decoded:
+def _e4m3(
+    group: _Group, weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quantization
+) -> Decoded:
     """Return an FP8 matrix, or one of each expert, whose products are rounded to ``dtype``."""
     matrices, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
     blocks, given = scales.shape, quantization.block
@@ -277,16 +306,15 @@ def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quan
         blocks = blocks[1:] if blocks[1:].numel() > 1 else torch.Size((1, 1))
     if blocks == (rows,):
         blocks = torch.Size((rows, 1))
-    if len(blocks) != 2:
-        raise _misfit(weight, scales, "; wanted one number, one for each row, or one for each block")
     if given is not None and blocks == (-(-rows // given[0]), -(-columns // given[1])):
         block = min(rows, given[0]) or 1, min(columns, given[1]) or 1
-    elif blocks.numel() and not (rows % blocks[0] or columns % blocks[1]):  # the file's own
-        block = rows // blocks[0], columns // blocks[1]
+    elif blocks.numel() == 1 or (given is None and _divides(blocks, rows, columns)):
+        block = rows // blocks[0], columns // blocks[1]  # the file's own
     else:
-        raise _misfit(weight, scales, f", that of a block {given}")
+        each = f"block of {given}" if given else "row, or for each of equal blocks,"
+        raise group.misfit(f"one number, or one for each {each} of a weight of shape {_sizes(weight.shape)}")
     if matrices and rows % block[0]:
-        raise ValueError(f"each expert has {rows} rows, which are no whole number of blocks of {block[0]}")
+        raise group.misfit(f"whole blocks of the {rows} rows of each expert; one has {block[0]}")
 
     decode = partial(codecs.decode_fp8, block=block, dtype=dtype)
 
@@ -317,11 +345,9 @@ def _e4m3(weight: Stored, scales: Stored, dtype: torch.dtype, quantization: Quan
 
 
 def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
-    blocks = group.take("_blocks", (torch.uint8,), 4)
-    scales = group.take("_scales", (torch.uint8,), 3)
+    blocks = group.take("_blocks", (torch.uint8,), (-1, -1, -1, 16))
+    scales = group.take("_scales", (torch.uint8,), blocks.shape[:-1])
     experts, rows, groups, width = blocks.shape
-    if scales.shape != blocks.shape[:-1] or width != 16:
-        raise _misfit(blocks, scales)
     shape = torch.Size((experts, 2 * groups * width, rows))
     parts = SlabPart(blocks, blocks.shape[1:]), SlabPart(scales, scales.shape[1:])
     numel, decode, encode = shape[1:].numel(), codecs.decode_mxfp4, codecs.encode_mxfp4
@@ -330,29 +356,28 @@ def _mxfp4(group: _Group, quantization: Quantization) -> Decoded:
 
 def _compressed(group: _Group, quantization: Quantization) -> Decoded:
     """Return a packed matrix of compressed-tensors: whole numbers, or e2m1 with one or two scales."""
-    packed = group.take("weight_packed", (torch.int32, torch.uint8), 2)
+    packed = group.take("weight_packed", (torch.int32, torch.uint8), _MATRIX)
     if packed.dtype == torch.int32:
         return _packed(group, packed, quantization)
     if "weight_zero_point" in group:
-        raise ValueError("its e2m1 numbers have zero points (weight_zero_point)")
-    scales = group.take("weight_scale", (torch.float8_e4m3fn, *_EXPONENTS), 2)
+        raise ValueError(f"{group.name}weight_zero_point: got zero points; e2m1 numbers have none")
+    scales = group.take("weight_scale", (torch.float8_e4m3fn, *_EXPONENTS))
     if scales.dtype != torch.float8_e4m3fn:
-        return _e2m1(packed, scales, 32)
-    return _e2m1(packed, scales, 16, group.take("weight_global_scale", (torch.float32,)), divides=True)
+        return _e2m1(group, packed, scales, 32)
+    return _e2m1(group, packed, scales, 16, "weight_global_scale", divides=True)
 
 
 def _e2m1(
-    packed: Stored, scales: Stored, size: int, whole: Stored | None = None, *, divides: bool = False
+    group: _Group, packed: Stored, scales: Stored, size: int, ending: str = "", *, divides: bool = False
 ) -> Decoded:
-    """Return a matrix of e2m1 numbers, of which ``size`` share a scale: see codecs.decode_e2m1."""
+    """Return a matrix of e2m1 numbers, ``size`` of which share a scale; ``ending``: of a scale of scales."""
     rows, width = packed.shape
     if scales.shape != (rows, 2 * width // size) or 2 * width % size:
-        raise _misfit(packed, scales, f"; wanted one for {size} of {2 * width} columns")
+        raise group.misfit(f"{rows} rows of one for each {size} of {2 * width} columns")
+    whole = group.take(ending, (torch.float32,), (), (1,), (1, 1)) if ending else None
     parts = [SlabPart(packed, (width,)), SlabPart(scales, (2 * width // size,))]
     dtype = torch.bfloat16 if whole is None else torch.float32
     if whole is not None:
-        if whole.shape.numel() != 1:
-            raise ValueError(f"its scale of scales has shape {tuple(whole.shape)}; wanted one number")
         parts.append(SlabPart(whole, (1,), max(1, rows)))
     decode = partial(codecs.decode_e2m1, divides=divides)
     encode = partial(codecs.encode_e2m1, divides=divides)
@@ -364,19 +389,21 @@ def _modelopt_experts(group: _Group, quantization: Quantization) -> Decoded:
 
     Inputs are dimension 1 in models with transposed weights (Llama 4, gpt-oss), and 2 in others.
     """
-    weight = group.take("", (torch.float8_e4m3fn, torch.uint8), 3)
+    weight = group.take("", (torch.float8_e4m3fn, torch.uint8), (-1, *_MATRIX))
+    experts, rows, columns = weight.shape
     if weight.dtype == torch.float8_e4m3fn:
         scales = group.take("_weight_scale", _FLOATS)
-        return _e4m3(weight, scales, scales.dtype, quantization)
-    scales = group.take("_weight_scale", (torch.float8_e4m3fn,), 3)
-    whole = group.take("_weight_scale_2", (torch.float32,))
-    experts, rows, columns = weight.shape
-    down = scales.shape == (experts, rows // 8, columns)
-    along = down or scales.shape == (experts, rows, columns // 8)
-    if not along or (rows if down else columns) % 8:
-        raise _misfit(weight, scales, "; wanted one for 16 numbers along dimension 1 or 2")
-    if whole.shape.numel() not in (1, experts):
-        raise ValueError(f"its scales of scales have shape {tuple(whole.shape)}; wanted one, or {experts}")
+        return _e4m3(group, weight, scales, scales.dtype, quantization)
+    across, along = (experts, rows // 8, columns), (experts, rows, columns // 8)
+    scales = group.take("_weight_scale", (torch.float8_e4m3fn,), across, along)
+    down = scales.shape == across
+    if (rows if down else columns) % 8:
+        raise group.misfit(
+            f"one for 16 numbers along dimension 1 or 2 of a weight of shape {_sizes(weight.shape)}"
+        )
+    whole = group.take(
+        "_weight_scale_2", (torch.float32,), (), (1,), (experts,), (experts, 1), (experts, 1, 1)
+    )
     if down:
         shape, slab, slabs = torch.Size((experts, 2 * rows, columns)), (8, columns), rows // 8
     else:
@@ -390,29 +417,25 @@ def _modelopt_experts(group: _Group, quantization: Quantization) -> Decoded:
 
 
 def _packed(group: _Group, packed: Stored, quantization: Quantization) -> Decoded:
-    scales = group.take("weight_scale", _FLOATS, 2)
-    size = group.take("weight_shape", (torch.int64, torch.int32), 1)
-    bits, (rows, words), groups = quantization.bits, packed.shape, scales.shape[1]
-    columns = groups * quantization.group_size
-    if not columns:  # the config does not say
-        columns = int(size.read(1, 1))
-        fitting = [each for each in (4, 8) if words == -(-columns * each // 32)]
-        bits = bits or (fitting[0] if fitting else 4)
+    (rows, words), size = packed.shape, quantization.group_size
+    said = [int(each) for each in group.take("weight_shape", _WHOLE, (2,)).read()]
+    columns = said[1]
+    bits = quantization.bits or next((each for each in (4, 8) if words == -(-columns * each // 32)), 4)
     in_word = 32 // bits
+    if said[0] != rows or words != -(-columns // in_word):
+        raise ValueError(
+            f"{group.used[-1]}: got {said}; wanted {rows} rows, in {words} words of {in_word} numbers"
+        )
+    scales = group.take("weight_scale", _FLOATS, (rows, columns // size if size else -1))
+    groups = scales.shape[1]
+    if not groups or columns % groups or size not in (0, columns // groups):
+        raise group.misfit(f"one for each {size or 'of equal groups'} of {columns} columns")
     parts = [SlabPart(packed, (words,)), SlabPart(scales, (groups,))]
-    if "weight_zero_point" in group:  # a word holds several rows
-        parts.append(SlabPart(group.take("weight_zero_point", (torch.int32,), 2), (groups,), in_word))
+    if quantization.zeros or "weight_zero_point" in group:  # a word holds several rows
+        zeros = group.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
+        parts.append(SlabPart(zeros, (groups,), in_word))
     if "weight_g_idx" in group:
-        raise ValueError("its columns are grouped in another order (weight_g_idx)")
-    if (
-        scales.shape[0] != rows
-        or not groups
-        or -(-columns // in_word) != words
-        or columns % max(1, groups)
-        or any(part.tensor.shape != (-(-rows // in_word), groups) for part in parts[2:])
-    ):
-        raise _misfit(packed, scales)
-
+        raise ValueError(f"{group.name}weight_g_idx: got columns in another order; wanted that of the matrix")
     spare = words * in_word - columns
     decode = partial(codecs.decode_packed, bits=bits, spare=spare)
     encode = partial(codecs.encode_packed, bits=bits, spare=spare)
@@ -423,56 +446,48 @@ def _scaled(group: _Group, quantization: Quantization) -> Decoded | None:
     """Return a matrix with ``weight_scale``; the dtype of its numbers says what it is."""
     if "pre_quant_scale" in group:
         raise ValueError(
-            f"its inputs are multiplied by {group.name}pre_quant_scale, which no plain model has"
+            f"{group.name}pre_quant_scale: got a factor of inputs, which no plain model has; wanted none"
         )
     dtype = group.stored[group.name + "weight"].dtype
     if dtype.is_floating_point and dtype.itemsize > 1 and "weight_scale" not in group:
         return None  # was left out of the quantization
-    weight = group.take("weight", (torch.float8_e4m3fn, torch.int8, torch.uint8), 2)
+    weight = group.take("weight", (torch.float8_e4m3fn, torch.int8, torch.uint8), _MATRIX)
     if dtype == torch.uint8:
-        whole = group.take("weight_scale_2", (torch.float32,))
-        return _e2m1(weight, group.take("weight_scale", (torch.float8_e4m3fn,), 2), 16, whole)
+        scales = group.take("weight_scale", (torch.float8_e4m3fn,))
+        return _e2m1(group, weight, scales, 16, "weight_scale_2")
     if dtype == torch.int8:
-        return _int8(group, weight, group.take("weight_scale", _FLOATS))
+        return _int8(group, weight, quantization)
     scales = group.take("weight_scale", (*_FLOATS, *_EXPONENTS))
-    return _e4m3(weight, scales, torch.bfloat16 if scales.dtype.itemsize == 1 else scales.dtype, quantization)
+    rounded = torch.bfloat16 if scales.dtype.itemsize == 1 else scales.dtype
+    return _e4m3(group, weight, scales, rounded, quantization)
 
 
-def _int8(group: _Group, weight: Stored, scales: Stored) -> Decoded:
+def _int8(group: _Group, weight: Stored, quantization: Quantization) -> Decoded:
     rows, columns = weight.shape
-    groups = 1 if len(scales.shape) < 2 else scales.shape[-1]
-    each_row = scales.shape in ((rows,), (rows, groups))
-    if not (each_row or scales.shape.numel() == 1) or columns % max(1, groups) or not groups:
-        raise _misfit(weight, scales)
-    slabs = 1 if each_row else max(1, rows)
+    scales = group.take("weight_scale", _FLOATS, (), (1,), (1, 1), (rows,), (rows, -1))
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    if not groups or columns % groups:
+        raise group.misfit(f"one for each of equal groups of {columns} columns")
+    slabs = 1 if scales.shape[:1] == (rows,) else max(1, rows)
     parts = [SlabPart(weight, (columns,)), SlabPart(scales, (groups,), slabs)]
-    if "weight_zero_point" in group:
-        zeros = group.take("weight_zero_point", (torch.int8,))
-        if zeros.shape != scales.shape:
-            raise ValueError(
-                f"its zero points have shape {tuple(zeros.shape)}, its scales {tuple(scales.shape)}"
-            )
-        parts.append(SlabPart(zeros, (groups,), slabs))
+    if quantization.zeros or "weight_zero_point" in group:
+        parts.append(SlabPart(group.take("weight_zero_point", (torch.int8,), scales.shape), (groups,), slabs))
     return Decoded(weight.shape, scales.dtype, columns, parts, codecs.decode_int8, codecs.encode_int8)
 
 
 def _gptq(group: _Group, quantization: Quantization) -> Decoded:
-    packed = group.take("qweight", (torch.int32,), 2)
-    zeros = group.take("qzeros", (torch.int32,), 2)
-    scales = group.take("scales", _FLOATS, 2)
-    order = group.take("g_idx", (torch.int32, torch.int64), 1)
-    bits = quantization.bits
-    rows, [columns] = packed.shape[1], order.shape
-    if (
-        scales.shape[1] != rows
-        or packed.shape[0] != -(-columns * bits // 32)
-        or zeros.shape != (scales.shape[0], -(-rows * bits // 32))
-    ):
-        more = f", of qzeros {tuple(zeros.shape)}, of g_idx {tuple(order.shape)}"
-        raise _misfit(packed, scales, more)
+    bits, order = quantization.bits, group.take("g_idx", _WHOLE, (-1,))
+    [columns] = order.shape
+    packed = group.take("qweight", (torch.int32,), (-(-columns * bits // 32), -1))
+    rows = packed.shape[1]
+    scales = group.take("scales", _FLOATS, (-1, rows))
+    zeros = group.take("qzeros", (torch.int32,), (scales.shape[0], -(-rows * bits // 32)))
     numbers = order.read()  # here, since an accelerator that decodes would not say what is wrong
     if bool(((numbers < 0) | (numbers >= scales.shape[0])).any()):
-        raise ValueError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
+        raise ValueError(
+            f"{group.name}g_idx: got groups {int(numbers.min())} to {int(numbers.max())}; wanted some of the "
+            f"{scales.shape[0]} of {group.name}scales"
+        )
 
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales, order)]
     decode = partial(codecs.decode_gptq, bits=bits, less_one=quantization.less_one)
@@ -482,13 +497,13 @@ def _gptq(group: _Group, quantization: Quantization) -> Decoded:
 
 
 def _awq(group: _Group, quantization: Quantization) -> Decoded:
-    packed = group.take("qweight", (torch.int32,), 2)
-    zeros = group.take("qzeros", (torch.int32,), 2)
-    scales = group.take("scales", _FLOATS, 2)
+    packed = group.take("qweight", (torch.int32,), _MATRIX)
     columns, words = packed.shape
+    scales = group.take("scales", _FLOATS, (-1, words * 8))
     groups, rows = scales.shape
-    if words * 8 != rows or zeros.shape != (groups, words) or not groups or columns % groups:
-        raise _misfit(packed, scales, f", of qzeros {tuple(zeros.shape)}")
+    if not groups or columns % groups:
+        raise group.misfit(f"one for each of equal groups of {columns} inputs")
+    zeros = group.take("qzeros", (torch.int32,), (groups, words))
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales)]
     return Decoded(
         torch.Size((rows, columns)), scales.dtype, rows * columns, parts, codecs.decode_awq, None,
@@ -497,14 +512,13 @@ def _awq(group: _Group, quantization: Quantization) -> Decoded:
 
 
 def _llm_int8(group: _Group, quantization: Quantization) -> Decoded:
-    weight, sizes = group.take("weight", (torch.int8,), 2), group.take("SCB", (torch.float32,), 1)
-    if sizes.shape != weight.shape[:1]:
-        raise _misfit(weight, sizes)
+    weight = group.take("weight", (torch.int8,), _MATRIX)
+    sizes = group.take("SCB", (torch.float32,), weight.shape[:1])
     if "weight_format" in group:
-        order = group.take("weight_format", (torch.uint8,))
-        if order.shape.numel() != 1 or int(order.read()):
+        order = int(group.take("weight_format", (torch.uint8,), (), (1,)).read())
+        if order:
             raise ValueError(
-                f"{group.used[-1]}: its rows are in the order of a kernel; wanted row by row (0)"
+                f"{group.used[-1]}: got {order}, rows in the order of a kernel; wanted 0, row by row"
             )
     columns = weight.shape[1]
     parts = SlabPart(weight, (columns,)), SlabPart(sizes, (1,))
@@ -517,38 +531,44 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
     packed = group.take("", (torch.uint8, *_FLOATS))
     kinds = [kind for kind in ("nf4", "fp4") if f".quant_state.bitsandbytes__{kind}" in group]
     if len(kinds) != 1:
-        raise ValueError(f"wanted one of {group.name}.quant_state.bitsandbytes__nf4 and __fp4")
-    state = group.take(f".quant_state.bitsandbytes__{kinds[0]}", (torch.uint8,), 1)
-    if state.shape.numel() > _MOST_STATE_NBYTES:
-        raise ValueError(f"{group.used[-1]} has {state.shape.numel()} bytes; wanted JSON of a few lines")
-    said = json.loads(state.read().numpy().tobytes())
-    size, dtype = said["blocksize"], {_plain(each): each for each in _FLOATS}[str(said["dtype"])]
-    shape = torch.Size(map(_count, said["shape"]))
+        raise ValueError(
+            f"{group.name}: got {len(kinds)} of .quant_state.bitsandbytes__nf4 and __fp4; wanted one"
+        )
+    state = group.take(f".quant_state.bitsandbytes__{kinds[0]}", (torch.uint8,), (-1,))
+    where, nested, said = group.used[-1], ".nested_absmax" in group, b""
+    try:
+        if state.shape.numel() <= _MOST_STATE_NBYTES:
+            said = state.read().numpy().tobytes()
+        found = json.loads(said)
+        size, dtype = found["blocksize"], {_plain(each): each for each in _FLOATS}[found["dtype"]]
+        shape = torch.Size(map(_count, found["shape"]))
+        together, offset = (found["nested_blocksize"], found["nested_offset"]) if nested else (1, 0.0)
+        blocks, more = divmod(shape.numel(), size)
+        together = min(_count(together), blocks)
+        known = size in _BLOCKS and found["quant_type"] == kinds[0] and math.isfinite(offset)
+        if not known or more or len(shape) < 2:
+            raise ValueError
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: got {state.shape.numel()} bytes, {said[:200]!r}; wanted JSON of a few lines with "
+            f"quant_type {kinds[0]}, dtype ({', '.join(map(_plain, _FLOATS))}), blocksize (32 to 4096) "
+            "and a shape of whole blocks (where absmax is quantized, also nested_blocksize and nested_offset)"
+        ) from error
     nbytes = packed.shape.numel() * packed.dtype.itemsize
-    if size not in _BLOCKS or said["quant_type"] != kinds[0]:
-        raise ValueError(f"{group.used[-1]} says {json.dumps(said)[:300]}")
-    if len(shape) < 2 or nbytes != -(-shape.numel() // 2):
-        raise ValueError(f"{group.name} has {nbytes} bytes, for a matrix of shape {tuple(shape)}")
-    if shape.numel() % size:
-        raise ValueError(f"a matrix of shape {tuple(shape)} is no whole number of blocks of {size}")
-    blocks, parts = shape.numel() // size, [SlabPart(packed, (size // 2 // packed.dtype.itemsize,))]
+    if nbytes != shape.numel() // 2:
+        raise ValueError(
+            f"{group.name}: got {nbytes} bytes; wanted {shape.numel() // 2}, for the shape {_sizes(shape)}"
+        )
+    sizes = group.take(".absmax", (torch.uint8 if nested else torch.float32,), (blocks,))
+    parts = [SlabPart(packed, (size // 2 // packed.dtype.itemsize,)), SlabPart(sizes, (1,))]
     how: dict[str, Any] = {"numbers": codecs.NF4 if kinds == ["nf4"] else codecs.FP4, "dtype": dtype}
-    if ".nested_absmax" in group:
-        together = min(_count(said["nested_blocksize"]), blocks)
-        parts.append(SlabPart(group.take(".absmax", (torch.uint8,), 1), (1,)))
-        second = group.take(".nested_absmax", (torch.float32,), 1)
+    if nested:
+        second = group.take(".nested_absmax", (torch.float32,), (-(-blocks // together),))
         parts.append(SlabPart(second, (1,), together))
-        table = group.take(".nested_quant_map", (torch.float32,), 1)
-        if table.shape != (256,) or second.shape != (-(-blocks // together),):
-            raise ValueError(f"its scales of scales have shapes {tuple(second.shape)}, {tuple(table.shape)}")
-        how |= {"of_sizes": tuple(table.read().tolist()), "together": together}
-        how["offset"] = float(said["nested_offset"])
-    else:
-        parts.append(SlabPart(group.take(".absmax", (torch.float32,), 1), (1,)))
-    if parts[1].tensor.shape != (blocks,):
-        raise _misfit(packed, parts[1].tensor, f"; wanted {blocks}")
+        table = group.take(".nested_quant_map", (torch.float32,), (256,)).read()
+        how |= {"of_sizes": tuple(table.tolist()), "together": together, "offset": float(offset)}
     if ".quant_map" in group:
-        group.take(".quant_map", (torch.float32,), 1)  # is that of the type, which kernels know
+        group.take(".quant_map", (torch.float32,), (16,))  # is that of the type, which kernels know
     decode, encode = partial(codecs.decode_4bit, **how), partial(codecs.encode_4bit, **how)
     return Decoded(shape, dtype, size, parts, decode, encode)
 

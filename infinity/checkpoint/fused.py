@@ -17,7 +17,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,12 +91,16 @@ class _Kernel:
                 if why := why_not():
                     raise RuntimeError(why)
                 from torch import _inductor
+                from torch.fx.experimental import _config as tracing
 
                 use_own_stream(device)
                 options = {k: v for k, v in _OPTIONS.items() if k in _inductor.list_options()}
                 self._run = torch.compile(fill, fullgraph=True, dynamic=True, options=options)
                 zeros = [torch.zeros_like(part, device=device) for part in parts]
-                self._call(decode, 0, zeros, torch.empty_like(out, device=device))
+                with cast(Any, tracing).patch(
+                    use_duck_shape=False
+                ):  # sizes that are equal here may differ elsewhere
+                    self._call(decode, 0, zeros, torch.empty_like(out, device=device))
                 synchronize(device)
         except Exception as error:
             self._give_up(first_line(error))

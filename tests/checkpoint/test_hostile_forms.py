@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,60 @@ def test_any_change_of_a_quantized_checkpoint_is_decoded_or_an_error(tmp_path: P
             found.add("refused")
     assert found == {"decoded", "refused"}
     assert [error for error in errors if str(tmp_path) not in error] == []
+
+
+def other_tensors(tensor: Tensor) -> dict[str, Tensor | None]:
+    """What may stand in place of a tensor, by what is wrong with it."""
+    shapes = {(*tensor.shape[:d], n + step, *tensor.shape[d + 1 :])
+              for d, n in enumerate(tensor.shape) for step in (-1, 1) if n + step >= 0}  # fmt: skip
+    made = {f"shape {shape}": torch.ones(shape).to(tensor.dtype) for shape in sorted(shapes)}
+    made |= {f"{dtype}": torch.ones(tensor.shape, dtype=dtype) for dtype in (torch.float64, torch.int16)}
+    made["empty"] = torch.ones(0, dtype=tensor.dtype)
+    made["a dimension more"] = tensor.unsqueeze(0)
+    return {"removed": None, **made}
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_each_tensor_that_is_wrong_is_named_with_what_was_got_and_wanted(tmp_path: Path, kind: str) -> None:
+    """Or what is decoded has other keys or shapes, which loading compares with the model's."""
+    transformers.utils.logging.set_verbosity_error()
+    quantized.write(kind, tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = {key: each for key, each in load_file(file).items() if ".0." in key}
+
+    def decoded() -> dict[str, Tensor]:
+        form = read_quantization(tmp_path)
+        assert form is not None
+        with Checkpoint(tmp_path) as checkpoint:
+            decode_checkpoint(checkpoint, form)
+            return {key: each.read(dtype=torch.float32).view(each.shape) for key, each in checkpoint.items()}
+
+    save_file(whole, file)
+    expected, seen, wrong = decoded(), set[str](), list[str]()
+    for key, tensor in whole.items():
+        ending = key.rpartition(".")[2].partition("_proj")[2] or key.rpartition(".")[2]
+        if key in expected and expected[key].shape == tensor.shape and tensor.dtype == torch.bfloat16:
+            continue
+        if (what := f"{ending} {tensor.ndim}") in seen:
+            continue
+        seen.add(what)
+        for name, other in other_tensors(tensor).items():
+            changed = {other_key: each for other_key, each in whole.items() if other_key != key}
+            save_file(changed if other is None else changed | {key: other.contiguous()}, file)
+            try:
+                found = decoded()
+            except CheckpointError as error:
+                named = re.search(
+                    rf"{tmp_path}: .* cannot be decoded as .*: .*(got|missing).*; wanted", str(error)
+                )
+                if not named and "no tensor ends with" not in str(error):
+                    wrong.append(f"{key} {name}: {error}")
+                continue
+            same_keys = found.keys() == expected.keys()
+            if same_keys and all(found[k].shape == expected[k].shape for k in found):
+                same = all(torch.equal(found[k], expected[k]) for k in found)
+                # Of FP8 two scales of each row are as good as one.
+                if not same and (kind, name) != ("mixed", "shape (32, 2)"):
+                    wrong.append(f"{key} {name}: is decoded to other values")
+    assert len(seen) > 1
+    assert wrong == []
