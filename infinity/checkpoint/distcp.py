@@ -19,7 +19,8 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short  # also of what holds itself a million times
-from typing import Any, BinaryIO
+from types import NoneType
+from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 import torch
@@ -61,7 +62,8 @@ class DistributedCheckpoint(StoredTensors):
             library_errors(CheckpointError, f"{self.path}: {key} is no plain value"),
             io.BufferedReader(_Window(record)) as file,
         ):
-            _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
+            described, _ = _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
+            _Unpickler(described).load()  # its keys are plain
             return torch.load(file, map_location="cpu", weights_only=True)
 
     def _metadata(self) -> Any:
@@ -296,17 +298,51 @@ class _StandIn:
         vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})  # of TensorProperties
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _Unpickler(cast(Any, pickle)._Unpickler):  # type: ignore[misc]  # in Python
+    """Makes stand-ins of what a pickle names; keys have no parts, which could take for ever to hash."""
+
+    dispatch: ClassVar[Any] = dict(cast(Any, pickle)._Unpickler.dispatch)
+
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))
         # A pickle can set attributes of what it names, so this one has a class of its own.
         self._stand_in = type("StandIn", (_StandIn,), {})
 
     def find_class(self, module: str, name: str) -> Any:
-        if _NAMED.fullmatch(f"{module} {name}"):
-            return self._stand_in
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
+        return _empty if (module, name) == ("collections", "OrderedDict") else self._stand_in
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def _empty() -> dict[Any, Any]:
+    return {}
+
+
+def _with_plain_keys(code: int, keys: slice) -> None:
+    """Let an opcode check the keys that it takes from these places of the stack."""
+    load = _Unpickler.dispatch[code]
+
+    def checked(self: Any) -> None:
+        for key in self.stack[keys]:
+            if not isinstance(key, (str, int, float, bytes, NoneType, self._stand_in)):
+                raise pickle.UnpicklingError(f"it has the key {short(key)}; wanted a text or a number")
+        load(self)
+
+    _Unpickler.dispatch[code] = checked
+
+
+for _code, _keys in (
+    (pickle.SETITEM, slice(-2, -1)), (pickle.SETITEMS, slice(0, None, 2)), (pickle.ADDITEMS, slice(None)),
+    (pickle.FROZENSET, slice(None)),
+):  # fmt: skip
+    _with_plain_keys(_code[0], _keys)
+
+
+class _MetadataUnpickler(_Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict") or _NAMED.fullmatch(f"{module} {name}"):
+            return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None
         if found is torch.Size or isinstance(found, torch.dtype):
             return found

@@ -398,3 +398,25 @@ def test_bytes_that_were_changed_give_an_error_or_values_and_nothing_else(
                 checkpoint.value(key)
     except CheckpointError:
         pass
+
+
+PAIRS = b"ccollections\nOrderedDict\n]%sK\x01\x86a\x85R."
+
+
+@pytest.mark.parametrize("keyed", [b"}(%sK\x01u.", b"}%sK\x01s.", b"\x8f(%s\x90.", b"(%s\x91.", PAIRS])
+def test_a_key_that_would_take_for_ever_to_hash_is_refused(keyed: bytes, tmp_path: Path) -> None:
+    path = good(tmp_path)
+    raw = b"\x80\x04" + keyed % (b")" + b"q\x01h\x01\x86" * 60)
+    (path / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a text or a number|takes 0 positional"):
+        DistributedCheckpoint(path)
+    value = write(tmp_path / "value", {}, key={"a": 1})
+    file = value / "d.distcp"
+    changed = repacked(file.read_bytes(), replaced("data.pkl", raw))
+    file.write_bytes(changed)
+    edit(value, set_info(offset=0, length=len(changed)))
+    with (
+        DistributedCheckpoint(value) as checkpoint,
+        pytest.raises(CheckpointError, match="key is no plain value"),
+    ):
+        checkpoint.value("key")
