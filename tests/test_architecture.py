@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2430,
     "api": 4341,
     "app": 1438,
-    "checkpoint": 4334,
+    "checkpoint": 4389,
     "comm": 843,
     "core": 2267,
     "device": 1063,

@@ -26,7 +26,7 @@ from torch import Tensor
 from infinity.api.adapters import SavedAdapters
 from infinity.api.lora import wrap
 from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, saved_tensors, write_companions
-from infinity.checkpoint.directory import Checkpoint, FileTensor, Stored, View
+from infinity.checkpoint.directory import Checkpoint, FileTensor, Latest, Stored, View
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, fill_rounded, named_targets
 from infinity.checkpoint.model import build_model, read_config
@@ -88,12 +88,12 @@ class PackedLowRank:
     layer: Any  # infinity.api.expert_lora.ParamWrapper
     scaling: float
     rows: int  # of an expert
-    kept: dict["PackedLowRank", tuple[Tensor, Tensor]]
+    factors: Latest[tuple[Tensor, Tensor]]  # of all packed experts of a model
     needs_all_rows: bool = False
 
     def apply(self, values: Tensor, first: int) -> Tensor:
         """Return the merged rows from ``first`` on, of all experts' rows; ``values`` are fp32."""
-        left, right = self._factors()
+        left, right = self.factors.get(self, self._read_factors)
         values, at, last = values.clone(), first, first + len(values)
         while at < last:
             expert, row = divmod(at, self.rows)
@@ -103,18 +103,13 @@ class PackedLowRank:
             at += taken
         return values
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
+    def _read_factors(self) -> tuple[Tensor, Tensor]:
         """Return the factors ``(experts, rows, rank)`` and ``(experts, rank, columns)``."""
-        if self not in self.kept:
-            self.kept.clear()
-            pair = self.layer.lora_A["default"], self.layer.lora_B["default"]
-            a, b = (
-                factor.of_matrix(_read(stored)) for factor, stored in zip(pair, (self.a, self.b), strict=True)
-            )
-            left, right = (a, b) if self.layer.is_left_first else (b, a)
-            rank = left.shape[-1]
-            self.kept[self] = left.reshape(-1, self.rows, rank), right.reshape(-1, rank, right.shape[-1])
-        return self.kept[self]
+        pair = self.layer.lora_A["default"], self.layer.lora_B["default"]
+        a, b = (each.of_matrix(_read(stored)) for each, stored in zip(pair, (self.a, self.b), strict=True))
+        left, right = (a, b) if self.layer.is_left_first else (b, a)
+        rank = left.shape[-1]
+        return left.reshape(-1, self.rows, rank), right.reshape(-1, rank, right.shape[-1])
 
 
 @dataclass(eq=False, slots=True)
@@ -151,7 +146,7 @@ class MergedWeight(Stored):
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    kept: dict[tuple["MergedWeight", int], Tensor]  # the block merged last, of all weights of a model
+    block: Latest[Tensor]  # of rows, of all weights of a model
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         columns = self.shape[-1]
@@ -160,26 +155,24 @@ class MergedWeight(Stored):
         at, stop = start, start + len(out)
         while at < stop:
             first = at // columns // at_once * at_once
-            block, low = self._block(first, min(rows, first + at_once)), at - first * columns
+            last, low = min(rows, first + at_once), at - first * columns
+            block = self.block.get((self, first), partial(self._merge, first, last))
             taken = min(stop - at, len(block) - low)
             out[at - start : at - start + taken].copy_(block[low : low + taken])
             at += taken
 
-    def _block(self, first: int, last: int) -> Tensor:
+    def _merge(self, first: int, last: int) -> Tensor:
         """Return rows ``[first, last)``, flat."""
-        if (self, first) not in self.kept:
-            self.kept.clear()
-            columns = self.shape[-1]
-            values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
-            fill_rounded(self.base, first * columns, values)
-            merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
-            if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
-                raise CheckpointError(
-                    f"{self.name}: a merged value is NaN or infinite in {self.dtype}: the adapters, or the "
-                    "base, are not finite or too large, or DoRA divides by the norm of a row of zeros"
-                )
-            self.kept[self, first] = merged
-        return self.kept[self, first]
+        columns = self.shape[-1]
+        values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
+        fill_rounded(self.base, first * columns, values)
+        merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
+        if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
+            raise CheckpointError(
+                f"{self.name}: a merged value is NaN or infinite in {self.dtype}: the adapters, or the "
+                "base, are not finite or too large, or DoRA divides by the norm of a row of zeros"
+            )
+        return merged
 
 
 class MergedModel:
@@ -236,15 +229,13 @@ class MergedModel:
         adapted = wrap(self.model, saved.config, saved)
         stored = {id(tensor): each for tensor, each in saved.match(adapted)}
         found: dict[int, Stored] = {}
-        kept: dict[tuple[MergedWeight, int], Tensor] = {}
-
-        packed: dict[PackedLowRank, tuple[Tensor, Tensor]] = {}
+        block, factors = Latest[Tensor](), Latest[tuple[Tensor, Tensor]]()
 
         def change(weight: Tensor, how: LowRank | PackedLowRank | Rows) -> None:
             base = values.stored(weight)
             if base is None:
                 raise CheckpointError(f"{names[id(weight)]} has adapters, and is not in the base")
-            merged = MergedWeight(base, how, names[id(weight)], weight.shape, weight.dtype, kept)
+            merged = MergedWeight(base, how, names[id(weight)], weight.shape, weight.dtype, block)
             found[id(weight)] = merged
 
         for name, module in adapted.named_modules():
@@ -253,7 +244,7 @@ class MergedModel:
                 _refuse_tied(names[id(weight)], uses[id(weight)])
                 a, b = (stored[id(each["default"].weight)] for each in (module.lora_A, module.lora_B))
                 scaling, rows = module.scaling["default"], weight.shape[-2]
-                change(weight, PackedLowRank(a, b, module, scaling, rows, packed))
+                change(weight, PackedLowRank(a, b, module, scaling, rows, factors))
             elif isinstance(module, LoraLayer):
                 weight = module.get_base_layer().weight
                 _refuse_tied(names[id(weight)], uses[id(weight)])
@@ -269,7 +260,7 @@ class MergedModel:
                     whole: Stored = stored[id(copies[key])]
                     if isinstance(tensor, torch.nn.Parameter) and tensor.ndim:  # through what looks for NaN
                         own = names[id(tensor)]
-                        whole = MergedWeight(whole, Rows((), whole), own, tensor.shape, tensor.dtype, kept)
+                        whole = MergedWeight(whole, Rows((), whole), own, tensor.shape, tensor.dtype, block)
                     found[id(tensor)] = whole
         adapted.base_model.unload()
         return found

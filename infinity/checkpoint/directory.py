@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -60,6 +60,7 @@ _PIECE_NUMEL = 2**18
 #: Blocks of a file that :meth:`ReadableFile.sample` reads, and their size (bytes).
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
+Made = TypeVar("Made")
 #: Returns bytes of a file that are in memory, by file number, offset and count: ``(n,)`` uint8, any device.
 View: TypeAlias = Callable[[int, int, int], Tensor]
 
@@ -112,6 +113,19 @@ class Stored:
 
     def compile_ahead(self, device: torch.device, say: Callable[[str], object]) -> None:
         """Begin to compile what makes its values on ``device``; ``say`` is called with why that fails."""
+
+
+class Latest(Generic[Made]):
+    """Keeps what was made last, for whoever reads it piece by piece; shared by all that take turns."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Made] = {}
+
+    def get(self, key: object, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made.clear()  # first: memory holds one
+            self._made[key] = make()
+        return self._made[key]
 
 
 class StoredTensors(dict[str, Stored]):

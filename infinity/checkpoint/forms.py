@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from infinity.checkpoint import codecs
-from infinity.checkpoint.directory import Checkpoint, Stored, read_json_object
-from infinity.checkpoint.quantized import Decoded, Kept, SlabPart
+from infinity.checkpoint.directory import Checkpoint, Latest, Stored, read_json_object
+from infinity.checkpoint.quantized import Decoded, SlabPart
 from infinity.core.config import shown
 from infinity.core.errors import CheckpointError, first_line, library_errors
 from infinity.device.machine import compile_ahead
@@ -176,7 +176,7 @@ def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.d
     (see :mod:`infinity.checkpoint.quantized`, dtype). Raises a CheckpointError that names the key if tensors
     do not go together.
     """
-    stored, found, kept = dict(checkpoint), dict[str, Stored](), Kept()
+    stored, found, latest = dict(checkpoint), dict[str, Stored](), Latest[Tensor]()
     rows = _METHODS[form.method]
     for key in stored:
         for ending, plain_ending, make in rows:
@@ -187,7 +187,7 @@ def decode_checkpoint(checkpoint: Checkpoint, form: Quantization, dtype: torch.d
             with library_errors(CheckpointError, f"{checkpoint.path}: {key} cannot be decoded as {form}"):
                 made = make(group, form)
             if made is not None:
-                made.dtype, made.kept = dtype or made.dtype, kept
+                made.dtype, made.latest = dtype or made.dtype, latest
                 for used in group.used:
                     checkpoint.pop(used, None)
                 found[name + plain_ending] = made

@@ -51,6 +51,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.checkpoint.directory import (
     Checkpoint,
     FileTensor,
+    Latest,
     Stored,
     View,
     layer_of,
@@ -241,7 +242,7 @@ def _find(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    conversions, kept = dict[str, _Conversion](), dict[str, Tensor]()
+    conversions, latest = dict[str, _Conversion](), Latest[Tensor]()
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -257,7 +258,7 @@ def _find(
             wrong[name] = f"two keys of the checkpoint become it, one is {key}"
         else:
             transform = None if pattern is None else by_pattern[pattern]
-            conversion = conversions.setdefault(name, _Conversion(model, name, transform, kept))
+            conversion = conversions.setdefault(name, _Conversion(model, name, transform, latest))
             conversion.sources[key] = (pattern or key, checkpoint[key])
     traced: dict[object, _Results] = {}
     for name, conversion in conversions.items():
@@ -296,7 +297,7 @@ class _Conversion:
     model: Any
     name: str
     transform: Any  # the converter; None: the only source is the parameter
-    kept: dict[str, Tensor]  # shared by a model's conversions: the last result, for its next chunk
+    latest: Latest[Tensor]  # result of a model's conversions
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
     def trace(self, traced: dict[object, _Results]) -> dict[str, Stored]:
@@ -353,12 +354,11 @@ class Converted(Stored):
         return {_converted_dtype(source) for source in self.sources}
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        kept = self._conversion.kept
-        if self._name not in kept:
-            kept.clear()
+        def convert() -> Tensor:
             made = self._conversion.run(lambda each: each.read(dtype=_converted_dtype(each)).view(each.shape))
-            kept[self._name] = made[self._name].reshape(-1)
-        out.copy_(kept[self._name][start : start + len(out)])
+            return made[self._name].reshape(-1)
+
+        out.copy_(self._conversion.latest.get(self._name, convert)[start : start + len(out)])
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:

@@ -84,8 +84,8 @@ class _Weight:
         return (*self.shape[:-1], self.shape[-1] // by)
 
 
-#: By ending of the key: dtype, shape, and values if they do not depend on the matrix.
-_Tensors: TypeAlias = dict[str, tuple[torch.dtype, _Shape, Tensor | None]]
+#: By ending of the key: dtype and shape, or values that do not depend on the matrix.
+_Tensors: TypeAlias = Mapping[str, tuple[torch.dtype, _Shape] | Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,7 @@ class _Form:
 def _fp8(weight: _Weight) -> _Tensors:
     *experts, rows, columns = weight.shape
     blocks = (*experts, -(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
-    return {
-        "": (torch.float8_e4m3fn, weight.shape, None),
-        "_scale_inv": (torch.float32, blocks, None),
-    }
+    return {"": (torch.float8_e4m3fn, weight.shape), "_scale_inv": (torch.float32, blocks)}
 
 
 def _fits_fp8(weight: _Weight) -> bool:
@@ -117,70 +114,40 @@ def _fits_fp8(weight: _Weight) -> bool:
     return weight.is_matrix or rows % min(rows, _FP8_BLOCK) == 0
 
 
-def _fp8_config(left: list[str]) -> dict[str, Any]:
-    block = [_FP8_BLOCK, _FP8_BLOCK]
-    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
-    return said | {"modules_to_not_convert": left}
-
-
-def _int8(weight: _Weight) -> _Tensors:
-    return {"": (torch.int8, weight.shape, None), "_scale": (torch.float32, (weight.shape[0], 1), None)}
-
-
-def _mxfp4(weight: _Weight) -> _Tensors:
-    return {
-        "_packed": (torch.uint8, weight.divided(2), None),
-        "_scale": (torch.uint8, weight.divided(32), None),
-    }
-
-
 def _mxfp4_experts(weight: _Weight) -> _Tensors:
     experts, inputs, outputs = weight.shape
     groups = (experts, outputs, inputs // 32)
-    return {"_blocks": (torch.uint8, (*groups, 16), None), "_scales": (torch.uint8, groups, None)}
-
-
-def _mxfp4_experts_config(left: list[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    return {"_blocks": (torch.uint8, (*groups, 16)), "_scales": (torch.uint8, groups)}
 
 
 def _nvfp4(weight: _Weight) -> _Tensors:
+    groups = (torch.float8_e4m3fn, weight.divided(16))
     return {
-        "_packed": (torch.uint8, weight.divided(2), None),
-        "_scale": (torch.float8_e4m3fn, weight.divided(16), None),
-        "_global_scale": (torch.float32, (1,), None),
-    }
+        "_packed": (torch.uint8, weight.divided(2)), "_scale": groups, "_global_scale": (torch.float32, (1,)),
+    }  # fmt: skip
 
 
 def _nvfp4_modelopt(weight: _Weight) -> _Tensors:
     scale, of_scales = ("_scale", ()) if weight.is_matrix else ("_weight_scale", weight.shape[:1])
-    return {
-        "": (torch.uint8, weight.divided(2), None),
-        scale: (torch.float8_e4m3fn, weight.divided(16), None),
-        f"{scale}_2": (torch.float32, of_scales, None),
-    }
-
-
-def _nvfp4_modelopt_config(left: list[str]) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": left}
+    groups = (torch.float8_e4m3fn, weight.divided(16))
+    return {"": (torch.uint8, weight.divided(2)), scale: groups, f"{scale}_2": (torch.float32, of_scales)}
 
 
 def _nf4(weight: _Weight) -> _Tensors:
     numel, name = math.prod(weight.shape), str(weight.dtype).removeprefix("torch.")
     state = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "dtype": name, "shape": list(weight.shape)}
-    said = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return {
-        "": (torch.uint8, (numel // 2, 1), None),
-        ".absmax": (torch.float32, (numel // _NF4_BLOCK,), None),
-        ".quant_map": (torch.float32, (16,), torch.tensor(codecs.NF4, device="cpu")),
-        ".quant_state.bitsandbytes__nf4": (torch.uint8, tuple(said.shape), said),
+        "": (torch.uint8, (numel // 2, 1)),
+        ".absmax": (torch.float32, (numel // _NF4_BLOCK,)),
+        ".quant_map": torch.tensor(codecs.NF4, device="cpu"),
+        ".quant_state.bitsandbytes__nf4": torch.frombuffer(
+            bytearray(json.dumps(state).encode()), dtype=torch.uint8
+        ),
     }
 
 
-def _nf4_config(left: list[str]) -> dict[str, Any]:
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
-    said |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
-    return said | {"bnb_4bit_use_double_quant": False, "llm_int8_skip_modules": left}
+def _config(list_of_left: str, method: str, **said: Any) -> Callable[[list[str]], dict[str, Any]]:
+    return lambda left: {"quant_method": method, **said, list_of_left: left}
 
 
 def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
@@ -197,14 +164,21 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": Tr
 _E2M1 = {"num_bits": 4, "type": "float"}
 #: By the name of each form.
 FORMS: dict[str, _Form] = {
-    "fp8": _Form(_fp8, _fits_fp8, _fp8_config),
+    "fp8": _Form(
+        _fp8,
+        _fits_fp8,
+        _config(
+            "modules_to_not_convert", "fp8", fmt="e4m3", activation_scheme="dynamic",
+            weight_block_size=[_FP8_BLOCK, _FP8_BLOCK],
+        ),
+    ),
     "int8": _Form(
-        _int8,
+        lambda weight: {"": (torch.int8, weight.shape), "_scale": (torch.float32, (weight.shape[0], 1))},
         lambda weight: weight.is_matrix,
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
     ),
     "mxfp4": _Form(
-        _mxfp4,
+        lambda weight: {k: (torch.uint8, weight.divided(n)) for k, n in (("_packed", 2), ("_scale", 32))},
         lambda weight: weight.is_matrix and weight.inputs % 32 == 0,
         _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
     ),
@@ -213,14 +187,27 @@ FORMS: dict[str, _Form] = {
         lambda weight: weight.is_matrix and weight.inputs % 16 == 0,
         _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
     ),
-    "nf4": _Form(_nf4, lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0, _nf4_config),
-}
+    "nf4": _Form(
+        _nf4,
+        lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0,
+        _config(
+            "llm_int8_skip_modules", "bitsandbytes", load_in_4bit=True, load_in_8bit=False,
+            bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16", bnb_4bit_use_double_quant=False,
+        ),
+    ),
+}  # fmt: skip
 #: Those of checkpoints that have experts in one tensor, where they differ.
 _WITH_EXPERTS: dict[str, _Form] = {
     "mxfp4": _Form(
-        _mxfp4_experts, lambda weight: weight.down and weight.inputs % 32 == 0, _mxfp4_experts_config
+        _mxfp4_experts,
+        lambda weight: weight.down and weight.inputs % 32 == 0,
+        _config("modules_to_not_convert", "mxfp4"),
     ),
-    "nvfp4": _Form(_nvfp4_modelopt, lambda weight: weight.inputs % 16 == 0, _nvfp4_modelopt_config),
+    "nvfp4": _Form(
+        _nvfp4_modelopt,
+        lambda weight: weight.inputs % 16 == 0,
+        _config("ignore", "modelopt", quant_algo="NVFP4", group_size=16),
+    ),
 }
 
 
@@ -348,10 +335,10 @@ def _write_template(
         if key not in chosen:
             specs.append(TensorSpec(key, tensor.dtype, tuple(tensor.shape)))
             continue
-        for ending, (dtype, shape, value) in form.tensors(chosen[key]).items():
-            specs.append(TensorSpec(key + ending, dtype, shape))
-            if value is not None:
-                constants[key + ending] = value
+        for ending, made in form.tensors(chosen[key]).items():
+            if isinstance(made, Tensor):
+                constants[key + ending], made = made, (made.dtype, tuple(made.shape))
+            specs.append(TensorSpec(key + ending, *made))
     write_holes(folder, specs, constants)
     config = read_json_object(plain.path / "config.json") | {"quantization_config": form.config(left)}
     (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")

@@ -21,13 +21,13 @@ bit, whatever dtype it was held in.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinity.checkpoint import fused
-from infinity.checkpoint.directory import FileTensor, Stored, View
+from infinity.checkpoint.directory import FileTensor, Latest, Stored, View
 from infinity.core.nbytes import Piece
 from infinity.optim.rules import split
 
@@ -37,9 +37,6 @@ _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
 _FUSED_PIECES = 8
 #: The most memory of decoding beside its result (bytes): for tables, and for each element.
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
-
-#: The slab of a checkpoint that was decoded last, by its tensor and number.
-Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
 
 class SlabPart(NamedTuple):
@@ -70,7 +67,7 @@ class Decoded(Stored):
     encode_slabs: Callable[..., Sequence[Tensor]] | None
     decode_into: Callable[..., None] | None = None  # into a CPU tensor in ``dtype``, without other memory
     chosen_by: str = ""  # the method that chooses codes with data, where ``encode_slabs`` is None
-    kept: Kept = field(default_factory=dict)  # the slab decoded last, of all tensors of a checkpoint
+    latest: Latest[Tensor] = field(default_factory=Latest)  # slab, of all tensors of a checkpoint
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         size, stop = max(1, self.numel), start + len(out)
@@ -170,10 +167,7 @@ class Decoded(Stored):
     def _values(self, first: int, last: int, view: View | None) -> Tensor:
         if view is not None or last - first > 1:
             return self._decode(first, self._read(first, last, view))
-        if (self, first) not in self.kept:
-            self.kept.clear()
-            self.kept[self, first] = self._decode(first, self._read(first, last))
-        return self.kept[self, first]
+        return self.latest.get((self, first), lambda: self._decode(first, self._read(first, last)))
 
     def _decode(self, first: int, parts: Sequence[Tensor]) -> Tensor:
         return self.decode(first % self.together, *parts).reshape(-1)
