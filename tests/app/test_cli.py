@@ -189,7 +189,7 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
     ("signals", "code"),
     [
         pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
-        pytest.param([signal.SIGTERM], 143, marks=pytest.mark.slow),
+        ([signal.SIGTERM], 143),
         pytest.param([signal.SIGHUP], 129, marks=pytest.mark.slow),  # the terminal was closed
         ([signal.SIGUSR1], os.EX_TEMPFAIL),  # a scheduler's: start it again
         ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
