@@ -38,7 +38,7 @@ def assert_loss_falls(output: str, falls_to: float) -> None:
 
 
 def run_on_this_rank(name: str, nvme: str) -> None:
-    sys.argv = [name, "--steps", "11", "--nvme", nvme]
+    sys.argv = [name, "--steps", "6", "--nvme", nvme]
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
