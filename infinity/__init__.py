@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.api.adamw import AdamW as AdamW
     from infinity.api.export import export as export
+    from infinity.api.export import stream_weights as stream_weights
     from infinity.api.init import Init as Init
     from infinity.api.init import close as close
     from infinity.api.init import from_pretrained as from_pretrained
@@ -51,7 +52,7 @@ _HOMES = {
     for module, names in {
         "integrations.accelerate": "Accelerator",
         "api.adamw": "AdamW",
-        "api.export": "export",
+        "api.export": "export stream_weights",
         "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
         "api.lora": "add_lora lora_groups",
         "api.offload_activations": "offload_activations",

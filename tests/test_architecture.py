@@ -274,9 +274,9 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 535,
+    "": 536,
     "activations": 2430,
-    "api": 4341,
+    "api": 4368,
     "app": 1438,
     "checkpoint": 4389,
     "comm": 843,

@@ -34,10 +34,14 @@ def sharded(factory: Callable[[], nn.Module], overrides: list[str], unit_nbytes:
 
 def train_a_step(model: Any, batch: Callable[..., dict[str, Any]]) -> infinity.AdamW:
     optimizer = infinity.AdamW(model, lr=1e-2)
-    inputs = {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in batch(0).items()}
-    model(**inputs).loss.backward()
+    backward(model, batch)
     optimizer.step()
     return optimizer
+
+
+def backward(model: Any, batch: Callable[..., dict[str, Any]]) -> None:
+    inputs = {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in batch(0).items()}
+    model(**inputs).loss.backward()
 
 
 def plain_twin(factory: Callable[[], nn.Module], values: dict[str, Tensor], batch: Any = None) -> Any:
@@ -66,6 +70,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     else:
         assert not index.exists()
     return {key: value for held in loaded for key, value in held.items()}
+
+
+def streamed(model: nn.Module) -> dict[str, Tensor]:
+    """What a server would be given."""
+    return {name: value.cpu().clone() for name, value in infinity.stream_weights(model)}
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -99,6 +108,11 @@ def test_an_export_is_what_plain_save_pretrained_saves(name: str, place: str, tm
         infinity.export(model, tmp_path / "out", max_shard_nbytes=SMALL_FILES)
         values = infinity.state_dict(model)
         assert not any((tmp_path / "nvme").glob("*/*out*"))
+        assert_equal(streamed(model), tensors_of(tmp_path / "out"))
+        next(infinity.stream_weights(model))  # and no more of them
+        backward(model, batch)
+        with pytest.raises(infinity.StateError, match="gradients of a step that is not over"):
+            next(infinity.stream_weights(model))
     plain = plain_twin(factory, values, batch)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_as_saved(tmp_path / "out", plain, tmp_path / "plain")

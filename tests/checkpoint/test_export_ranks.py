@@ -17,8 +17,11 @@ from tests.checkpoint.test_export import fail_writes, left_in
 from tests.checkpoint.test_export_models import (
     SMALL_FILES,
     assert_as_saved,
+    assert_equal,
     plain_twin,
     sharded,
+    streamed,
+    tensors_of,
     train_a_step,
     turned,
 )
@@ -34,6 +37,7 @@ def export_one(folder: str, name: str) -> dict[str, Tensor]:
     with sharded(factory, training.streaming(out / "nvme")) as model:
         train_a_step(model, lambda step: batch(step, rank, 2))
         infinity.export(model, out / f"out-{name}" if rank == 0 else "unused", max_shard_nbytes=SMALL_FILES)
+        assert_equal(streamed(model), tensors_of(out / f"out-{name}"))
         if name == "mixtral":
             turned(model)
             infinity.export(model, out / "turned", max_shard_nbytes=SMALL_FILES)
