@@ -280,7 +280,7 @@ ROOM_BUDGETS = {
     "app": 1438,
     "checkpoint": 4389,
     "comm": 843,
-    "core": 2267,
+    "core": 2293,
     "device": 1063,
     "engine": 3699,
     "integrations": 598,
@@ -289,9 +289,9 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2616,
     "planner": 2305,
-    "predict": 5262,
+    "predict": 5285,
     "recipes": 2161,
-    "shards": 3921,
+    "shards": 3944,
 }
 
 

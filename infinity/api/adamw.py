@@ -81,7 +81,11 @@ class AdamW(torch.optim.Optimizer):
         self._check_limits()
         self._made_groups = made_groups
         with uninterrupted:
-            self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
+            self.runtime.tiers.settle(
+                self.runtime.units,
+                movable=not self.runtime.started,
+                planned=self.runtime.activations.policy in ("plan", "offload"),
+            )
             if self.runtime.started:
                 self.runtime.values.clear_optimizer_fields()
             self._connect()

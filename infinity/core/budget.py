@@ -17,13 +17,19 @@ On an accelerator gradients wait for ``step`` and for their updates in host memo
 with room for its own gradient), chunks of updates, shards on their way to the accelerator, and weights kept
 for their update. Each has memory of its own, so that none waits for memory of another that waits for it.
 
+[Note: what trains is known]
+While a model is built residents get half of that budget. When an optimizer is made it is known what trains;
+where that is little (adapters), the rest needs less than half. More residents are then spread over the model:
+while some are computed, others are read. An eighth stays for shards on their way and for activations that
+leave, or half of it all where a plan decides which do.
+
 [Note: states on an accelerator]
 What the device budget has beyond all of that, and beyond a window for all weights, holds states of as many
 units as fit whose home is host memory: they are updated there, and their gradients wait there. The first of
 the model come first: backward comes to them last, and the next forward needs them first.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
@@ -113,6 +119,26 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
 def piece_nbytes(staging_nbytes: int) -> int:
     """Return the bytes of one of :data:`STAGED_PIECES` buffers, of what host memory leaves to staging."""
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
+
+
+def settled_nbytes(room: int, gradients: int, weights: int) -> int:
+    """Return the part of ``room`` for residents beside an accelerator: see [Note: what trains is known].
+
+    ``room`` is the host budget without chunks of updates, ``gradients`` and ``weights`` those of all that
+    trains.
+    """
+    rest = max(room // 8, 2 * (2 * gradients + weights))
+    return room - min(room // 2, rest)
+
+
+def spread(sizes: Sequence[int], room: int) -> Iterator[int]:
+    """Yield positions of items that fit ``room`` (bytes) together, evenly over all."""
+    total, carried = max(1, sum(sizes)), 0
+    for place, nbytes in enumerate(sizes):
+        carried += min(room, total) * nbytes
+        if carried >= total * nbytes:
+            carried -= total * nbytes
+            yield place
 
 
 def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:

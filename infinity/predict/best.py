@@ -44,13 +44,13 @@ from infinity.recipes.recipe import Recipe
 #: Keys that may change: see [Note: what may change].
 SPLIT = frozenset({"train.batch_size", "train.accumulate"})
 FREE = SPLIT | {
-    "train.schedule", "memory.activations", "memory.device", "memory.resident", "memory.versions",
-    "memory.updates", "partition.tile",
+    "train.schedule", "memory.activations", "memory.device", "memory.host", "memory.resident",
+    "memory.versions", "memory.updates", "partition.tile",
 }  # fmt: skip
 #: Keys that change together, first those that matter most.
 _TOGETHER = (
     ("train.schedule", "memory.activations"), ("train.batch_size", "train.accumulate"), ("partition.tile",),
-    ("memory.device",), ("memory.versions",), ("memory.resident",), ("memory.updates",),
+    ("memory.device",), ("memory.host",), ("memory.versions",), ("memory.resident",), ("memory.updates",),
 )  # fmt: skip
 #: Where a sentence of an error ends.
 _SENTENCE = re.compile(r"\. (?=[A-Z])")
@@ -309,6 +309,14 @@ class _Search:
             return whole((machine.devices.memory or 0) * 3 // 4)
         return whole(machine.host.memory * machine.nodes.count // self.ranks // 2)
 
+    @property
+    def _most_of_host(self) -> int:
+        """Return the host memory that a rank beside an accelerator may be given; 0: what there is stays."""
+        machine, memory = self.machine, self.recipe.memory
+        if "memory.host" in self.fixed or memory.host or not (memory.nvme and machine.on_accelerator):
+            return 0
+        return whole(machine.host.memory * machine.nodes.count * 7 // 8 // self.ranks)
+
     def _is_worth_it(self, order: Keys) -> bool:
         """Return whether an order that recomputes nothing could be faster than what was found."""
         policy = order["memory.activations"]
@@ -322,10 +330,13 @@ class _Search:
 
     def _refine(self) -> None:
         """Try what is left to change of the best one."""
-        best = self._fitting[0]
+        best, free = self._fitting[0], FREE - self.fixed
         keys = self._changes(best.recipe)
-        free = FREE - self.fixed
-        if "memory.device" in free and best.recipe.memory.device is None and best.policy != "plan":
+        if self._most_of_host > best.host_nbytes and any(unit.on_nvme for unit in best.units):
+            self._offer({**keys, "memory.host": self._most_of_host})
+            best = self._fitting[0]
+            keys = self._changes(best.recipe)
+        if "memory.device" in free and best.policy != "plan":
             left = self._left_for_units(_Tried(keys, best, {}))
             if left is not None and left > best.division.total:
                 policy = best.recipe.memory.activations if best.layered else best.policy
@@ -339,6 +350,8 @@ class _Search:
         memory, lacks = self.recipe.memory, nearest.lacks
         if DRIVES in lacks and "memory.versions" in free - common.keys() and memory.versions == 2:
             return {"memory.versions": 1}
+        if HOST_MEMORY in lacks and "memory.host" not in common and self._most_of_host:
+            return {"memory.host": self._most_of_host}
         if HOST_MEMORY in lacks and "memory.resident" in free - common.keys() and memory.resident:
             return {"memory.resident": False} if memory.nvme else {}
         if DEVICE_MEMORY in lacks and "partition.tile" in free:

@@ -141,10 +141,16 @@ class Layout:
                 decode_operators=operators,
             )
             shapes.append(shape)
-        resident_nbytes = self.storage.resident_nbytes
-        if self._base_buffers is not None:
-            resident_nbytes = max(0, resident_nbytes - self._base_buffers.all_nbytes)
-        placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=rank.alone_on_cpu)
+        trained = [(tiers.gradient_nbytes(u), u.shard_nbytes) for u in model.units if u.trainable]
+        planned, buffers = self.policy in ("plan", "offload"), self._base_buffers
+        built, settled = (
+            max(0, nbytes - (0 if buffers is None else buffers.all_nbytes))
+            for nbytes in (
+                self.storage.resident_nbytes,
+                self.storage.settled_nbytes(trained, planned=planned),
+            )
+        )
+        placed = choose_homes(shapes, built, settled, drives=drives, alone_on_cpu=rank.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
             if unit.stored is not None and not shape.on_nvme:

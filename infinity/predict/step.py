@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.core.budget import DeviceBudget
+from infinity.core.budget import DeviceBudget, spread
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes, rounded
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
@@ -72,12 +72,12 @@ class UnitShape:
 
 
 def choose_homes(
-    units: Sequence[UnitShape], resident_nbytes: int, *, drives: bool, alone_on_cpu: bool
+    units: Sequence[UnitShape], resident_nbytes: int, settled_nbytes: int, *, drives: bool, alone_on_cpu: bool
 ) -> tuple[UnitShape, ...]:
     """Return the units with their homes, as :class:`infinity.shards.tiers.Tiers` gives them.
 
     While a model is built room for the moments of each unit is set aside; when the optimizer is made, what
-    frozen units do not need goes to others, trained ones first.
+    frozen units do not need goes to others, trained ones first, within ``settled_nbytes``.
 
     Raises:
         BudgetError: They do not fit host memory, and there are no drives.
@@ -96,11 +96,15 @@ def choose_homes(
                 "memory.host",
             )
     used -= sum(units[i].trained_nbytes for i in resident if not units[i].trainable)
-    for index in sorted(range(len(units)), key=lambda i: not units[i].trainable):
+    left = [index for index in range(len(units)) if index not in resident]
+    for index in (each for each in left if units[each].trainable):
         nbytes = units[index].resident_nbytes
-        if index not in resident and used + nbytes <= resident_nbytes:
+        if used + nbytes <= settled_nbytes:
             used += nbytes
             resident.add(index)
+    frozen = [index for index in left if not units[index].trainable]
+    sizes = [units[index].resident_nbytes for index in frozen]
+    resident.update(frozen[place] for place in spread(sizes, settled_nbytes - used))
     found = list(units)
     for index in resident:
         streams = not alone_on_cpu or units[index].stored_nbytes > 0

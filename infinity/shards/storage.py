@@ -141,6 +141,17 @@ class Storage:
             room = host_nbytes - budget.STAGED_CHUNKS * self.chunk_nbytes
             self.resident_nbytes = (room // 2 if self.on_accelerator else room) if memory.resident else 0
 
+    def settled_nbytes(self, trained: Iterable[tuple[int, int]], *, planned: bool) -> int:
+        """Return the bytes for shards that stay, given those of gradients and weights of what trains.
+
+        ``planned``: a plan says which activations leave device memory.
+        """
+        if planned or not (self.on_accelerator and self.memory.nvme and self.memory.resident):
+            return self.resident_nbytes
+        room = self.host_nbytes - budget.STAGED_CHUNKS * self.chunk_nbytes
+        gradients, weights = (sum(map(rounded, each)) for each in zip((0, 0), *trained, strict=True))
+        return budget.settled_nbytes(room, gradients, weights)
+
     def open_files(
         self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
         note: Callable[[str], object],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infinity.comm.ranks import Ranks
+from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
@@ -108,14 +109,25 @@ class Tiers:
                 "memory.host",
             )
 
-    def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
-        """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units]."""
+    def settle(self, units: Iterable[Unit], *, movable: bool = False, planned: bool = False) -> None:
+        """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units].
+
+        ``planned``: as for :meth:`Storage.settled_nbytes`.
+        """
         units = list(units)
         if movable:
             for unit in units:
                 self._give_back(unit)
-            for unit in sorted(units, key=lambda unit: not unit.trainable):
-                self._promote(unit)
+            trained = [(self.gradient_nbytes(u), u.shard_nbytes) for u in units if u.trainable]
+            settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
+            self.resident_nbytes += settled_nbytes - self.storage.resident_nbytes
+            for unit in units:
+                if unit.trainable:
+                    self._promote(unit)
+            frozen = [u for u in units if not u.trainable and u.index not in self.taken]
+            sizes = [self.resident_nbytes_of(unit, moments=False) for unit in frozen]
+            for place in budget.spread(sizes, self.resident_nbytes - sum(self.taken.values())):
+                self._promote(frozen[place])
         for unit in units:
             if unit.trainable:
                 self._make_trainable(unit)

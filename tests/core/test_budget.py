@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core import budget
-from infinity.core.budget import UnitSizes, chunk_numel, divide_device
+from infinity.core.budget import UnitSizes, chunk_numel, divide_device, settled_nbytes, spread
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import rounded
 
@@ -384,3 +384,21 @@ def test_the_host_budget_that_the_error_names_is_the_least_for_staging(host, ite
         assert chunk_numel(named, share, itemsize, 2**22) == QUANTUM
         with pytest.raises(BudgetError):
             chunk_numel(named - 1, share, itemsize, 2**22)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1), st.integers(0, 6000))
+def test_what_is_spread_fits_and_is_everywhere_in_proportion(sizes, room):
+    chosen = list(spread(sizes, room))
+    assert sum(sizes[i] for i in chosen) <= room
+    share = min(room, sum(sizes)) / sum(sizes)
+    for end in range(len(sizes)):
+        so_far = sum(sizes[i] for i in chosen if i < end)
+        assert share * sum(sizes[:end]) - so_far < max(sizes)
+    assert room < sum(sizes) or chosen == list(range(len(sizes)))
+
+
+def test_shards_stay_in_most_of_the_host_budget_where_little_trains():
+    room = 800 * MIB
+    assert settled_nbytes(room, gradients=0, weights=0) == 700 * MIB
+    assert settled_nbytes(room, gradients=50 * MIB, weights=50 * MIB) == 500 * MIB
+    assert settled_nbytes(room, gradients=1000 * MIB, weights=1000 * MIB) == 400 * MIB
