@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2430,
     "api": 4368,
     "app": 1438,
-    "checkpoint": 4389,
+    "checkpoint": 4396,
     "comm": 843,
     "core": 2293,
     "device": 1063,

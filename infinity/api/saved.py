@@ -24,6 +24,7 @@ from infinity.checkpoint.directory import (
 from infinity.checkpoint.load import Part, Trace, is_transformers
 from infinity.checkpoint.writer import FilePlan, TensorSpec, writing
 from infinity.core.errors import CheckpointError
+from infinity.core.files import user_path
 
 #: The most bytes of values in one file of a directory.
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -168,7 +169,7 @@ def write_companions(model: Any, files: Sequence[FilePlan], folder: Path, tokeni
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         elif tokenizer is not None:
-            source = Path(tokenizer).expanduser()
+            source = user_path(tokenizer, "tokenizer")
             if not (found := tokenizer_files(source)):
                 raise CheckpointError(
                     f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "

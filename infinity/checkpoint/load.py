@@ -434,6 +434,11 @@ class CheckpointValues:
         ignore: Sequence[str] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
+        for name, patterns in (("new", new), ("ignore", ignore)):
+            if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
+                raise CheckpointError(
+                    f"{name}: got {patterns!r}; wanted a list of patterns such as classifier.*"
+                )
         self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
         self._on_progress = on_progress
         self._initialized: list[str] = []  # names that the checkpoint lacks

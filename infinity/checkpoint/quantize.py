@@ -265,7 +265,7 @@ def template(
     CheckpointError if the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
     that the form has whole blocks for.
     """
-    if form not in FORMS:
+    if not isinstance(form, str) or form not in FORMS:
         raise CheckpointError(f"stored_as: got {form!r}; wanted {', '.join(FORMS)}")
     with Checkpoint(source) as plain, tempfile.TemporaryDirectory(prefix="infinity-") as folder:
         if (found := read_quantization(source)) is not None:

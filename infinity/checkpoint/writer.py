@@ -249,6 +249,8 @@ def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
 
 def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
     """Share ``tensors``, in order, among files of at most ``max_shard_nbytes``; a larger one has its own."""
+    if type(max_shard_nbytes) is not int or max_shard_nbytes < 1:
+        raise CheckpointError(f"max_shard_nbytes: got {max_shard_nbytes!r}; wanted a count of bytes")
     shards: list[list[TensorSpec]] = [[]]
     room = max_shard_nbytes
     for tensor in tensors:

@@ -163,7 +163,7 @@ def user_path(path: str | Path, what: str) -> Path:
     """Return the path that a user gave as ``what``, with ``~`` expanded; raise a RecipeError if invalid."""
     try:
         return Path(expand_user(os.fspath(path)))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RecipeError(f"{what} {str(path)[:200]!r}: {error}") from error
 
 

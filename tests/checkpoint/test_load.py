@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 import infinity
 from infinity.checkpoint.load import Converted
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, InfinityError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import zoo
 from tests.helpers.cases import few
@@ -430,3 +430,27 @@ def test_adapters_in_place_of_a_model_name_their_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     with pytest.raises(CheckpointError, match=r"adapters of the/base, not a model"):
         infinity.from_pretrained(tmp_path, recipe("bf16", []))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"new": "lm_head*"}, r"new: got 'lm_head\*'; wanted a list of patterns"),
+        ({"ignore": [3]}, r"ignore: got \[3\]; wanted a list of patterns"),
+        ({"path": 3}, "path '3': expected str, bytes or os.PathLike object, not int"),
+        ({"frozen": True, "stored_as": ["nf4"]}, r"stored_as: got \['nf4'\]; wanted fp8, int8"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_what_was_wanted(saved, load, given, message):
+    directory, _, _ = saved("llama")
+    given = dict(given)
+    with pytest.raises(InfinityError, match=message):
+        load(given.pop("path", directory), **given)
+
+
+@pytest.mark.parametrize("size", ["5GB", 0, True])
+def test_the_size_of_a_file_is_a_count_of_bytes(saved, load, tmp_path, size):
+    directory, _, _ = saved("llama")
+    with pytest.raises(CheckpointError, match=f"max_shard_nbytes: got {size!r}; wanted a count of bytes"):
+        infinity.export(load(directory), tmp_path / "out", max_shard_nbytes=size)
+    assert not (tmp_path / "out").exists()
