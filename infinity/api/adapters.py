@@ -116,7 +116,9 @@ class LoraConfig(Config):
         return self.rank is not None or self.adapter is not None
 
     def for_peft(self, model: nn.Module) -> Any:
-        """Return ``peft.LoraConfig`` of new adapters for ``model``."""
+        """Return ``peft.LoraConfig`` of new adapters for ``model``, which may have others."""
+        if hasattr(model, "peft_config"):
+            model = model.get_base_model()  # type: ignore[operator]
         named = bool(self.target_modules or self.target_parameters)
         config = peft().LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout,

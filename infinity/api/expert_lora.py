@@ -17,6 +17,7 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -247,10 +248,22 @@ def name_experts(config: Any, model: nn.Module) -> None:
         config.exclude_modules = sorted(special.union(name for name, _ in routers(model))) or None
 
 
+def adapted_parameters(config: Any, model: Any) -> list[str]:
+    """Return the names of the parameters that ``config`` adapts, also by names of projections."""
+    converted = deepcopy(config)
+    convert_peft_config_for_transformers(converted, model.get_base_model(), None)
+    return sorted(converted.target_parameters or ())
+
+
 def check_parameters(config: Any, model: nn.Module) -> None:
     """Raise unless the parameters that ``config`` names are matrices or experts, and all else fits them."""
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    embeddings = [f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)]
+    shapes = {
+        plain_name(name): tuple(param.shape)
+        for name, param in model.named_parameters()
+        if ".lora_" not in name
+    }
+    modules = ((plain_name(name), each) for name, each in model.named_modules())
+    embeddings = [f"{name}.weight" for name, each in modules if isinstance(each, nn.Embedding)]
     for each in config.target_parameters or ():
         found = {name: shape for name, shape in shapes.items() if f".{name}".endswith(f".{each}")}
         if not found:
@@ -285,6 +298,11 @@ def check_parameters(config: Any, model: nn.Module) -> None:
             )
 
 
+def plain_name(name: str) -> str:
+    """Return the name that a module, or its parameter, has in a model without adapters."""
+    return name.replace(".base_layer", "")
+
+
 def _in_block(name: str) -> str:
     """Return the name of a parameter in its block: what follows the block's number."""
     parts = name.split(".")
@@ -295,9 +313,10 @@ def _in_block(name: str) -> str:
 def packed_parameters(model: nn.Module) -> list[str]:
     """Return the names, in their blocks, of parameters with the weights of all experts of a module."""
     owned = (
-        (f"{path}.{name}", param, getattr(module, "num_experts", None))
+        (f"{plain_name(path)}.{name}", param, getattr(module, "num_experts", None))
         for path, module in model.named_modules()
         for name, param in module.named_parameters(recurse=False)
+        if not isinstance(module, Factor)
     )
     return sorted(
         {_in_block(name) for name, param, count in owned if param.ndim == 3 and len(param) == count}

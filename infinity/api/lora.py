@@ -38,6 +38,12 @@ from infinity.core.errors import CheckpointError, RecipeError, StateError, libra
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
+#: Parts of the names of modules and parameters in a model with adapters.
+_OF_PEFT = {
+    "base_model", "model", "base_layer", "original_module", "modules_to_save", "token_adapter", "weight",
+    "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout",
+    "trainable_tokens_delta", "trainable_tokens_original",
+}  # fmt: skip
 #: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
 
@@ -100,6 +106,10 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
 
 def make_adapters(model: nn.Module, construction: Construction, config: Any, name: str = DEFAULT) -> Any:
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`."""
+    parts = {part for path, _ in model.named_modules() for part in path.split(".")} | _OF_PEFT
+    if name in parts:  # peft tells adapters by the parts of names, and would save none
+        kind = type(model).__name__
+        raise SettingError("name", name, f"a name of an adapter that is no part of a name in {kind}")
     ours = isinstance(config, LoraConfig)
     saved = SavedAdapters(config.adapter) if ours and config.adapter is not None else None
     with contextlib.ExitStack() as stack:
@@ -147,14 +157,19 @@ def wrap(model: Any, config: Any, saved: SavedAdapters | None = None, name: str 
 
 def _add_another(model: Any, config: Any, name: str) -> Any:
     """Add an adapter to a model of peft that has some, and let all of them train, as peft lets one."""
+    from infinity.api.expert_lora import adapted_parameters
+
     for module in layers_of(model):
         module.__dict__["_active_adapter"] = [model.active_adapter]  # as peft itself has it
-    if model.peft_config[model.active_adapter].target_parameters or config.target_parameters:
-        raise RecipeError(
-            "several adapters on one base, of which one is on packed experts (target_parameters): peft "
-            "cannot add a second adapter there. Name linear layers in lora.target_modules, or train one at a "
-            "time"
-        )
+    wanted = adapted_parameters(config, model)
+    for other, given in model.peft_config.items():
+        named = adapted_parameters(given, model)
+        if wanted and named and wanted != named:  # peft nests their wrappers, in an order of its own
+            raise RecipeError(
+                f"adapter {name!r} is on the parameters {', '.join(wanted)}, adapter {other!r} on "
+                f"{', '.join(named)}: all adapters of one base that are on parameters must be on the same. "
+                "Name these in lora.target_parameters, or train the adapters one at a time"
+            )
     model.add_adapter(name, config)
     for params in parameters_by_adapter(model).values():
         for param in params:

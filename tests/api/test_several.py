@@ -1,18 +1,21 @@
 """Several adapters on one base in one run: each is trained to the bit as if it were alone."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import infinity
-from infinity import StateError, add_lora, save_lora
+from infinity import RecipeError, StateError, add_lora, save_lora
 from infinity.api.several import parameters_by_adapter
 from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
+from tests.api import test_expert_lora as experts
 from tests.api.test_lora import closing, overrides
 from tests.helpers import models, training
 from tests.helpers.training import small_units
@@ -127,6 +130,85 @@ def test_each_adapter_is_trained_to_the_bit_as_if_it_were_alone(
     assert len({tuple(each) for each in losses.values()}) == len(names)
 
 
+#: On all experts, with other ranks; and on layers alone.
+ON_EXPERTS: dict[str, dict[str, Any]] = {
+    "rough": {"rank": 8},
+    "plain": {"rank": 2, "target_modules": ["o_proj"]},
+    "fine": {"rank": 4, "init": "gaussian"},
+}
+
+
+def train_experts(folder: Path, names: Sequence[str], *more: str) -> dict[str, Any]:
+    """Train adapters of a mixture of experts; returns the losses, norms and saved values of each."""
+    by_layers = "train.schedule=layer" in more
+    with small_units():
+        with infinity.Init(training.recipe("fp32", training.streaming(folder, *more))):
+            model: Any = experts.make("Qwen3Moe")
+        for name in names:
+            torch.manual_seed(5)
+            model = add_lora(model, name=name, **ON_EXPERTS[name])
+    found: dict[str, Any] = {name: [] for name in names}
+    slices = [name for name in names for _ in range(MICRO_BATCHES)]
+    with closing(model):
+        groups = [group for name in names for group in infinity.lora_groups(model, lr=1e-2, name=name)]
+        optimizer = infinity.AdamW(model, params=groups, max_grad_norm=dict.fromkeys(names, 0.5))
+        scheduled = infinity.layer_schedule(model, len(slices), adapters=slices) if by_layers else None
+        for step in range(STEPS):
+            parts = [experts.batch(7 * step + [*ON_EXPERTS].index(name)) for name in slices]
+            if scheduled is not None:
+                losses = scheduled(
+                    **{key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+                ).losses
+                losses.sum().backward()
+            for left, name, part in zip(range(len(parts))[::-1], slices, parts) if not by_layers else ():
+                with infinity.adapter(model, name), infinity.no_sync(model) if left else torch.enable_grad():
+                    loss = model(**part).loss
+                    loss.backward()
+                found[name].append(loss.item())
+            optimizer.step()
+            for name, loss in zip(slices, losses.tolist()) if by_layers else ():
+                found[name].append(loss)
+            for name in names:
+                found[name].append(optimizer.grad_norms[name])
+        save_lora(model, folder / "saved")
+    for name in names:
+        found[name].append(load_file(folder / "saved" / name / "adapter_model.safetensors"))
+    return found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("train.schedule=layer", "partition.tile=4KiB", "memory.device=1MiB"),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("train.schedule=layer",), marks=pytest.mark.slow),
+        pytest.param(("partition.tile=4KiB", "memory.device=1MiB"), marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_packed_experts_are_trained_as_if_each_were_alone(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    together = train_experts(tmp_path / "all", [*ON_EXPERTS], *more)
+    for name in ON_EXPERTS:
+        *figures, values = train_experts(tmp_path / name, [name], *more)[name]
+        *ours, saved = together[name]
+        assert ours == figures
+        assert saved.keys() == values.keys()
+        assert all(torch.equal(saved[key], value) for key, value in values.items())
+        assert any("experts" in key for key in saved) is (name != "plain")
+
+
+def test_adapters_of_other_packed_parameters_are_refused_with_their_names(tmp_path: Path) -> None:
+    with small_units(), infinity.Init(training.recipe("fp32", training.streaming(tmp_path))):
+        model: Any = experts.make("Qwen3Moe")
+    model = add_lora(model, name="all", rank=2)
+    with (
+        closing(model),
+        pytest.raises(RecipeError, match=r"adapter 'one' is on .*down_proj, adapter 'all' on"),
+    ):
+        add_lora(model, name="one", rank=2, target_modules=["down_proj"])
+
+
 def test_an_adapter_whose_gradient_is_not_finite_is_skipped_without_the_others(tmp_path: Path) -> None:
     spoiled = {"code": 1}
     with closing(with_adapters(tmp_path / "all", "nvme", ("french", "code"))) as model:
@@ -179,6 +261,9 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(tmp_path: Path) -> None
             add_lora(model.get_base_model(), name="more")
         with pytest.raises(SettingError, match="wanted a name of letters"):
             add_lora(model, name="a.b")
+        for name in ("mlp", "lora_A"):  # of which peft would save nothing
+            with pytest.raises(SettingError, match=f"name: got '{name}'; wanted .* no part of a name in "):
+                add_lora(model, name=name)
         with pytest.raises(StateError, match="no adapter 'cod'; it has 'french', 'law'"):
             infinity.adapter(model, "cod").__enter__()
         with (
