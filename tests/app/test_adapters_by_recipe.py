@@ -159,7 +159,7 @@ def interrupt(of: Recipe, step: int, micro: int) -> None:
             train(of)
 
 
-@pytest.mark.parametrize("micro", [3, 6])
+@pytest.mark.parametrize("micro", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_a_run_that_is_interrupted_within_either_adapter_goes_on_bitwise(
     place: Path, tmp_path: Path, whole: Path, micro: int
 ) -> None:
@@ -234,6 +234,7 @@ def test_adapters_are_exported_together_and_one_by_one_and_peft_loads_each(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_saved_adapters_one_of_which_was_moved_meanwhile(
     place: Path, tmp_path: Path, whole: Path
 ) -> None:
