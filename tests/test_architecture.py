@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2430,
     "api": 4400,
     "app": 1438,
-    "checkpoint": 4396,
+    "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
     "device": 1063,
@@ -289,7 +289,7 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2616,
     "planner": 2305,
-    "predict": 5285,
+    "predict": 5304,
     "recipes": 2161,
     "shards": 3944,
 }

@@ -21,6 +21,7 @@ one for all, so that one expert is encoded at a time. No program has one for INT
 import hashlib
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,11 +97,20 @@ class _Form:
         tensors: Returns the tensors that a weight becomes.
         fits: Returns whether the form has a place and whole blocks for a weight.
         config: Returns ``quantization_config``, given the names of linear layers that are left.
+        replaces: The end of a weight's key that the endings of tensors replace.
+        leaves: Returns whether a config leaves out what has this name.
+        name: For people.
     """
 
     tensors: Callable[[_Weight], _Tensors]
     fits: Callable[[_Weight], bool]
     config: Callable[[list[str]], dict[str, Any]]
+    replaces: str = ""
+    leaves: Callable[[str], bool] = lambda name: False
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def _fp8(weight: _Weight) -> _Tensors:
@@ -211,6 +221,51 @@ _WITH_EXPERTS: dict[str, _Form] = {
 }
 
 
+def published(form: str, said: Mapping[str, Any], bits: int, size: int, left: Sequence[str]) -> _Form:
+    """Return a form of whole numbers that is read and not written: pack-quantized, gptq or awq.
+
+    ``said`` is its ``quantization_config``, ``size`` the weights along the inputs that share a scale, 0: all;
+    ``left`` are names of layers, or patterns that begin with ``re:``.
+    """
+    whole, zeros = torch.int32, not said.get("sym", True) or bool(said.get("zero_point"))
+
+    def words(numel: int) -> int:
+        return -(-numel * bits // 32)
+
+    def packed(weight: _Weight) -> _Tensors:
+        (rows, columns), groups = weight.shape, weight.inputs // (size or weight.inputs)
+        point: _Tensors = {"_zero_point": (whole, (words(rows), groups))} if zeros else {}
+        return {
+            **point,
+            "_packed": (whole, (rows, words(columns))),
+            "_scale": (weight.dtype, (rows, groups)),
+            "_shape": torch.tensor(weight.shape, device="cpu"),
+        }
+
+    def by_columns(weight: _Weight) -> _Tensors:
+        (rows, columns), groups = weight.shape, weight.inputs // (size or weight.inputs)
+        order: _Tensors = {"g_idx": (whole, (columns,))} if form == "gptq" else {}
+        shape = (words(columns), rows) if form == "gptq" else (columns, words(rows))
+        return {
+            **order,
+            "qweight": (whole, shape),
+            "qzeros": (whole, (groups, words(rows))),
+            "scales": (torch.float16, (groups, rows)),
+        }
+
+    def fits(weight: _Weight) -> bool:
+        return weight.is_matrix and not (weight.inputs % (size or 1) or weight.shape[0] * bits % 32)
+
+    def leaves(name: str) -> bool:
+        return any(
+            re.match(each.removeprefix("re:"), name) if each.startswith("re:") else f".{each}." in f".{name}."
+            for each in left
+        )
+
+    make, replaces = (packed, "") if form == "pack-quantized" else (by_columns, "weight")
+    return _Form(make, fits, lambda left: dict(said), replaces, leaves, f"INT{bits} ({form})")
+
+
 def quantize_checkpoint(
     source: Path, like: Path, out: Path, ranks: Ranks, on_progress: OnProgress | None = None
 ) -> Requantized:
@@ -257,7 +312,11 @@ def fingerprint(source: Path, like: Path) -> str:
 
 @contextmanager
 def template(
-    source: Path, form: str, *, auto_class: Any = None, config_overrides: Mapping[str, Any] | None = None
+    source: Path,
+    form: str | _Form,
+    *,
+    auto_class: Any = None,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[Path]:
     """Make the template of ``source`` in ``form``, a directory without values that goes with the context.
 
@@ -265,7 +324,7 @@ def template(
     CheckpointError if the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
     that the form has whole blocks for.
     """
-    if not isinstance(form, str) or form not in FORMS:
+    if not isinstance(form, _Form) and (not isinstance(form, str) or form not in FORMS):
         raise CheckpointError(f"stored_as: got {form!r}; wanted {', '.join(FORMS)}")
     with Checkpoint(source) as plain, tempfile.TemporaryDirectory(prefix="infinity-") as folder:
         if (found := read_quantization(source)) is not None:
@@ -279,10 +338,14 @@ def template(
             model = build_model(config, auto_class, torch.bfloat16, len(plain))
         weights = _weights(model, plain)
         packed = any(not weight.is_matrix for keys in weights.values() for weight in keys.values())
-        made = _WITH_EXPERTS.get(form, FORMS[form]) if packed else FORMS[form]
+        made = form if isinstance(form, _Form) else FORMS[form]
+        if packed and isinstance(form, str):
+            made = _WITH_EXPERTS.get(form, made)
         chosen, left = dict[str, _Weight](), list[str]()
         for name, keys in weights.items():
-            if keys and all(map(_is_large, keys.values())) and all(map(made.fits, keys.values())):
+            left_out = any(made.leaves(key.removesuffix(".weight")) for key in keys)
+            whole = all(_is_large(each) and made.fits(each) for each in keys.values())
+            if keys and whole and not left_out:
                 chosen |= keys
             elif name.endswith(".weight"):
                 left.append(name.removesuffix(".weight"))
@@ -335,10 +398,11 @@ def _write_template(
         if key not in chosen:
             specs.append(TensorSpec(key, tensor.dtype, tuple(tensor.shape)))
             continue
+        stem = key.removesuffix(form.replaces)
         for ending, made in form.tensors(chosen[key]).items():
             if isinstance(made, Tensor):
-                constants[key + ending], made = made, (made.dtype, tuple(made.shape))
-            specs.append(TensorSpec(key + ending, *made))
+                constants[stem + ending], made = made, (made.dtype, tuple(made.shape))
+            specs.append(TensorSpec(stem + ending, *made))
     write_holes(folder, specs, constants)
     config = read_json_object(plain.path / "config.json") | {"quantization_config": form.config(left)}
     (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")

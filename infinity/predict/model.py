@@ -208,7 +208,7 @@ class ModelWithoutValues:
         return cast(StepTrace, self._made[key])
 
     @contextmanager
-    def _stored_as(self, path: Path | None, form: str | None) -> Iterator[Path | None]:
+    def _stored_as(self, path: Path | None, form: Any) -> Iterator[Path | None]:
         """Make a directory as the run will read it, without values; None: it reads ``path`` itself."""
         has_weights = path is not None and any(path.glob("*.safetensors"))
         if path is not None and not has_weights and not is_ours(path) and form is None:

@@ -1,14 +1,15 @@
 """Makes the checkpoint that a config.json alone speaks of: headers, and holes for values.
 
 [Note: which form]
-A published ``quantization_config`` is known if it is of a form that :func:`infinity.quantize` writes, with
-the same tensors for every matrix; then a frozen base is planned by its stored bytes.
+A published ``quantization_config`` is known if it is of a form that :func:`infinity.quantize` writes, or INT4
+or INT8 of compressed-tensors, GPTQ or AWQ, with the same tensors for every matrix that it does not leave out;
+then a frozen base is planned by its stored bytes.
 """
 
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,32 @@ import torch
 
 from infinity.api.saved import saved_specs
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.quantize import template, write_holes
+from infinity.checkpoint.quantize import published, template, write_holes
 
 #: Assumed number of tensors in a checkpoint without weights.
 UNKNOWN_TENSORS = 10**6
 
 
-def form_of(quantization: Mapping[str, Any]) -> str | None:
-    """Return the form that a ``quantization_config`` speaks of; None: none that is known here."""
+def form_of(quantization: Mapping[str, Any]) -> Any:
+    """Return the form that a ``quantization_config`` speaks of, for :func:`template`; None: it is unknown."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        return _written(quantization) or _published(quantization)
+    return None
+
+
+def _published(given: Mapping[str, Any]) -> Any:
+    method, left = given.get("quant_method"), given.get("ignore") or given.get("modules_to_not_convert") or ()
+    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+        [group] = given["config_groups"].values()
+        weights, size = group["weights"], int(group["weights"].get("group_size") or 0)
+        said = {**given, "sym": weights.get("symmetric", True)}
+        return published("pack-quantized", said, int(weights["num_bits"]), max(0, size), left)
+    if method in ("gptq", "awq"):
+        return published(method, given, int(given.get("bits", 4)), max(0, int(given["group_size"])), left)
+    return None
+
+
+def _written(quantization: Mapping[str, Any]) -> str | None:
     method, kind = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8":
         return "fp8" if quantization.get("weight_block_size") == [128, 128] else None
@@ -40,7 +59,7 @@ def form_of(quantization: Mapping[str, Any]) -> str | None:
 
 
 @contextmanager
-def unwritten(path: Path, form: str) -> Iterator[Path]:
+def unwritten(path: Path, form: Any) -> Iterator[Path]:
     """Make the directory that ``path``, a config.json without weights, would be in ``form``.
 
     It holds no values, and goes with the context. Raises a CheckpointError as

@@ -27,6 +27,7 @@ from infinity.recipes.models import CausalLoss
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers import families
 from tests.helpers.cases import few
+from tests.helpers.quantized import GROUP
 from tests.predict.test_dry_run import llama
 from tests.test_bytes import settled
 
@@ -109,15 +110,23 @@ def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantized_one(tmp_
 
 
 PUBLISHED = [("DeepSeek-V3", "fp8"), ("gpt-oss", "mxfp4"), ("Llama 3", "nf4"), ("Qwen3-MoE", "nvfp4")]
+#: Forms that are read and not written.
+PUBLISHED += [("DeepSeek-V3", "INT4"), ("Llama 3", "GPTQ"), ("Qwen3", "AWQ")]
 
 
-@pytest.mark.parametrize(("family", "form"), few(PUBLISHED[:1], PUBLISHED))
+@pytest.mark.parametrize(("family", "form"), few([PUBLISHED[0], *PUBLISHED[4:]], PUBLISHED))
 def test_a_frozen_base_is_planned_by_its_stored_bytes_with_and_without_its_weights(
     tmp_path: Path, family: str, form: str
 ) -> None:
     plain, base = tmp_path / "plain", tmp_path / "base"
-    families.write(family, "bf16", plain)
-    infinity.quantize(plain, base, form)
+    if form in families.FORMS:
+        families.write(family, form, base)
+        config = json.loads((base / "config.json").read_text())
+        config["quantization_config"] |= {"group_size": GROUP} if form == "AWQ" else {}
+        (base / "config.json").write_text(json.dumps(config))
+    else:
+        families.write(family, "bf16", plain)
+        infinity.quantize(plain, base, form)
     options = ["model.seq_len=32", "lora.rank=4", "lora.target_modules=[o_proj]", "train.accumulate=2"]
     options += ["memory.nvme=[nvme]", "memory.host=null", "memory.resident=false"]
     options += ["model.n_layers=6", "model.d_model=384", "model.n_heads=6"]  # as without a path
