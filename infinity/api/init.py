@@ -424,5 +424,5 @@ def layer_schedule(
     how: dict[str, Any] = {} if adapters is None else {"turns": names, "within": partial(adapter, model)}
     cache = runtime.activations.cache
     schedule = LayerSchedule(model, micro_batches, loss, cache, rooms, share, **how)
-    executor.hold_blocks(*schedule.blocks.units(runtime.units), str(schedule.blocks))
+    executor.hold_blocks(*schedule.held(runtime.units))
     return schedule

@@ -232,14 +232,10 @@ class StepExecutor:
     def share_of_part(self, tile: Unit) -> float:
         """Return the share of the room for a part of a block's experts that ``tile`` takes.
 
-        Half of what the window has beside a block: tiles of the next part come meanwhile.
+        Tiles of the next part come meanwhile, into as much again.
         """
-        prefetcher, blocks = self.prefetcher, () if self.blocks is None else self.blocks[0]
-        block_nbytes = max(
-            (sum(prefetcher.nbytes.get(unit, 0) for unit in block) for block in blocks), default=0
-        )
-        room_nbytes = (prefetcher.residents.capacity_nbytes - block_nbytes) // 2
-        return prefetcher.room.stored.get(tile.index, 0) / max(1, room_nbytes)
+        room = self.prefetcher.room
+        return room.stored.get(tile.index, 0) / max(1, room.part_nbytes)
 
     def rooms_between_blocks(self) -> Rooms:
         """Return the room for what blocks return in a layer schedule, while units have their budgets."""

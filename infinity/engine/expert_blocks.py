@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from infinity.core.errors import StateError
-from infinity.engine.expert_parts import PartsOfExperts, Share, runs_in_parts
+from infinity.engine.expert_parts import PartsOfExperts, Share, runs_in_parts, weighs_rows
 from infinity.engine.stand_ins import Calls, written
 from infinity.partition.builder import is_packed
 
@@ -54,6 +54,11 @@ class ExpertBlock:
         """Return how to run ``block``; None: it has no packed experts."""
         experts = experts_of(block)
         return cls(block, experts, share, run) if experts else None
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether tiles of all experts serve the rows of all micro-batches, part by part."""
+        return all(map(weighs_rows, self.experts))
 
     def refusal(self, what: str) -> StateError:
         return StateError(

@@ -45,17 +45,18 @@ class Part(NamedTuple):
     experts: list[int]  # first and last but one; empty: all
 
 
-def runs_in_parts(experts: nn.Module, given: Sequence[Any]) -> bool:
-    """Return whether ``experts`` multiply each row's result by a weight, as all of transformers' do.
-
-    ``given`` are their arguments: rows, and for each row its experts and their weights.
-    """
-    known = (
+def weighs_rows(experts: nn.Module) -> bool:
+    """Return whether ``experts`` multiply each row's result by a weight, as all of transformers' do."""
+    return any(
         hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") for module in experts.modules()
     )
+
+
+def runs_in_parts(experts: nn.Module, given: Sequence[Any]) -> bool:
+    """Return whether ``experts`` weigh rows and are ``given`` them, each with its experts and weights."""
     if len(given) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in given):
         return False
-    return any(known) and given[1].shape == given[2].shape and given[2].is_floating_point()
+    return weighs_rows(experts) and given[1].shape == given[2].shape and given[2].is_floating_point()
 
 
 class PartsOfExperts:

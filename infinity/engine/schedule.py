@@ -127,6 +127,13 @@ class LayerSchedule:
             block: run for block in self.blocks.modules if (run := ExpertBlock.of(block, share))
         }
 
+    def held(self, units: UnitIndex) -> tuple[list[set[int]], list[set[int]], str]:
+        """Return each block's units, those of its tiles that each micro-batch uses, and what blocks are."""
+        whole, tiles = self.blocks.units(units)
+        once = {block for block, run in self.expert_blocks.items() if run.in_parts}
+        own = [set() if b in once else each for b, each in zip(self.blocks.modules, tiles, strict=True)]
+        return whole, own, str(self.blocks)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Losses:
         """The losses of a batch, ``micro_batches`` slices of equal size.
 

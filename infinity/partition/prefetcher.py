@@ -23,8 +23,8 @@ Which tiles a step uses depends on its batch, so plans have none. A use of one t
 which begin to arrive as far as there is room. Backward uses tiles in reverse: uses in forward are written
 down, and crossed out as backward comes to them. A block that is recomputed uses its tiles anew, in place of
 what forward wrote down, in another order; so they are not brought before. Tiles are the first to go. Plans
-leave them half of the room, or all that they need, or, where all micro-batches go through a block before the
-next, room for those of a block.
+leave them a quarter of the room (more of a small one), or all that they need, or, where micro-batches use
+them one after another before the next block, room for those of a block.
 
 From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
 unit is released waits for the last tile, or for the next use of a planned unit.
@@ -48,6 +48,8 @@ from infinity.planner.updates import StepOrder
 #: Tiles decoded before their turn: as many, or as many bytes if these are more; some ms of a thread's work.
 DECODED_AHEAD = 4
 DECODED_AHEAD_NBYTES = 2**26
+#: The room for tiles that no plan takes, if it is no more than half: it keeps a drive busy for 0.1 s.
+TILES_NBYTES = 2**28
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
 
@@ -213,6 +215,10 @@ class TileRoom:
             ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // self.slot_nbytes)
             self.slots = max(2, min(1 + ahead, capacity_nbytes // 2 // self.slot_nbytes))
         self.slots_nbytes = self.slots * self.slot_nbytes
+        #: What plans leave to tiles in any case: room for two of them, and for more to come.
+        most = min(capacity_nbytes // 2, max(capacity_nbytes // 4, TILES_NBYTES))
+        least = 2 * max((nbytes[tile] for tile in stored), default=0)
+        self._tiles_nbytes = max(least, min(self.slots_nbytes + sum(stored.values()), most))
         #: The least that plans need.
         self._others_nbytes = 2 * max((nbytes[unit] for unit in nbytes.keys() - stored), default=0)
 
@@ -221,14 +227,18 @@ class TileRoom:
         sets = [self.stored.keys() & each for each in tiles]
         decoded = max((sum(self._nbytes[tile] for tile in each) for each in sets), default=0)
         stored = max((sum(self.stored[tile] for tile in each) for each in sets), default=0)
-        self.keeps_decoded = decoded + self._others_nbytes <= self._capacity_nbytes
+        self.keeps_decoded = 0 < decoded <= self._capacity_nbytes - self._others_nbytes
         self.together_nbytes = decoded if self.keeps_decoded else stored + self.slots_nbytes
+
+    @property
+    def part_nbytes(self) -> int:
+        """Return the room for stored bytes of tiles that are used together: those of the next ones come."""
+        return max(0, self._capacity_nbytes - self.planned_nbytes - self.slots_nbytes) // 2
 
     @property
     def planned_nbytes(self) -> int:
         """Return the bytes that plans may take: all but the room for tiles, unless other units need it."""
-        room = 2 * max((self._nbytes[tile] for tile in self.stored), default=0)
-        room = max(room, min(self.slots_nbytes + sum(self.stored.values()), self._capacity_nbytes // 2))
+        room = self._tiles_nbytes
         if self.together_nbytes + self._others_nbytes <= self._capacity_nbytes:
             room = max(room, self.together_nbytes)
         return max(self._capacity_nbytes - room, min(self._others_nbytes, self._capacity_nbytes))

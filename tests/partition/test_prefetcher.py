@@ -1,10 +1,11 @@
 """The prefetcher with a mover that only writes down what it is told."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition.mover import Stored
-from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher
+from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher, TileRoom
 from tests.helpers.cases import examples
 
 fast = examples(100)
@@ -232,10 +233,11 @@ def test_a_pinned_unit_stays_until_its_last_user_ends():
 LAYERS = [(0, [1, 2, 3], [4, 5]), (6, [7, 8, 9], [10, 11]), (12, [13, 14, 15], [16, 17])]
 
 
-def routed(capacity: int) -> tuple[Prefetcher, FakeMover]:
+def routed(capacity: int, head: int = 0) -> tuple[Prefetcher, FakeMover]:
+    """Return a prefetcher of LAYERS, and of so many ordinary units after them."""
     mover = FakeMover()
     tiles = {tile for _, first, second in LAYERS for tile in (*first, *second)}
-    return Prefetcher(mover, dict.fromkeys(range(18), 1), capacity, routed=tiles), mover
+    return Prefetcher(mover, dict.fromkeys(range(18 + head), 1), capacity, routed=tiles), mover
 
 
 def forward(prefetcher: Prefetcher, layers=LAYERS, *, recomputed: bool = False) -> None:
@@ -312,6 +314,31 @@ def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another
         prefetcher.forget(prefetcher.routed)
         prefetcher.end_training_pass()
     assert sorted(started) == sorted(prefetcher.routed), "each of them once"
+
+
+def test_tiles_take_half_of_a_small_room_and_of_a_large_one_what_keeps_them_coming(monkeypatch):
+    monkeypatch.setattr("infinity.partition.prefetcher.TILES_NBYTES", 8)
+    tiles = dict.fromkeys(range(1, 101), 1)
+    for capacity, kept in ((10, 5), (16, 8), (20, 8), (32, 8), (100, 25), (1000, 100)):
+        room = TileRoom({0: 1, **tiles}, tiles, capacity)
+        assert capacity - room.planned_nbytes == kept
+        assert room.part_nbytes == kept // 2, "those of the next part come into as much again"
+        room.hold_together([set()])
+        assert not room.keeps_decoded, "blocks whose experts run in parts keep no tile"
+
+
+@pytest.mark.parametrize(("most", "stays"), [(4, True), (10**9, False)])
+def test_what_each_micro_batch_uses_stays_beside_tiles_that_take_a_small_part(monkeypatch, most, stays):
+    monkeypatch.setattr("infinity.partition.prefetcher.TILES_NBYTES", most)
+    prefetcher, mover = routed(12, head=7)
+    for _ in range(3):
+        mover.calls.clear()
+        forward(prefetcher)
+        for _ in range(4):
+            visit(prefetcher, range(18, 25))
+        backward(prefetcher)
+        prefetcher.end_training_pass()
+    assert (len([unit for unit in mover.starts() if unit >= 18]) <= 7) == stays
 
 
 def test_before_there_is_a_plan_units_of_earlier_layers_go_before_the_tiles_of_this_one():
