@@ -1,9 +1,10 @@
 """Plans for models of up to a trillion parameters on every shipped hardware file: one page, with a picture.
 
     python benchmarks/plans.py [--quick] [--page FILE.md] [--json FILE]
-    python benchmarks/plans.py --best [--quick]
+    python benchmarks/plans.py --best [--quick] [--page FILE.md] [--json FILE]
 
-The second form prints, for each model and machine, what ``infinity plan --best`` finds; minutes for each.
+The second form prints what ``infinity plan --best`` finds, a minute or more for each row. It goes on with the
+rows that the JSON file lacks.
 
 Nothing is trained, downloaded or read: each model is its ``config.json``, written here from its published
 sizes. The figures of the machines are those of datasheets, see ``configs/hardware``; nothing was measured
@@ -25,12 +26,12 @@ from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError, quiet_libraries
 from infinity.core.nbytes import format_nbytes
-from infinity.predict.best import find_best
+from infinity.predict.best import SPLIT, find_best
 from infinity.predict.changes import written
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import count, seconds
-from infinity.recipes.recipe import load_recipe
+from infinity.recipes.recipe import load_recipe, named_keys
 
 HARDWARE = ("dgx-2", "dgx-a100", "hgx-h100", "hgx-h200", "gh200", "desktop-4090", "vm-2core")
 #: What planning a trillion parameters may take (s, bytes).
@@ -56,6 +57,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_DEEPSEEK, "vocab_size": 129280, "num_attention_heads": 128, "num_key_value_heads": 128,
         "n_routed_experts": 256, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
     },
+    "Qwen3-235B-A22B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
     "Llama-3 405B": {
         **_LLAMA, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
         "num_attention_heads": 128,
@@ -65,7 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64,
     },
 }  # fmt: skip
-#: peft cannot adapt experts that are one parameter.
+#: Adapters of attention alone.
 _ATTENTION = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 #: What is planned: its name, its model, and what its recipe says beyond the common part.
 RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -121,25 +129,81 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
     return Page(name, on, planned, "; ".join(planned.missing()), planning_s)
 
 
-BEST_COLUMNS = ("machine", "tokens a step", "as written, tokens/s", "best, tokens/s", "changed, or lacks")
-#: Machines beside those of the page, and tokens of a step on each rank.
-BEST_HARDWARE = ("desktop-4090-64g",)
-BEST_TOKENS = 8 * 4096
+_FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+}  # fmt: skip
+_ADAPTERS = ("lora.rank=16", f"lora.target_modules=[{_ATTENTION}]")
+_QWEN_ADAPTERS = ("lora.rank=16", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
+_DENSE = (
+    "model.n_layers=128", "model.d_model=25600", "model.n_heads=256", "model.seq_len=1024", "train.dtype=fp16"
+)  # fmt: skip
+#: What ``--best`` is asked for: name, model (None: the built-in GPT), overrides, machine, tokens of a step.
+BEST: tuple[tuple[str, str | None, tuple[str, ...], str, int], ...] = (
+    ("DeepSeek-V3 in FP8, LoRA of rank 16", "DeepSeek-V3", _ADAPTERS, "desktop-4090-64g", 8192),
+    ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", _ADAPTERS, "desktop-4090-64g", 8192),
+    ("GPT of 1 T, as ZeRO-Infinity's, full", None, _DENSE, "dgx-2", 524_288),
+    ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", (*_ADAPTERS, "train.dtype=fp16"), "dgx-2", 524_288),
+    ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", _ADAPTERS, "hgx-h100", 524_288),
+    ("DeepSeek-V3 in FP8, LoRA of rank 16", "DeepSeek-V3", _ADAPTERS, "desktop-4090", 8192),
+    ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", _ADAPTERS, "desktop-4090", 8192),
+    ("Qwen3-235B-A22B, LoRA of rank 16", "Qwen3-235B-A22B", _QWEN_ADAPTERS, "desktop-4090-64g", 32_768),
+    ("Kimi-K2, full", "Kimi-K2", ("train.dtype=fp16",), "dgx-2", 524_288),
+    ("Kimi-K2, full", "Kimi-K2", (), "hgx-h100", 524_288),
+)
+#: The recipe of all of them: configs/finetune.yaml, whose batch gives way.
+FINETUNE = str(Path(__file__).parents[1] / "configs/finetune.yaml")
+BEST_COLUMNS = (
+    "model",
+    "machine",
+    "tokens a step",
+    "as written",
+    "best, tokens/s",
+    "Tflop/s a rank",
+    "changed, or lacks",
+)
 
 
-def best_row(name: str, model: str, overrides: Sequence[str], on: str, folder: Path) -> list[str]:
-    """What the recipe of a page becomes with ``--best``, where none of its keys need stay."""
-    page, machine = plan(name, model, overrides, on, folder), load_machine(on)
-    recipe = load_recipe(None, [f"model.path={folder / model.replace(' ', '-')}", *COMMON, *overrides])
-    tokens = BEST_TOKENS * machine.devices_in_all
-    rate = "" if page.planned is None else rounded(page.planned.tokens_per_s)
-    written_ = f"{rate}, does not fit" if page.missing else rate
+def best_row(
+    name: str, model: str | None, overrides: Sequence[str], on: str, tokens: int, folder: Path
+) -> list[str]:
+    """What ``infinity plan configs/finetune.yaml --best --tokens-per-step N`` finds."""
+    if model is None:
+        of_model, path = ("memory.nvme=[nvme]", "train.batch_size=1"), None
+    else:
+        own, path = folder / f"{name} {model}".replace(" ", "-").replace(",", ""), FINETUNE
+        own.mkdir(exist_ok=True)
+        config = CONFIGS[model] | ({"quantization_config": _FP8} if "FP8" in name else {})
+        (own / "config.json").write_text(json.dumps(config))
+        of_model = (f"model.path={own}",)
+    given = [*of_model, *overrides]
+    machine, began_s = load_machine(on), time.process_time()
+    recipe = load_recipe(path, given)
+    fixed = named_keys(path, given) - SPLIT
+    start = [name, on, f"{tokens:,}"]
     try:
-        found = find_best(recipe, machine, None, (), tokens=tokens)
+        found = find_best(recipe, machine, None, fixed, tokens=tokens)
     except BudgetError as error:
-        return [on, f"{tokens:,}", written_, "", str(error)]
+        return [*start, "", "does not fit", "", str(error).replace("|", "/")]
+    planned, took_s = found.planned, time.process_time() - began_s
     changes = "; ".join(f"{written(effect.keys)} ({effect.without})" for effect in found.effects)
-    return [on, f"{tokens:,}", written_, rounded(found.planned.tokens_per_s), changes]
+    print(f"{name} on {on}: {took_s:.0f} s of one core", flush=True)
+    rate = f"{planned.flops_per_s / 1e12:.3g}"
+    return [*start, found.as_written, rounded(planned.tokens_per_s), rate, changes]
+
+
+def best_rows(file: Path | None, most: int) -> list[list[str]]:
+    """Return the rows of ``BEST``; those that ``file`` has are not planned again."""
+    rows: dict[str, list[str]] = {}
+    if file is not None and file.exists():
+        rows = json.loads(file.read_text())
+    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
+        for each in BEST[:most]:
+            key = " ".join([each[0], *each[2], each[3], str(each[4])])
+            if key not in rows:
+                rows[key] = best_row(*each, Path(folder))
+                if file is not None:
+                    file.write_text(json.dumps(rows, indent=1) + "\n")
+    return list(rows.values())
 
 
 # --- the page ----------------------------------------------------------------------------------------
@@ -215,6 +279,27 @@ def write_page(path: Path, pages: Sequence[Page], largest: str) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+BEST_PAGE = """\
+# What `infinity plan --best` finds for large models
+
+    python benchmarks/plans.py --best --page benchmarks/results/{page} --json benchmarks/results/{json}
+
+Each row is `infinity plan configs/finetune.yaml model.path=DIR --on MACHINE --best --tokens-per-step N`, with
+the model's published `config.json` alone; of the GPT without the recipe's file. A row takes a minute or two
+of one core; rows that the JSON file has are not planned again. Figures of the machines are those of
+[datasheets](../../infinity/predict/hardware): nothing was trained or measured on them.
+In brackets: what a step would be without the change. Rows of `BEST` in the script that are missing here have not
+been planned yet: the command above goes on with them.
+"""
+
+
+def write_best(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    json_name = path.with_suffix(".json").name
+    lines = [BEST_PAGE.format(page=path.name, json=json_name), "| " + " | ".join(BEST_COLUMNS) + " |"]
+    lines += ["|" + "---|" * len(BEST_COLUMNS), *("| " + " | ".join(row) + " |" for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def draw(path: Path, pages: Sequence[Page]) -> None:
     """Draw tokens per second by model and machine; what does not fit is pale."""
     from matplotlib.figure import Figure
@@ -255,11 +340,10 @@ def main() -> None:
     args = parser.parse_args()
     runs, machines = (RUNS[:1], HARDWARE[3:4]) if args.quick else (RUNS, HARDWARE)
     if args.best:
-        with tempfile.TemporaryDirectory() as folder, quiet_libraries():
-            for run in runs:
-                print(f"\n{run[0]}\n")
-                rows = [best_row(*run, on, Path(folder)) for on in (*machines, *BEST_HARDWARE)]
-                print_table(BEST_COLUMNS, rows)
+        rows = best_rows(args.json, 1 if args.quick else len(BEST))
+        print_table(BEST_COLUMNS, rows)
+        if args.page is not None:
+            write_best(args.page, rows)
         return
     with tempfile.TemporaryDirectory() as folder:
         pages = [plan(*run, on, Path(folder)) for run in runs for on in machines]
