@@ -288,8 +288,8 @@ Each row is `infinity plan configs/finetune.yaml model.path=DIR --on MACHINE --b
 the model's published `config.json` alone; of the GPT without the recipe's file. A row takes a minute or two
 of one core; rows that the JSON file has are not planned again. Figures of the machines are those of
 [datasheets](../../infinity/predict/hardware): nothing was trained or measured on them.
-In brackets: what a step would be without the change. Rows of `BEST` in the script that are missing here have not
-been planned yet: the command above goes on with them.
+In brackets: what a step would be without the change. Rows of `BEST` in the script that are missing here
+have not been planned yet: the command above goes on with them.
 """
 
 
