@@ -58,6 +58,7 @@ class Run:
     before: Recipe | None = None  # with which it was interrupted; None: it begins
     lost: int = 0  # steps that are made again from the first one, since none of them was recorded
     choice: Choice | None = None  # what a plan chose when it began; None: nothing was planned
+    ended: bool = False  # it is finished, with this recipe: a job that is started again has nothing to do
 
     def choosing(self, choice: Choice | None) -> "Run":
         """Return the run with what ``choice`` has of the keys that its recipe leaves to ``auto``."""
@@ -88,6 +89,9 @@ def find_run(recipe: Recipe) -> Run:
             )
         return Run(recipe, folder)
     if not is_interrupted(folder):
+        before = load_recipe(folder / RECIPE)
+        if recipe.train.steps == before.train.steps and not changed_numbers(before, recipe):
+            return Run(recipe, folder, before, ended=True)
         raise _finished(recipe, folder)
     if recipe.run.resume == "never":
         raise RecipeError(

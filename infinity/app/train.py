@@ -61,11 +61,20 @@ _MOST_THREADS_PER_CORE = 8
 def train(recipe: Recipe) -> metrics.Summary | None:
     """Train the recipe's model on its data; every rank must call, and rank 0 returns the summary.
 
-    An interrupted run of its name continues. An exception has a note that says how the run can continue.
+    An interrupted run of its name continues; of one that is finished None is returned. An exception has a
+    note that says how the run can continue.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
-        run, recipe, data = _found(recipe, ranks)
+        run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
+        if run.ended:
+            if rank() == 0:
+                _console(recipe).print(
+                    f"{run.folder} is finished after {recipe.train.steps} steps: nothing is left to do. To "
+                    "train again give the run another name (run.name)"
+                )
+            return None
+        run, recipe, data = _prepared(run, recipe, ranks)
         folder = run.folder
         views, totals, activations = View(), metrics.SummaryBuilder(), None
         if rank() == 0:
@@ -116,18 +125,21 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     return summary
 
 
-def _found(recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, dict[str, Data]]:
-    """Return the run that ``recipe`` names, its recipe on this node, with what is chosen, and its data."""
+def _console(recipe: Recipe) -> Console:
+    """Return where lines go before there are views."""
+    return Console(stderr=True, quiet=not recipe.observe.progress)
+
+
+def _prepared(run: runs.Run, recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, dict[str, Data]]:
+    """Return the run with what is chosen, its recipe on this node, whose own is ``recipe``, and its data."""
     drives = recipe.memory.nvme  # of this node; all else is rank 0's
-    run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
     recipe = with_values(run.recipe, {"memory.nvme": drives})
     set_threads(recipe.train)
     _check_sizes(recipe, ranks.device)
     if run.before is None and recipe.checkpoint.load is not None:
         DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
-    # Lines before there are views come from any rank: one tokenizes while others wait.
-    console = Console(stderr=True, quiet=not recipe.observe.progress)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    # Such lines come from any rank: one tokenizes while others wait.
+    say = partial(_console(recipe).print, markup=False, highlight=False, soft_wrap=True)
     data = open_inputs(recipe, say)
     if run.before is None:
         run = run.choosing(ranks.decide(lambda: _choose(run.recipe, data, ranks, say), "the plan"))

@@ -159,8 +159,7 @@ def test_the_same_recipe_goes_on_bitwise(
     for name in ("first_loss", "last_loss", "first_held_out", "last_held_out"):
         assert getattr(summary, name) == before[name]
     assert list((tmp_path / "nvme").iterdir()) == []
-    with pytest.raises(RecipeError, match="is finished after 6 steps"):
-        train(recipe(tmp_path))
+    assert train(recipe(tmp_path)) is None  # a job that is started again
 
 
 def interrupt(folder: Path, *overrides: str, step: int = 4, where: str = "loss") -> None:

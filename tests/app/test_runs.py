@@ -217,11 +217,13 @@ def test_never_and_must_are_obeyed() -> None:
     assert "infinity runs --remove mine" in said
 
 
-def test_a_finished_run_is_refused_and_more_steps_begin_from_its_model() -> None:
+def test_a_finished_run_has_ended_and_is_refused_to_other_numbers_and_more_steps() -> None:
     folder = interrupt(recipe(), logged=9)
     (folder / "summary.json").write_text("{}")
-    assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in refusal(recipe())
-    assert "removed then" not in refusal(recipe())
+    assert find_run(recipe()).ended
+    said = refusal(recipe("optim.lr=0.5"))
+    assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in said
+    assert "removed then" not in said
     assert "train.steps=20 cannot go on from there" in refusal(recipe("train.steps=20"))
     (folder / "model").mkdir()
     assert "model.path=runs/mine/model" in refusal(recipe("train.steps=20"))

@@ -59,6 +59,7 @@ class Plain:
                 self.timeline.add("compute", "forward", 0.0, 1.0)
                 self.budgets = {"host": 100}
                 self.steps = 0
+                self.grad_norms: dict[str, float] = {}
                 self.lrs: list[float] = []
                 self.reports: list[int] = []
                 api.optimizer = self
@@ -246,7 +247,7 @@ def test_two_runs_of_one_name_never_share_a_folder(plain: Plain, tmp_path: Path)
     with pytest.raises(
         RecipeError, match=r"run\.name: .*one is finished after 5 steps; give .* another name"
     ):
-        train(recipe(tmp_path))
+        train(recipe(tmp_path, "optim.lr=0.5"))
     assert lines(tmp_path) == before
 
 

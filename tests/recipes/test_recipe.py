@@ -9,7 +9,7 @@ import pytest
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
 from infinity.recipes.models import GPTConfig
-from infinity.recipes.recipe import Recipe, RunConfig, load_recipe, recipe_table
+from infinity.recipes.recipe import _KNOWN_AS, Recipe, RunConfig, keys_of, load_recipe, recipe_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +82,9 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
         ("train.stpes", "did you mean train.steps?"),
         ("model.steps", "did you mean train.steps?"),
         ("memory.nvmes", "did you mean memory.nvme?"),
+        ("optim.learning_rate", "did you mean optim.lr?"),
+        ("train.per_device_train_batch_size", "did you mean train.batch_size?"),
+        ("lora.lora_alpha", "did you mean lora.alpha?"),
         (
             "memory.zzz",
             (
@@ -115,6 +118,14 @@ def test_a_key_that_recipes_had_is_refused_with_what_to_do(tmp_path: Path) -> No
 
 def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "lr: 3")).endswith("unknown key; did you mean optim.lr?")
+    assert refused(write(tmp_path, "num_epochs: 3")).endswith("unknown key; did you mean train.steps?")
+    assert refused(write(tmp_path, "base_model: DIR")).endswith("unknown key; did you mean model.path?")
+
+
+def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
+    known = {f"{section}.{each.name}" for section, each in keys_of(Recipe)}
+    assert set(_KNOWN_AS.values()) <= known
+    assert not {key.partition(".")[2] for key in known} & _KNOWN_AS.keys()
 
 
 @pytest.mark.parametrize(
