@@ -282,7 +282,7 @@ def _export(args: argparse.Namespace) -> None:
     It is the model that the run saved (run.save), by hard links if the file system supports them. Of a run
     that was interrupted it is the model after its last committed step; the run can still go on.
     """
-    from infinity.app.train import publish_per_expert, publish_run
+    from infinity.app.export import publish_per_expert, publish_run
 
     if args.base is not None and not (args.merge or args.per_expert):
         raise RecipeError("--base is for --merge and --per-expert")
@@ -319,7 +319,7 @@ def _save(args: argparse.Namespace) -> None:
     It is a directory of torch.distributed.checkpoint, which FSDP2 and torchtitan load on any number of ranks.
     The run can still go on. On several ranks: torchrun -m infinity save ...
     """
-    from infinity.app.train import save_run
+    from infinity.app.export import save_run
 
     _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
 

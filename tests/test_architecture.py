@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 536,
     "activations": 2430,
     "api": 4400,
-    "app": 1454,
+    "app": 1478,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2626,
     "planner": 2305,
     "predict": 5304,
-    "recipes": 2194,
+    "recipes": 2197,
     "shards": 3944,
 }
 

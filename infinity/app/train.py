@@ -1,14 +1,13 @@
-"""``infinity train``, ``export`` and ``save``: from a recipe to a trained model, by the public API."""
+"""``infinity train``: from a recipe to a trained model, by the public API."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,27 +21,20 @@ from infinity.api.export import (
     ADAPTERS_FOLDER,
     MODEL_FOLDER,
     check_room_for,
-    copy_saved,
-    export_run,
-    saved_folder,
 )
-from infinity.api.merge import MergedModel
-from infinity.api.merge import merge as merge_adapters
-from infinity.api.save_lora import split_experts
 from infinity.app import runs
 from infinity.app.loop import Loop
-from infinity.checkpoint.directory import read_json_object, tokenizer_files
+from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
 from infinity.core.choice import Choice
-from infinity.core.errors import BudgetError, CheckpointError, InfinityError, PeerError, RecipeError
-from infinity.core.files import user_path
+from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, save_measured
 from infinity.device.accelerator import memory_nbytes
-from infinity.device.machine import DTYPES, local_ranks, set_rank_threads, total_host_nbytes, usable_cores
+from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.timeline import write_trace
@@ -68,11 +60,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         ranks = stack.enter_context(process_group(recipe))
         run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
         if run.ended:
-            if rank() == 0:
-                _console(recipe).print(
-                    f"{run.folder} is finished after {recipe.train.steps} steps: nothing is left to do. To "
-                    "train again give the run another name (run.name)"
-                )
+            _say_nothing_is_left(run)
             return None
         run, recipe, data = _prepared(run, recipe, ranks)
         folder = run.folder
@@ -87,8 +75,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
                 views.log(run.choice.line)
         stack.enter_context(_explained(run))
         stack.callback(views.close)
-        before = None if run.before is None else folder
-        model, optimizer = stack.enter_context(built(recipe, folder.name, views, before=before))
+        model, optimizer = stack.enter_context(_built(run, recipe, views))
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
@@ -123,6 +110,18 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     if summary is not None and recipe.observe.progress:
         metrics.show_summary(summary, Console())
     return summary
+
+
+def _built(run: runs.Run, recipe: Recipe, views: View) -> AbstractContextManager[tuple[Any, Any]]:
+    return built(recipe, run.folder.name, views, before=None if run.before is None else run.folder)
+
+
+def _say_nothing_is_left(run: runs.Run) -> None:
+    if rank() == 0:
+        _console(run.recipe).print(
+            f"{run.folder} is finished after {run.recipe.train.steps} steps: nothing is left to do. To train "
+            "again give the run another name (run.name)"
+        )
 
 
 def _console(recipe: Recipe) -> Console:
@@ -404,13 +403,13 @@ def write_model(
 ) -> Requantized | None:  # fmt: skip
     """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
     if not recipe.trains_adapters or merge:
-        how: dict[str, Any] = {"tokenizer": _tokenizer_of(recipe), "merge": merge, "adapter": adapter}
+        how: dict[str, Any] = {"tokenizer": tokenizer_of(recipe), "merge": merge, "adapter": adapter}
         return infinity.export(model, out, stored_as=stored_as, **how)
     infinity.save_lora(model, out, name=adapter)
     return None
 
 
-def _tokenizer_of(recipe: Recipe) -> Path | None:
+def tokenizer_of(recipe: Recipe) -> Path | None:
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     return source if tokenizer_files(source) else None
 
@@ -431,159 +430,6 @@ def _explained(run: runs.Run) -> Iterator[None]:
                 "it is, with room to write, until the run has ended"
             ) from error
         raise
-
-
-def publish_run(
-    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
-    base: str | Path | None = None, adapter: str | None = None,
-) -> str:  # fmt: skip
-    """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
-
-    An interrupted run gives the model after its last committed step, and can still continue; every rank must
-    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
-    adapters are merged into the weights of their base; then ``path`` may be a directory of adapters, and
-    ``base`` that of their base, if it is not where they say. Of several adapters, which have a folder each,
-    ``adapter`` is published alone.
-    """
-    folder, result = user_path(path, "RUN"), None
-    if merge and (folder / CONFIG).is_file() and adapter is None:
-        found = _base_of(folder, base)
-        if rank() == 0:
-            result = _merge(folder, found, user_path(out, "OUT"), stored)
-        return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
-    if base is not None:
-        raise CheckpointError(
-            f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
-        )
-    recipe = runs.recipe_of(folder) if stored or merge or adapter is not None else None
-    if recipe is not None:
-        recipe = _of_adapter(recipe, adapter, "--merge" if merge else "")
-    stored_as = recipe.model.path if recipe is not None and stored else None
-    if recipe is not None and (why := _why_plain(recipe, stored, merge)):
-        raise CheckpointError(f"{folder} trained {why}")
-    alone, after = not merge and (folder / ADAPTERS_FOLDER).is_dir(), ""
-    if runs.is_interrupted(folder):
-        with _last_commit(folder) as (now, model, _, step):
-            now = _of_adapter(now, adapter)
-            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
-        alone, after = not merge and now.trains_adapters, f" after step {step}"
-    elif rank() == 0 and merge and recipe is not None:
-        adapters = saved_folder(folder) / (adapter or "")
-        trained_on = _base_of(adapters, recipe.model.path)
-        result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
-    elif rank() == 0:
-        result = export_run(path, out, stored_as, adapter)
-    kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
-    what = f"the {kind} of {path}{after}"
-    return what if result is None else f"{what} ({result})"
-
-
-def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
-    """Return the recipe of one of several adapters alone; RecipeError: it is not named, or there is none."""
-    if adapter is not None:
-        return recipe.alone(adapter)
-    if needed_for and recipe.adapters:
-        names = ", ".join(recipe.adapters)
-        raise RecipeError(f"{needed_for} takes one of the adapters {names}: add --adapter NAME")
-    return recipe
-
-
-def publish_per_expert(
-    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None
-) -> str:
-    """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
-
-    See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
-    every rank must call.
-    """
-    folder, target = user_path(path, "RUN"), user_path(out, "OUT")
-    trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
-    if trained is not None:
-        trained = _of_adapter(trained, adapter, "--per-expert")
-    if trained is not None and not trained.lora.active:
-        raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
-    if trained is not None and runs.is_interrupted(folder):
-        with _last_commit(folder) as (_, model, _, step):
-            infinity.save_lora(model, target, per_expert=True, name=adapter)
-        return f"the adapters of {path} after step {step}"
-    if rank() == 0:
-        source = folder if trained is None else saved_folder(folder) / (adapter or "")
-        config = read_config(_base_of(source, base))
-        copy_saved(source, target, lambda copied: split_experts(copied, config))
-    return f"the adapters of {path}"
-
-
-def _base_of(adapters: Path, given: str | Path | None) -> Path:
-    """Return the directory of the base of ``adapters``, which is ``given`` or the one that they name."""
-    named = given or read_json_object(adapters / CONFIG).get("base_model_name_or_path")
-    if not named:
-        raise CheckpointError(f"{adapters}: the adapters name no base: give --base DIR")
-    base = user_path(str(named), "--base")
-    if not (base / "config.json").is_file():
-        raise CheckpointError(
-            f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
-            "--base DIR"
-        )
-    return base
-
-
-def _merge(
-    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
-) -> Requantized | None:
-    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
-    dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
-    tokenizer = base if tokenizer_files(base) else None
-    if recipe is not None:
-        tokenizer = _tokenizer_of(recipe)
-    with MergedModel(base, adapters, dtype) as merged:
-        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
-
-
-def _why_plain(recipe: Recipe, stored: bool, merge: bool) -> str:
-    """Return why a run's model cannot be exported with ``stored`` or ``merge``; empty: it can."""
-    if merge and not recipe.lora.active:
-        return "all weights, which have no adapters to merge: export without --merge"
-    if stored and recipe.model.path is None:
-        return (
-            "a new model (model.path is null), so no checkpoint has a stored form for it: export without "
-            "--stored"
-        )
-    if stored and recipe.lora.active and not merge:
-        return "adapters, which are not quantized: export without --stored, or the merged model with --merge"
-    return ""
-
-
-def save_run(path: str | Path, out: str | Path) -> str:
-    """Save an interrupted run's last commit as a portable checkpoint, and describe it; all must call."""
-    folder = user_path(path, "RUN")
-    if not runs.is_interrupted(folder):
-        what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
-        raise CheckpointError(
-            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
-            "while it trains set checkpoint.every"
-        )
-    with _last_commit(folder) as (_, model, optimizer, step):
-        infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
-    return f"step {step} of {path}"
-
-
-@contextmanager
-def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
-    """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
-    recipe = runs.interrupted_run(folder)
-    with ExitStack() as stack:
-        ranks = stack.enter_context(process_group(recipe))
-        found = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
-        if found.before is None:
-            raise CheckpointError(f"{folder}: the run was interrupted before its first step was committed")
-        recipe = found.recipe
-        if ranks.rank == 0:
-            stack.enter_context(runs.locked(folder))
-        set_threads(recipe.train)
-        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), before=folder, keep=True))
-        unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
-        optimizer.follow(loop=unused, scheduler=unused)
-        yield recipe, model, optimizer, infinity.resume(model, optimizer)
 
 
 class RecipeView(View):

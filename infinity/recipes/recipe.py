@@ -33,6 +33,7 @@ from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.loader import DataConfig
 from infinity.recipes.models import ModelConfig
+from infinity.recipes.other_names import KNOWN_AS
 from infinity.shards.journal import DurabilityConfig
 
 #: The longest recipe that is read; one with every key has 5 kB.
@@ -56,39 +57,6 @@ _CHOSEN: dict[str, str | None] = {
 #: Sections of which each of several adapters may have keys of its own, and a key that all have in common.
 _OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale",)
 _OWN = "keys of its own in sections " + ", ".join(_OF_ADAPTERS)
-#: Names that keys have in other tools.
-_KNOWN_AS = {
-    name: key
-    for key, names in {
-        "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
-        "model.seq_len": "sequence_len max_seq_length max_seq_len max_length cutoff_len block_size",
-        "data.files": "datasets dataset dataset_path train_file dataset_dir",
-        "data.packing": "sample_packing packed",
-        "data.eval_fraction": "val_set_size val_size",
-        "optim.lr": "learning_rate",
-        "optim.schedule": "lr_scheduler lr_scheduler_type",
-        "optim.warmup_steps": "num_warmup_steps warmup_ratio",
-        "optim.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm",
-        "optim.betas": "adam_beta1 adam_beta2",
-        "optim.eps": "adam_epsilon",
-        "train.steps": "max_steps num_train_epochs num_epochs epochs",
-        "train.batch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
-        "train.accumulate": "gradient_accumulation_steps",
-        "train.dtype": "bf16 fp16 torch_dtype mixed_precision precision",
-        "train.eval_every": "eval_steps eval_interval",
-        "train.log_every": "logging_steps log_interval",
-        "checkpoint.every": "save_steps save_interval",
-        "checkpoint.keep": "save_total_limit",
-        "run.dir": "output_dir out_dir",
-        "lora.rank": "lora_r r lora_rank",
-        "lora.alpha": "lora_alpha",
-        "lora.dropout": "lora_dropout",
-        "lora.target_modules": "lora_target_modules lora_target lora_target_linear",
-        "memory.activations": "gradient_checkpointing activation_checkpointing",
-        "model.stored_as": "load_in_4bit load_in_8bit",
-    }.items()
-    for name in names.split()
-}
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
@@ -615,7 +583,7 @@ def _near(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
     near = (
-        [other for other in known if other.endswith(f".{name}") or other == _KNOWN_AS.get(name or key)]
+        [other for other in known if other.endswith(f".{name}") or other == KNOWN_AS.get(name or key)]
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
         or difflib.get_close_matches(key, [] if siblings else [*known, *sections], n=1, cutoff=0.6)
     )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import infinity
 from infinity import CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.api.adapters import LoraConfig, SavedAdapters, note_on_base
-from infinity.app.train import publish_run
+from infinity.app.export import publish_run
 from infinity.app.train import train as train_recipe
 from infinity.engine.runtime import runtime_of
 from tests.api.test_lora import ALPHA, RANK, built, closing, overrides, plain, train, train_plain

@@ -21,8 +21,9 @@ import infinity
 from infinity.api import checkpoints
 from infinity.api.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.api.portable import PortableSave
+from infinity.app.export import save_run
 from infinity.app.loop import Loop
-from infinity.app.train import built, save_run, train
+from infinity.app.train import built, train
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.writer import RangeWriter, Series
 from infinity.cli import main

@@ -12,8 +12,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infinity.app.export import publish_run
 from infinity.app.loop import BatchLoss
-from infinity.app.train import publish_run, train
+from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import InfinityError, RecipeError, StateError
 from infinity.observe.metrics import Summary

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.app.export import publish_run
 from infinity.app.loop import BatchLoss, Loop
 from infinity.app.runs import committed_step, list_runs, remove_runs
-from infinity.app.train import publish_run, train
+from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.observe.metrics import Summary, View

@@ -9,7 +9,8 @@ import pytest
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
 from infinity.recipes.models import GPTConfig
-from infinity.recipes.recipe import _KNOWN_AS, Recipe, RunConfig, keys_of, load_recipe, recipe_table
+from infinity.recipes.other_names import KNOWN_AS
+from infinity.recipes.recipe import Recipe, RunConfig, keys_of, load_recipe, recipe_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,8 +125,8 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
 
 def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
     known = {f"{section}.{each.name}" for section, each in keys_of(Recipe)}
-    assert set(_KNOWN_AS.values()) <= known
-    assert not {key.partition(".")[2] for key in known} & _KNOWN_AS.keys()
+    assert set(KNOWN_AS.values()) <= known
+    assert not {key.partition(".")[2] for key in known} & KNOWN_AS.keys()
 
 
 @pytest.mark.parametrize(

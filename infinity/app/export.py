@@ -1,0 +1,178 @@
+"""``infinity export`` and ``save``: what runs have trained, finished or interrupted ones."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import infinity
+from infinity.api.adapters import CONFIG
+from infinity.api.export import ADAPTERS_FOLDER, copy_saved, export_run, saved_folder
+from infinity.api.merge import MergedModel
+from infinity.api.merge import merge as merge_adapters
+from infinity.api.save_lora import split_experts
+from infinity.app import runs
+from infinity.app.train import built, process_group, set_threads, tokenizer_of, write_model
+from infinity.checkpoint.directory import read_json_object, tokenizer_files
+from infinity.checkpoint.model import read_config
+from infinity.checkpoint.requantize import Requantized
+from infinity.comm.ranks import rank
+from infinity.core.errors import CheckpointError, RecipeError
+from infinity.core.files import user_path
+from infinity.device.machine import DTYPES
+from infinity.observe.metrics import View
+from infinity.recipes.recipe import Recipe
+
+
+def publish_run(
+    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
+    base: str | Path | None = None, adapter: str | None = None,
+) -> str:  # fmt: skip
+    """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
+
+    An interrupted run gives the model after its last committed step, and can still continue; every rank must
+    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
+    adapters are merged into the weights of their base; then ``path`` may be a directory of adapters, and
+    ``base`` that of their base, if it is not where they say. Of several adapters, which have a folder each,
+    ``adapter`` is published alone.
+    """
+    folder, result = user_path(path, "RUN"), None
+    if merge and (folder / CONFIG).is_file() and adapter is None:
+        found = _base_of(folder, base)
+        if rank() == 0:
+            result = _merge(folder, found, user_path(out, "OUT"), stored)
+        return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
+    if base is not None:
+        raise CheckpointError(
+            f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
+        )
+    recipe = runs.recipe_of(folder) if stored or merge or adapter is not None else None
+    if recipe is not None:
+        recipe = _of_adapter(recipe, adapter, "--merge" if merge else "")
+    stored_as = recipe.model.path if recipe is not None and stored else None
+    if recipe is not None and (why := _why_plain(recipe, stored, merge)):
+        raise CheckpointError(f"{folder} trained {why}")
+    alone, after = not merge and (folder / ADAPTERS_FOLDER).is_dir(), ""
+    if runs.is_interrupted(folder):
+        with _last_commit(folder) as (now, model, _, step):
+            now = _of_adapter(now, adapter)
+            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
+        alone, after = not merge and now.trains_adapters, f" after step {step}"
+    elif rank() == 0 and merge and recipe is not None:
+        adapters = saved_folder(folder) / (adapter or "")
+        trained_on = _base_of(adapters, recipe.model.path)
+        result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
+    elif rank() == 0:
+        result = export_run(path, out, stored_as, adapter)
+    kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
+    what = f"the {kind} of {path}{after}"
+    return what if result is None else f"{what} ({result})"
+
+
+def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
+    """Return the recipe of one of several adapters alone; RecipeError: it is not named, or there is none."""
+    if adapter is not None:
+        return recipe.alone(adapter)
+    if needed_for and recipe.adapters:
+        names = ", ".join(recipe.adapters)
+        raise RecipeError(f"{needed_for} takes one of the adapters {names}: add --adapter NAME")
+    return recipe
+
+
+def publish_per_expert(
+    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None
+) -> str:
+    """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
+
+    See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
+    every rank must call.
+    """
+    folder, target = user_path(path, "RUN"), user_path(out, "OUT")
+    trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
+    if trained is not None:
+        trained = _of_adapter(trained, adapter, "--per-expert")
+    if trained is not None and not trained.lora.active:
+        raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
+    if trained is not None and runs.is_interrupted(folder):
+        with _last_commit(folder) as (_, model, _, step):
+            infinity.save_lora(model, target, per_expert=True, name=adapter)
+        return f"the adapters of {path} after step {step}"
+    if rank() == 0:
+        source = folder if trained is None else saved_folder(folder) / (adapter or "")
+        config = read_config(_base_of(source, base))
+        copy_saved(source, target, lambda copied: split_experts(copied, config))
+    return f"the adapters of {path}"
+
+
+def _base_of(adapters: Path, given: str | Path | None) -> Path:
+    """Return the directory of the base of ``adapters``, which is ``given`` or the one that they name."""
+    named = given or read_json_object(adapters / CONFIG).get("base_model_name_or_path")
+    if not named:
+        raise CheckpointError(f"{adapters}: the adapters name no base: give --base DIR")
+    base = user_path(str(named), "--base")
+    if not (base / "config.json").is_file():
+        raise CheckpointError(
+            f"{adapters}: their base is {str(base)!r}, which is no directory with config.json; name it with "
+            "--base DIR"
+        )
+    return base
+
+
+def _merge(
+    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
+) -> Requantized | None:
+    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
+    dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
+    tokenizer = base if tokenizer_files(base) else None
+    if recipe is not None:
+        tokenizer = tokenizer_of(recipe)
+    with MergedModel(base, adapters, dtype) as merged:
+        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
+
+
+def _why_plain(recipe: Recipe, stored: bool, merge: bool) -> str:
+    """Return why a run's model cannot be exported with ``stored`` or ``merge``; empty: it can."""
+    if merge and not recipe.lora.active:
+        return "all weights, which have no adapters to merge: export without --merge"
+    if stored and recipe.model.path is None:
+        return (
+            "a new model (model.path is null), so no checkpoint has a stored form for it: export without "
+            "--stored"
+        )
+    if stored and recipe.lora.active and not merge:
+        return "adapters, which are not quantized: export without --stored, or the merged model with --merge"
+    return ""
+
+
+def save_run(path: str | Path, out: str | Path) -> str:
+    """Save an interrupted run's last commit as a portable checkpoint, and describe it; all must call."""
+    folder = user_path(path, "RUN")
+    if not runs.is_interrupted(folder):
+        what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
+            "while it trains set checkpoint.every"
+        )
+    with _last_commit(folder) as (_, model, optimizer, step):
+        infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
+    return f"step {step} of {path}"
+
+
+@contextmanager
+def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
+    """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
+    recipe = runs.interrupted_run(folder)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group(recipe))
+        found = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
+        if found.before is None:
+            raise CheckpointError(f"{folder}: the run was interrupted before its first step was committed")
+        recipe = found.recipe
+        if ranks.rank == 0:
+            stack.enter_context(runs.locked(folder))
+        set_threads(recipe.train)
+        model, optimizer = stack.enter_context(built(recipe, folder.name, View(), before=folder, keep=True))
+        unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
+        optimizer.follow(loop=unused, scheduler=unused)
+        yield recipe, model, optimizer, infinity.resume(model, optimizer)
