@@ -283,7 +283,7 @@ ROOM_BUDGETS = {
     "core": 2293,
     "device": 1063,
     "engine": 3708,
-    "integrations": 598,
+    "integrations": 673,
     "nvme": 1228,
     "observe": 798,
     "optim": 889,

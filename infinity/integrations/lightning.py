@@ -17,7 +17,7 @@ from infinity.api.portable import load_checkpoint, save_checkpoint
 from infinity.core.errors import StateError
 from infinity.engine.executor import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import runtime_of
-from infinity.integrations.accelerate import STATE_FOLDER
+from infinity.integrations.accelerate import STATE_FOLDER, scaled
 
 #: What Lightning itself knows of a checkpoint, beside the states of the model.
 _LOOPS = "loops.ckpt"
@@ -128,10 +128,9 @@ class _OwnPrecision(Precision):  # type: ignore[misc]
     """Lets an ``infinity.AdamW`` scale the loss and clip."""
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        scaled: Tensor = super().pre_backward(tensor, module)
-        for optimizer in module.trainer.strategy.optimizers:
-            scaled = optimizer.scale(scaled) if isinstance(optimizer, AdamW) else scaled
-        return scaled
+        optimizers = module.trainer.strategy.optimizers
+        own = [each for each in optimizers if isinstance(each, AdamW)]
+        return scaled(super().pre_backward(tensor, module), own)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if isinstance(optimizer, AdamW):

@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +34,14 @@ from torch import nn
 from infinity.activations.tensor_cache import patched
 from infinity.api.adamw import AdamW
 from infinity.api.export import export
-from infinity.api.init import from_pretrained, is_served, resume
+from infinity.api.init import from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
-from infinity.api.portable import load_checkpoint, save_checkpoint
+from infinity.api.portable import load_checkpoint
 from infinity.api.save_lora import save_lora
 from infinity.core.errors import StateError
 from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
-from infinity.integrations.accelerate import STATE_FOLDER, Accelerator
+from infinity.integrations.accelerate import STATE_FOLDER, Accelerator, replace_checkpoint
 
 #: Files of transformers in a checkpoint.
 _STATE, _SCHEDULER, _ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
@@ -133,29 +133,55 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}={getattr(args, name)!r}: infinity shards the model itself; leave it out"
                 )
-        if is_served(self.model):
-            device = runtime_of(self.model).ranks.device
-            if device.type != args.device.type:
-                raise StateError(
-                    f"the model computes on {device}, the Trainer on {args.device}: use_cpu="
-                    f"{device.type == 'cpu'} in its arguments, or Init(recipe, device={args.device.type!r})"
-                )
-            args._n_gpu = min(1, args.n_gpu)  # no DataParallel
+        if args.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True: a checkpoint is one directory, on a file system that every rank "
+                "sees; leave it out"
+            )
+        if self.model is not None:  # else model_init makes it
+            self._take_model(self.model)
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
         self.accelerator.take_over()
+
+    def _take_model(self, model: nn.Module) -> None:
+        """Raise a StateError unless this Trainer can train ``model``."""
+        if not is_served(model):
+            raise StateError(
+                "infinity.trainer: wanted a model of infinity.Init or infinity.from_pretrained; got a "
+                f"{type(model).__name__} made without them: build it there, or use the Trainer's own class"
+            )
+        args, device = self.args, runtime_of(model).ranks.device
+        if device.type != args.device.type:
+            raise StateError(
+                f"the model computes on {device}, the Trainer on {args.device}: use_cpu="
+                f"{device.type == 'cpu'} in its arguments, or Init(recipe, device={args.device.type!r})"
+            )
+        args._n_gpu = min(1, args.n_gpu)  # no DataParallel
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Build the model, after the one before it, if any, has given back its memory and files."""
+        if self.model is not None:
+            runtime_of(self.model, ended=True).close(keep=True)
+            self._follows = False
+        model = super().call_model_init(trial)
+        self._take_model(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         if not is_served(model):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None:
-            kind, given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-                self.args, self.model
-            )
-            self.optimizer_cls_and_kwargs = self._own_optimizer(kind, given), {}
-        return super().create_optimizer(model)
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        given = self.optimizer_cls_and_kwargs
+        kind, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer_cls_and_kwargs = self._own_optimizer(kind, settings), {}
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = given  # the next model needs its own
 
     def _own_optimizer(self, kind: Any, given: Mapping[str, Any]) -> Any:
         """Return what makes an ``infinity.AdamW`` of parameter groups, as torch's ``kind`` would be made."""
@@ -182,9 +208,15 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         found = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(found, AdamW):
             raise StateError(
-                f"the Trainer's optimizer is {type(found).__name__}: pass an infinity.AdamW, or none"
+                f"the Trainer's optimizer is {type(found).__module__}.{type(found).__name__}: pass an "
+                "infinity.AdamW, or none"
             )
         return found
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Accumulate until the Trainer steps, also what an epoch of unknown length leaves over at its end."""
+        with nullcontext() if self.accelerator.sync_gradients else no_sync(model):
+            return super().training_step(model, *args, **kwargs)
 
     # --- going on ----------------------------------------------------------------------------------------
 
@@ -203,10 +235,12 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         trial: Any = None, ignore_keys_for_eval: Any = None,
     ) -> Any:  # fmt: skip
         self.create_optimizer()
+        if self._follows:  # train() again: an exception may have ended the last one within a step
+            self._adamw.zero_grad()
         committed = self._committed_step()
         with tempfile.TemporaryDirectory() as folder:
-            if committed and committed >= _step_of(resume_from_checkpoint):
-                found = self._progress.found["state"]
+            found = self._progress.found["state"] if committed else "{}"
+            if committed and json.loads(found)["global_step"] >= _step_of(resume_from_checkpoint):
                 Path(folder, _STATE).write_text(found, encoding="utf-8")
                 resume_from_checkpoint = folder
                 self._generators = generator_states(self._adamw.runtime.ranks.device)
@@ -257,11 +291,18 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
 
     # --- saving ------------------------------------------------------------------------------------------
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir, STATE_FOLDER)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        whole = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", _STATE)
         if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
-        save_checkpoint(self.model, self._adamw, folder, trained_only=True)
+            whole.unlink(missing_ok=True)  # of a checkpoint that is replaced: it is not whole until its end
+        runtime = self._adamw.runtime
+        if runtime.executor().gradients.received:
+            runtime.say(f"{whole.parent.name}: what the epoch left over, less than a step, is dropped")
+            self._adamw.zero_grad()
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        replace_checkpoint(self.model, self._adamw, Path(output_dir, STATE_FOLDER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 

@@ -1,5 +1,6 @@
 """``infinity.trainer``: what a Trainer logs, saves and goes on from is what it is without infinity."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.utils.data import IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
@@ -204,6 +206,7 @@ def test_adapters_are_saved_and_go_on(tmp_path: Path, closed: Any):
     ("more", "error", "says"),
     [
         ({"optim": "adafactor"}, ValueError, r"optim='adafactor' makes Adafactor; infinity has AdamW"),
+        ({"save_on_each_node": True}, ValueError, "a file system that every rank sees"),
         ({"bf16": True}, infinity.StateError, "the model computes in float32: build it with train.dtype"),
         (
             {"load_best_model_at_end": True, "save_only_model": True, "eval_steps": 2},
@@ -217,6 +220,11 @@ def test_what_is_refused(more: Any, error: Any, says: str, tmp_path: Path):
         make(tmp_path, **more).train()
 
 
+def test_a_model_that_is_not_served_is_refused_at_once(tmp_path: Path):
+    with pytest.raises(infinity.StateError, match="got a LlamaForCausalLM made without them"):
+        infinity.trainer(Trainer)(LlamaForCausalLM(CONFIG), arguments(tmp_path))
+
+
 def test_what_there_is_not_to_go_on_from(tmp_path: Path, closed: Any):
     trainer = closed(make(tmp_path, save_only_model=True))
     with pytest.raises(ValueError, match=r"no whole checkpoint in .*ours, and the model's run has no name"):
@@ -225,6 +233,114 @@ def test_what_there_is_not_to_go_on_from(tmp_path: Path, closed: Any):
     other = closed(make(tmp_path))
     with pytest.raises(infinity.StateError, match="has no training_state: it was written with save_only"):
         other.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+
+
+class Endless(IterableDataset[dict[str, Tensor]]):
+    """Rows whose number the Trainer does not know: seven micro-batches, one more than three steps."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(rows(14))
+
+
+@pytest.mark.parametrize("saves", ["no", "epoch"])
+def test_an_epoch_of_unknown_length_may_leave_micro_batches_over(saves: str, tmp_path: Path, closed: Any):
+    """They count in the next step, as without infinity; a checkpoint drops them, as it does there."""
+    ours = closed(make(tmp_path, save_strategy=saves, eval_strategy="no"))
+    ours.train_dataset = Endless()
+    ours.train()
+    if saves == "no":
+        plain = make_plain(tmp_path, save_strategy=saves, eval_strategy="no")
+        plain.train_dataset = Endless()
+        plain.train()
+        assert_near(ours, plain)
+    else:
+        assert (tmp_path / "ours/checkpoint-3/trainer_state.json").is_file()
+        assert ours.state.global_step == 6
+
+
+def test_train_after_an_interrupt_within_a_step(tmp_path: Path, closed: Any):
+    """Gradients of the step that was not over are dropped, as a Trainer drops them."""
+    trainer = closed(make(tmp_path))
+    step, calls = trainer.accelerator.backward, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        calls.append(0)
+        if len(calls) == 3:  # the first of two micro-batches
+            raise KeyboardInterrupt
+
+    trainer.accelerator.backward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_a_checkpoint_is_not_whole_while_it_is_replaced(tmp_path: Path, closed: Any):
+    closed(make(tmp_path)).train()
+    folder = tmp_path / "ours"
+    assert (folder / "checkpoint-2/trainer_state.json").is_file()
+    second = closed(make(tmp_path))
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    second._save_optimizer_and_scheduler = killed
+    with pytest.raises(KeyboardInterrupt):
+        second.train()
+    assert not (folder / "checkpoint-2/trainer_state.json").is_file()
+    assert (folder / "checkpoint-4/trainer_state.json").is_file()
+
+
+def test_a_model_that_the_trainer_makes(tmp_path: Path, closed: Any):
+    made = []
+
+    def build() -> Any:
+        with infinity.Init(recipe(tmp_path, "run.name=mine")):  # one at a time
+            made.append(LlamaForCausalLM(CONFIG))
+        return made[-1]
+
+    settings = arguments(tmp_path / "out", save_strategy="no", eval_strategy="no")
+    trainer = closed(infinity.trainer(Trainer)(model_init=build, args=settings, train_dataset=rows(14)))
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.model is made[1]
+
+
+def test_steps_that_were_skipped_count_when_a_run_goes_on(tmp_path: Path, closed: Any):
+    """The last step of the run is later than the checkpoint, though fewer steps were taken."""
+    first = make(tmp_path, "run.name=mine", eval_strategy="no", save_steps=3)
+    first.add_callback(Interrupt(5))
+    finite = first.compute_loss
+    first.compute_loss = lambda *args, **more: (
+        finite(*args, **more) * (math.nan if first.state.global_step < 2 else 1)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert first._adamw.steps == 3
+    infinity.close(first.model, keep=True)
+    again = closed(make(tmp_path, "run.name=mine", eval_strategy="no", save_steps=3))
+    begun: list[int] = []
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(state.global_step)
+
+    again.add_callback(Begins())
+    again.train(resume_from_checkpoint=True)
+    assert begun == [4, 5]  # the state of a step is whole when the next one begins
+
+
+@pytest.mark.slow
+def test_a_compiled_model_logs_the_same(tmp_path: Path, closed: Any):
+    more = {"torch_compile_backend": "eager", "eval_strategy": "no", "save_strategy": "no"}
+    ours = closed(make(tmp_path, **more))
+    ours.train()
+    assert ours.model._compiled_call_impl is not None
+    torch._dynamo.reset()
+    plain = make_plain(tmp_path, eval_strategy="no", save_strategy="no")
+    plain.train()
+    assert_near(ours, plain)
 
 
 def test_only_trainers_can_be_made_to_stream():
@@ -273,6 +389,32 @@ def accelerated(folder: Path, *, restore: bool) -> list[float]:
 def test_accelerate_saves_and_loads_its_state(tmp_path: Path):
     whole = accelerated(tmp_path, restore=False)
     assert accelerated(tmp_path, restore=True) == whole[3:]
+
+
+def test_accelerate_replaces_a_state_and_refuses_what_it_would_leave_out(tmp_path: Path):
+    accelerator = infinity.Accelerator(cpu=True)
+    models = []
+    for dtype in ("fp32", "fp16", "fp16"):
+        with infinity.Init(recipe(tmp_path, f"train.dtype={dtype}")):
+            models.append(LlamaForCausalLM(CONFIG))
+    optimizers = [infinity.AdamW(model, max_grad_norm=1.0) for model in models]
+    accelerator.prepare(models[0], optimizers[0])
+    batch = torch.stack([row["input_ids"] for row in rows(2)])
+    accelerator.backward(models[0](input_ids=batch, labels=batch).loss)
+    beside = nn.Linear(2, 2)
+    with pytest.raises(infinity.StateError, match=r"clip_grad_norm_: .* call it once for each model"):
+        accelerator.clip_grad_norm_([*models[0].parameters(), *beside.parameters()], 1.0)
+    with pytest.raises(infinity.StateError, match="infinity clips by the norm"):
+        accelerator.clip_grad_value_(models[0].parameters(), 1.0)
+    optimizers[0].step()
+    for _ in range(2):
+        accelerator.save_state(str(tmp_path / "state"))
+    accelerator.load_state(str(tmp_path / "state"))
+    accelerator.prepare(*models[1:], *optimizers[1:])
+    with pytest.raises(infinity.StateError, match="2 models in fp16, each with its own loss scale"):
+        accelerator.backward(torch.ones(()))
+    for model in models:
+        infinity.close(model)
 
 
 def on_a_rank(folder: str, ours: bool) -> list[dict[str, float]]:
