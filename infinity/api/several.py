@@ -40,6 +40,7 @@ class Adapters:
         if len(self.generators) > 1:
             self.choice = Choice()
             follow(model, self.choice)
+            model.__dict__.update(set_adapter=_refused, disable_adapter=_refused)  # they freeze others
 
     @contextmanager
     def used(self, name: str) -> Iterator[None]:
@@ -53,6 +54,13 @@ class Adapters:
         finally:
             self.generators[name] = generator_states(self._device)
             set_generator_states(before, self._device)
+
+
+def _refused(*args: Any, **kwargs: Any) -> None:
+    raise StateError(
+        "set_adapter or disable_adapter of a model with several adapters: run what one of them does inside "
+        "`with infinity.adapter(model, name)`; outside the model is its base"
+    )
 
 
 _adapters: weakref.WeakKeyDictionary[Runtime, Adapters] = weakref.WeakKeyDictionary()
@@ -69,7 +77,7 @@ def adapters_of(model: nn.Module) -> Adapters:
 def check_adapter(model: nn.Module, name: str) -> None:
     """Raise a StateError unless the model has an adapter called ``name``."""
     names = adapters_of(model).generators
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         known = ", ".join(map(repr, names)) or "none: call infinity.add_lora first"
         raise StateError(f"the model has no adapter {shown(name)}; it has {known}")
 
@@ -90,7 +98,7 @@ def adapter(model: nn.Module, name: str) -> Iterator[None]:
     same ones in the same order.
 
     Raises:
-        StateError: The model has no such adapter, or the block is inside that of another one.
+        StateError: The model has no such adapter, or the block is inside another one.
     """
     check_adapter(model, name)
     adapters = adapters_of(model)

@@ -280,6 +280,15 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(tmp_path: Path) -> None
         assert runtime_of(model).units
 
 
+def test_what_peft_chooses_adapters_by_is_refused_where_blocks_choose(tmp_path: Path) -> None:
+    with closing(with_adapters(tmp_path, "host", ("french", "code", "law"))) as model:
+        for choose in (lambda: model.set_adapter("code"), model.disable_adapter):
+            with pytest.raises(StateError, match=r"with infinity\.adapter\(model, name\)"):
+                choose()
+        with pytest.raises(StateError, match=r"no adapter \['code'\]"):
+            infinity.adapter(model, ["code"]).__enter__()  # type: ignore[arg-type]
+
+
 def test_adapters_of_embeddings_are_refused_where_all_micro_batches_meet(tmp_path: Path) -> None:
     factory, batch = models.build("llama", seed=1)
     with small_units():
