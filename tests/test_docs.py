@@ -312,6 +312,15 @@ def test_the_table_of_keys_is_that_of_infinity_recipe() -> None:
     assert text.partition(TABLE)[2].strip() == key_table().strip(), "run: python tests/test_docs.py"
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    import infinity
+
+    page = (ROOT / "docs" / "training_loops.md").read_text("utf-8")
+    reference = page.partition("\n## Reference\n")[2].partition("\n## ")[0]
+    names = {name for name in infinity.__all__ if not name.endswith("Error")}
+    assert names <= {*re.findall(r"`infinity\.(\w+)", reference)}
+
+
 def test_the_readme_fits_on_two_screens() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 125
 
