@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from infinity.activations.profiler import MemoryMeter, Profiler
-from infinity.activations.recompute import recomputed
+from infinity.activations.recompute import in_backward, recomputed
 from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
@@ -96,8 +96,7 @@ def _forward(
     block: NamedBlock, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any
 ) -> Any:
     record = cache.record
-    in_backward = torch._C._current_graph_task_id() != -1
-    if record is None or in_backward or not torch.is_grad_enabled():
+    if record is None or in_backward() or not torch.is_grad_enabled():
         return own(*args, **kwargs)
     region, profiler = record.enter(), cache.profiler
     leaves = tree_leaves((args, kwargs), is_leaf=_is_kv_cache)

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.activations import tensor_cache
+from infinity.activations.recompute import in_backward
 from infinity.activations.tensor_cache import Slot, SlotHandle, TensorCache, is_plain
 from infinity.core.plan import Place, SlotKey
 from infinity.core.process import uninterrupted
@@ -191,7 +192,7 @@ class Passed:
 
     def _take(self) -> Tensor:
         """Return the value, and begin to load the one that is used next."""
-        passing, backward = self._passing, torch._C._current_graph_task_id() != -1
+        passing, backward = self._passing, in_backward()
         passing.cache.stats.on_demand += passing.expect(self._value, last=backward)
         following = passing.values.get(self._number + (-self._width if backward else self._width))
         if following is not None:

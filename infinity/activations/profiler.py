@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infinity.activations.recompute import in_backward
 from infinity.core.plan import (
     BlockCall,
     Kind,
@@ -266,7 +267,7 @@ class Profiler(TorchDispatchMode):
         if self._pauses:
             return func(*args, **kwargs)
         came_s, recorded = time.perf_counter(), self._recorded
-        if recorded.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
+        if recorded.phase is Phase.FORWARD and in_backward():
             self.backward_begins()
         positions, names = _written(func)
         reads = (*args, *(value for name, value in kwargs.items() if name not in names))

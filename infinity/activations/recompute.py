@@ -5,7 +5,23 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs this thread's code now, such as a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saving_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return how tensors that autograd saves now are packed and unpacked; without hooks they stay."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (hooks if torch.is_grad_enabled() else None) or (_same, _same)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class Choice:

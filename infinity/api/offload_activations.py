@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import Activations, FixedCapacity, Policy
+from infinity.activations.recompute import in_backward
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.api.init import is_served
@@ -125,8 +126,7 @@ def _served(model: nn.Module, activations: Activations, volume: Volume) -> Itera
     passes: list[contextlib.ExitStack] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not in_backward:
+        if torch.is_grad_enabled() and not in_backward():
             while passes:
                 passes.pop().close()  # of a call that was left without its hook (Ctrl-C)
             stack = activations.open(model)

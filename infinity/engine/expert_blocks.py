@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from infinity.activations.recompute import in_backward, saving_hooks
 from infinity.core.errors import StateError
-from infinity.engine.expert_parts import PartsOfExperts, Share, runs_in_parts, weighs_rows
+from infinity.engine.expert_parts import PartsOfExperts, Share, packed, runs_in_parts, weighs_rows
 from infinity.engine.stand_ins import Calls, written
-from infinity.partition.builder import is_packed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -80,7 +80,7 @@ class Call:
     def __call__(self, given: Sequence[Arguments]) -> list[Any]:
         """Return what the block returns for each micro-batch, whose arguments are ``given``."""
         running = [_Running(self._block, *arguments) for arguments in given]
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = in_backward()
         saved_before: list[int] | None = None  # what the block saves until it uses the experts' results
         while True:
             with _counting_saved() as saved:
@@ -133,20 +133,15 @@ class Call:
     def _joined(self, waiting: Sequence["_Running"]) -> tuple[Arguments, list[int]]:
         """Return the arguments of all micro-batches as one, and the rows of each."""
         trees = [tree_flatten(each.reached[1:]) for each in waiting if each.reached is not None]
-        specs: list[TreeSpec] = [spec for _, spec in trees]
-        rows = [_rows(leaves) for leaves, _ in trees]
-        joined: list[Any] = []
-        for column in zip(*(leaves for leaves, _ in trees), strict=False):
-            first = column[0]
-            if isinstance(first, Tensor):
-                joined.append(torch.cat(column))
-            elif all(other is first or other == first for other in column[1:]):
-                joined.append(first)
-            else:
-                specs = []
-        if any(spec != specs[0] for spec in specs) or not specs:
+        spec, joined = trees[0][1], list[Any]()
+        alike = all(other == spec for _, other in trees)
+        for first, *others in zip(*(leaves for leaves, _ in trees), strict=False):
+            is_rows = isinstance(first, Tensor)
+            alike = alike and (is_rows or all(other is first or other == first for other in others))
+            joined.append(torch.cat([first, *others]) if is_rows and alike else first)
+        if not alike:
             raise self._block.refusal("gives experts arguments that differ and are no tensors of rows")
-        return tree_unflatten(joined, specs[0]), rows
+        return tree_unflatten(joined, spec), [_rows(leaves) for leaves, _ in trees]
 
 
 class _Returned(NamedTuple):
@@ -162,24 +157,20 @@ class _Reached(Exception):  # noqa: N818 (nothing went wrong)
     """Raised to leave a block that cannot go on without its experts."""
 
 
-class Awaited(Tensor):
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"}
+
+
+class _Awaited(Tensor):
     """Stands for what experts will return: it can be reshaped, any other use leaves the block."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in (
-            "view",
-            "reshape",
-            "flatten",
-            "unflatten",
-            "unsqueeze",
-            "squeeze",
-        ):
+        if getattr(func, "__name__", "") in _RESHAPES:
             return args[0]
         raise _Reached
 
 
-_AWAITED = Awaited()
+_AWAITED = _Awaited()
 
 
 class _Running:
@@ -263,9 +254,7 @@ class _Running:
 def _counting_saved(*, drop: bool = False) -> Iterator[list[int]]:
     """Count tensors that autograd saves inside, which go where they went; or (``drop``) nowhere."""
     counted = [0]
-    same: Any = lambda value: value  # noqa: E731
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack, unpack = hooks or (same, same)
+    pack, unpack = saving_hooks()
 
     def count(tensor: Tensor) -> Any:
         counted[0] += 1
@@ -297,20 +286,15 @@ def experts_of(block: nn.Module) -> set[nn.Module]:
     """Return the modules in ``block`` that run packed experts, with the adapters around them."""
     found = set()
     for name, module in block.named_modules():
-        if any(is_packed(module, param) for param in _parameters(module)):
-            while name and getattr(parent := _parent(block, name), "base_layer", None) is module:
-                module, name = parent, name.rpartition(".")[0]  # peft's wrapper, which takes its calls
+        if packed(module):
+            while name:
+                name = name.rpartition(".")[0]
+                if getattr(parent := block.get_submodule(name), "base_layer", None) is not module:
+                    break
+                module = parent  # peft's wrapper, which takes its calls
             found.add(module)
     inner = {below for module in found for below in module.modules() if below is not module}
     return found - inner
-
-
-def _parent(block: nn.Module, name: str) -> nn.Module:
-    return block.get_submodule(name.rpartition(".")[0])
-
-
-def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (param for param in module._parameters.values() if param is not None)
 
 
 def _rows(leaves: Sequence[Any]) -> int:

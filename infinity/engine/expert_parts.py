@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from infinity.activations.recompute import recomputed
+from infinity.activations.recompute import recomputed, saving_hooks
 from infinity.partition.builder import is_packed
 from infinity.partition.tiles import TiledWeight, equal_stops, tiles_of
 from infinity.partition.unit import Unit
@@ -91,15 +91,16 @@ class PartsOfExperts:
         return added.to(self._dtype)
 
 
-def packed(experts: nn.Module) -> list[nn.Parameter]:
-    """Return the packed parameters of ``experts``, in the order of their use, with those of adapters."""
-    owned = ((module, param) for module in experts.modules() for param in module._parameters.values())
-    return [param for module, param in owned if param is not None and is_packed(module, param)]
+def packed(module: nn.Module) -> list[nn.Parameter]:
+    """Return the packed parameters of ``module`` itself."""
+    own = (param for param in module._parameters.values() if param is not None)
+    return [param for param in own if is_packed(module, param)]
 
 
 def tiles(experts: nn.Module) -> list[TiledWeight]:
-    """Return the tiles of the packed parameters of ``experts`` that have some."""
-    return [found for param in packed(experts) if (found := tiles_of(param)) is not None]
+    """Return the tiles of packed parameters, in the order of their use, with those of adapters."""
+    params = (param for module in experts.modules() for param in packed(module))
+    return [found for param in params if (found := tiles_of(param)) is not None]
 
 
 def _run(
@@ -163,11 +164,7 @@ class _Kept:
     """
 
     def __init__(self, tensors: Sequence[Tensor], readers: Sequence[int]) -> None:
-        same: Any = lambda value: value  # noqa: E731
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        there = hooks is not None and torch.is_grad_enabled()
-        pack: Any = hooks[0] if there else same
-        self._unpack: Any = hooks[1] if there else same
+        pack, self._unpack = saving_hooks()
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
         self._packed = [pack(tensor.detach()) for tensor in tensors]
         self._readers = frozenset(readers)

@@ -60,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.profiler import NO_NODE, running_node
+from infinity.activations.recompute import in_backward, saving_hooks
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
@@ -168,13 +169,13 @@ class Hooks:
 
     def enter(self, module: nn.Module, args: Any = ()) -> None:
         self._close_ended()
-        outermost, in_backward, frame = not self.stack, _in_backward(), Frame(module, [])
+        outermost, again, frame = not self.stack, in_backward(), Frame(module, [])
         self.stack.append(frame)  # whatever comes, its contexts will be left
-        if in_backward:
+        if again:
             self._enter_backward()
         if outermost:
             frame.call, frame.contexts = _running_call(), ExitStack()
-            if not in_backward:
+            if not again:
                 self._open(frame, frame.contexts)
             frame.contexts.enter_context(self.logits.opened(module))
         if module is self.logits.head and self.logits.defers(module, args):
@@ -182,7 +183,7 @@ class Hooks:
                 each.pending = True
             return
         if (leaf := self._leaves.of_module.get(module)) is not None:
-            if torch.is_grad_enabled() and not in_backward:
+            if torch.is_grad_enabled() and not again:
                 self._leaves.calls[leaf] += 1
             for unit in leaf:
                 self._use(unit, frame)
@@ -198,7 +199,7 @@ class Hooks:
 
     def _watch(self, index: int, args: Any) -> None:
         """Register a hook that tells when backward has passed a call that reads a frozen unit."""
-        if self._reads[index] and _in_backward():
+        if self._reads[index] and in_backward():
             return  # recomputed: the graph of the first forward is the one that backward goes through
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -249,7 +250,7 @@ class Hooks:
             self._close_ended()
             if self.stack:
                 self._use(unit, self.stack[-1])
-            elif _in_backward():
+            elif in_backward():
                 self._use_in_backward(unit)
             elif unit.index not in outside.units:
                 if not self.prefetcher.holds([*outside.units, unit.index]):
@@ -287,7 +288,7 @@ class Hooks:
     def _use(self, unit: Unit, frame: Frame) -> None:
         if not self.prefetcher.streams(unit.index) or unit.index in frame.pinned:
             return
-        if _in_backward():  # see [Note: forwards inside a backward]
+        if in_backward():  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
         one_use = unit.index in self._leaves.of_unit or self.logits.computing
@@ -305,7 +306,7 @@ class Hooks:
             return
         with UninterruptedExit() as stack:
             with uninterrupted:
-                recomputed = _in_backward()
+                recomputed = in_backward()
                 if recomputed:  # beside what backward keeps
                     self.pins.make_room(unit.index, running_node())
                 elif not self.stack:
@@ -320,11 +321,9 @@ class Hooks:
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors of units become handles, and others go where they went."""
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if not torch.is_grad_enabled() or (outer is not None and outer[0] == self.pack):
+        others = saving_hooks()
+        if not torch.is_grad_enabled() or others[0] == self.pack:
             return nullcontext()
-
-        others = outer or (lambda value: value, lambda value: value)
 
         def pack(tensor: Tensor) -> Any:
             ours = self.unit_of(tensor) is not None
@@ -369,7 +368,7 @@ class Hooks:
     @contextmanager
     def _running(self, module: nn.Module) -> Iterator[None]:
         """Run ``module`` as a part of the pass that runs, or that ran last; see [Note: logits in slices]."""
-        if _in_backward():
+        if in_backward():
             yield  # recomputed: its calls say what they use
             return
         frame, outside = Frame(module, [], leaf=True), self._outside
@@ -533,10 +532,6 @@ class Hooks:
         whole = segment.whole
         if segment.is_tile and type(whole.grad) is not ReleasedGradient:
             whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _running_call() -> FrameType | None:

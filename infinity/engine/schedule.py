@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from infinity.activations.passing import Passed, Passing
-from infinity.activations.recompute import recomputed
+from infinity.activations.recompute import in_backward, recomputed
 from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.core.errors import StateError
 from infinity.engine.expert_blocks import Arguments, Call, ExpertBlock
@@ -439,7 +439,7 @@ def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.M
     passed = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Passed)}
 
     def call(*leaves: Any) -> Any:
-        given, backward = list(leaves), torch._C._current_graph_task_id() != -1
+        given, backward = list(leaves), in_backward()
         for place, each in sorted(passed.items(), reverse=backward):  # each brings in what comes after it
             given[place] = each.arrive(leaves[place])
         versions = {place: given[place]._version for place in passed}

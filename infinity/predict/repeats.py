@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from infinity.activations.controller import NamedBlock, recomputable_blocks
+from infinity.activations.recompute import in_backward
 from infinity.activations.tensor_cache import patched
 from infinity.core.errors import CheckpointError
 from infinity.partition.unit import Unit, UnitIndex
@@ -201,7 +202,7 @@ class _Watched:
         self._ended = len(made.rows)
 
     def _record(self, made: Record, at: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return own(*args, **kwargs)  # recomputed
         call = self._called(at, made.cuts[-1].operators, tree_leaves((args, kwargs)))
         returned = own(*args, **kwargs)
@@ -222,10 +223,8 @@ class _Watched:
     def _pass(self, made: Record, at: int, own: object, *args: Any, **kwargs: Any) -> Any:
         """Stand for a block that is left out: return what it was given, as its twin does."""
         given = tree_leaves((args, kwargs))
-        call, (wanted, facts, spec) = (
-            self._called(at, len(made.rows), given),
-            self._calls[self._run.source(at)],
-        )
+        call = self._called(at, len(made.rows), given)
+        wanted, facts, spec = self._calls[self._run.source(at)]
         same = len(call) == len(wanted) and all(map(_same, call, wanted))
         passed = [each for each, place in zip(given, call) if type(place) is tuple and place[0] == "returned"]
         if not same or list(map(_facts, passed)) != facts:
