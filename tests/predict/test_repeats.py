@@ -173,7 +173,7 @@ def test_operators_that_are_timed_are_derived_where_no_cache_holds_a_block(
     with model.faked():
         small = model.record(Batch((8, 256), timed=True), keep)
         monkeypatch.setattr(repeats, "COLD", 2**20)
-        model._records.clear()
+        model._made.clear()
         large = model.record(Batch((8, 256), timed=True), keep)
     assert (len(small.cuts), len(large.cuts)) == (7, 5)
     assert {type(row[-1]) for row in large.rows} == {Operation}
