@@ -228,6 +228,11 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                     f"resume_from_checkpoint=True: no whole checkpoint in {self.args.output_dir}, and the "
                     "model's run has no name (run.name in its recipe)"
                 )
+        elif resume_from_checkpoint and not Path(resume_from_checkpoint, _STATE).is_file():
+            raise ValueError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: wanted a directory that a Trainer "
+                f"wrote; there is no {_STATE} in it"
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(

@@ -229,6 +229,8 @@ def test_what_there_is_not_to_go_on_from(tmp_path: Path, closed: Any):
     trainer = closed(make(tmp_path, save_only_model=True))
     with pytest.raises(ValueError, match=r"no whole checkpoint in .*ours, and the model's run has no name"):
         trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"'.*gone': wanted a directory that a Trainer wrote; there is"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "gone"))
     trainer.train()
     other = closed(make(tmp_path))
     with pytest.raises(infinity.StateError, match="has no training_state: it was written with save_only"):
