@@ -37,7 +37,7 @@ def publish_run(
     ``base`` that of their base, if it is not where they say. Of several adapters, which have a folder each,
     ``adapter`` is published alone.
     """
-    folder, result = user_path(path, "RUN"), None
+    (folder, adapter), result = _folder_of(path, adapter), None
     if merge and (folder / CONFIG).is_file() and adapter is None:
         found = _base_of(folder, base)
         if rank() == 0:
@@ -88,7 +88,7 @@ def publish_per_expert(
     See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
     every rank must call.
     """
-    folder, target = user_path(path, "RUN"), user_path(out, "OUT")
+    (folder, adapter), target = _folder_of(path, adapter), user_path(out, "OUT")
     trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
     if trained is not None:
         trained = _of_adapter(trained, adapter, "--per-expert")
@@ -103,6 +103,13 @@ def publish_per_expert(
         config = read_config(_base_of(source, base))
         copy_saved(source, target, lambda copied: split_experts(copied, config))
     return f"the adapters of {path}"
+
+
+def _folder_of(path: str | Path, adapter: str | None) -> tuple[Path, str | None]:
+    """Return the folder of a run, and ``adapter``; or that of one of several which were exported together."""
+    folder = user_path(path, "RUN")
+    inside = folder / (adapter or "")
+    return (inside, None) if (inside / CONFIG).is_file() else (folder, adapter)
 
 
 def _base_of(adapters: Path, given: str | Path | None) -> Path:

@@ -220,6 +220,10 @@ def test_adapters_are_exported_together_and_one_by_one_and_peft_loads_each(
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["fox", "poem"]
     require_same(tmp_path / "poem", tmp_path / "all/poem")
     assert main(["export", run, str(tmp_path / "merged"), "--merge", "--adapter", "poem"]) == 0
+    saved = [str(tmp_path / each) for each in ("all", "from-saved")]
+    assert main(["export", *saved, "--merge", "--adapter", "poem"]) == 0
+    of_run, of_saved = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "from-saved"))
+    assert all(torch.equal(of_saved[key], value) for key, value in of_run.items())
     tokens, logits = torch.arange(24)[None], {}
     for name in ("fox", "poem"):
         base = LlamaForCausalLM.from_pretrained(place / "base")
