@@ -283,7 +283,7 @@ ROOM_BUDGETS = {
     "core": 2293,
     "device": 1063,
     "engine": 3684,
-    "integrations": 678,
+    "integrations": 687,
     "nvme": 1228,
     "observe": 798,
     "optim": 889,

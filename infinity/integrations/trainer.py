@@ -106,7 +106,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         self._progress = Progress(self)
         self._follows = False
         self._generators: dict[str, Any] | None = None  # of the commit that the run goes on from
-        with self._in_place_of_copies():
+        with self._in_place_of_copies(kwargs.get("model", args[0] if args else None)):
             super().__init__(*args, **kwargs)
         if self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
@@ -115,9 +115,11 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
             )
 
     @contextmanager
-    def _in_place_of_copies(self) -> Iterator[None]:
+    def _in_place_of_copies(self, model: Any) -> Iterator[None]:
         """Let TRL add adapters to a model that is served, and read a reference where its checkpoint lies."""
         with ExitStack() as stack:
+            if hasattr(model, "peft_config") and is_served(model):
+                stack.enter_context(patched(model, "add_adapter", _refuse_copies))
             for module in {sys.modules[each.__module__] for each in type(self).__mro__}:
                 for name, own in (("get_peft_model", _adapted), ("create_model_from_path", _reference)):
                     if module.__name__ != __name__ and hasattr(module, name):
@@ -345,6 +347,13 @@ def _last_checkpoint(folder: Path) -> str | None:
     found = [each for each in folder.glob("checkpoint-*") if (each / _STATE).is_file()]
     numbers = {int(number): each for each in found if (number := each.name.rpartition("-")[2]).isdecimal()}
     return str(numbers[max(numbers)]) if numbers else None
+
+
+def _refuse_copies(name: str, *args: Any) -> None:
+    raise StateError(
+        f"the Trainer would copy the model's adapters as {name!r}, for a reference: give it peft_config=... "
+        "in place of a model with adapters (their reference is the base), or a ref_model=..."
+    )
 
 
 def _adapted(owner: Any, own: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -296,7 +296,7 @@ def test_a_directory_of_adapters_is_merged_without_a_run(
     assert main(command) == 1
     assert "the adapters name no base: give --base DIR" in capsys.readouterr().err
     with monkeypatch.context() as patch:  # of two ranks rank 0 alone writes
-        patch.setattr("infinity.app.train.rank", lambda: 1)
+        patch.setattr("infinity.app.export.rank", lambda: 1)
         assert main([*command, "--base", str(tmp_path / "moved")]) == 0
     assert not (tmp_path / "out").exists()
     assert main([*command, "--base", str(tmp_path / "moved")]) == 0

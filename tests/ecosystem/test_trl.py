@@ -144,3 +144,17 @@ def test_reference_values_are_computed_before_training(tmp_path: Path):
     for found, wanted in zip(logged(ours), logged(plain), strict=True):
         assert found == pytest.approx(wanted, abs=2e-5, rel=1e-6)
     infinity.close(ours.model)
+
+
+def test_adapters_that_are_there_before_are_not_copied_for_a_reference(tmp_path: Path):
+    base = Base(tmp_path, "DPO")
+    places = ["train.dtype=fp32", f"memory.nvme=[{tmp_path / 'drive'}]"]
+    recipe = infinity.load_recipe(overrides=places)
+    model = infinity.add_lora(infinity.from_pretrained(base.path, recipe, frozen=True), rank=4)
+    settings = trl.DPOConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
+    data = datasets.Dataset.from_dict(DATA["DPO"])
+    with pytest.raises(infinity.StateError, match=r"would copy the model's adapters as 'ref'.*peft_config"):
+        infinity.trainer(trl.DPOTrainer)(
+            model=model, args=settings, train_dataset=data, processing_class=base.tokenizer
+        )
+    infinity.close(model)
