@@ -197,7 +197,8 @@ def _import_package() -> None:
     import infinity
 
     for module in pkgutil.walk_packages(infinity.__path__, "infinity."):
-        if not module.name.endswith("__main__"):
+        # other packages' trainers import what they find, and that may start threads
+        if not module.name.endswith("__main__") and ".integrations." not in module.name:
             importlib.import_module(module.name)
 
 
