@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 536,
     "activations": 2447,
     "api": 4408,
-    "app": 1485,
+    "app": 1486,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,

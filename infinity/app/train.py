@@ -118,15 +118,16 @@ def _built(run: runs.Run, recipe: Recipe, views: View) -> AbstractContextManager
 
 def _say_nothing_is_left(run: runs.Run) -> None:
     if rank() == 0:
-        _console(run.recipe).print(
+        _sayer(run.recipe)(
             f"{run.folder} is finished after {run.recipe.train.steps} steps: nothing is left to do. To train "
             "again give the run another name (run.name)"
         )
 
 
-def _console(recipe: Recipe) -> Console:
-    """Return where lines go before there are views."""
-    return Console(stderr=True, quiet=not recipe.observe.progress)
+def _sayer(recipe: Recipe) -> Callable[[str], object]:
+    """Return what takes lines for people before there are views."""
+    console = Console(stderr=True, quiet=not recipe.observe.progress)
+    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _prepared(run: runs.Run, recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Recipe, dict[str, Data]]:
@@ -138,7 +139,7 @@ def _prepared(run: runs.Run, recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Re
     if run.before is None and recipe.checkpoint.load is not None:
         DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
     # Such lines come from any rank: one tokenizes while others wait.
-    say = partial(_console(recipe).print, markup=False, highlight=False, soft_wrap=True)
+    say = _sayer(recipe)
     data = open_inputs(recipe, say)
     if run.before is None:
         run = run.choosing(ranks.decide(lambda: _choose(run.recipe, data, ranks, say), "the plan"))
