@@ -579,7 +579,7 @@ def test_a_tile_without_tokens_is_not_read_and_has_a_gradient_of_zeros_if_it_is_
 def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
     transformers.utils.logging.set_verbosity_error()
     quantized.write(kind, tmp_path / kind)
-    routed = kind in ("deepseek_v3", "kimi_k2", "mixed", "gpt_oss")
+    routed = kind in ("deepseek_v3", "kimi_k2", "mixed") or kind.startswith("gpt_oss")
     found = []
     for tile in ("never", "7KiB"):
         with loaded(
