@@ -103,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
         self._scaled = False
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
-        self._clipped: tuple[dict[Any, float], Mapping[Any, float | None]] | None = None
+        self._clipped: tuple[dict[Any, float], dict[Any, float]] | None = None
         self.steps = 0
         self._followed: dict[str, Stateful] = {}
         self.follow(**(follow or {}))
@@ -187,10 +187,11 @@ class AdamW(torch.optim.Optimizer):
         """Complete this step's gradients, and let ``step()`` clip them to ``max_norm``, as torch's function.
 
         ``max_norm`` takes the place of ``max_grad_norm`` in this step; each of several adapters is clipped by
-        its own norm. Every rank must call, after the last backward pass of the step.
+        its own norm. Of several calls the least norm counts. Every rank must call, after the last backward
+        pass of the step.
 
         Returns:
-            ``()``, their global norm over all ranks before clipping, without the loss scale.
+            ``()``, their global norm over all ranks before this clipping, without the loss scale.
 
         Raises:
             StateError: No gradients wait for ``step()``; or ``max_norm`` is finite, and the optimizer has no
@@ -205,13 +206,14 @@ class AdamW(torch.optim.Optimizer):
                 f"updates began before the norm was known: make it with max_grad_norm={max_norm:g}"
             )
         with uninterrupted:
-            norms = self._complete_gradients()
+            norms, before = self._clipped or (self._complete_gradients(), {})
             if norms is None:
                 raise StateError(
                     "clip_grad_norm_ before the last backward pass of a step: call it right before step()"
                 )
-            self._clipped = norms, dict.fromkeys(norms, float(max_norm))
-        return torch.tensor(math.hypot(*norms.values()), device="cpu")
+            so_far = {party: min(norm, before.get(party, math.inf)) for party, norm in norms.items()}
+            self._clipped = norms, {party: min(max_norm, before.get(party, math.inf)) for party in norms}
+        return torch.tensor(math.hypot(*so_far.values()), device="cpu")
 
     def _complete_gradients(self) -> dict[Any, float] | None:
         """Return the norms of this step's gradients when all have come; None: there are none."""

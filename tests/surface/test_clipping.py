@@ -24,6 +24,16 @@ def test_a_step_is_clipped_to_the_norm_that_the_loop_gives(tmp_path, place):
         pair.check()
 
 
+def test_of_several_calls_the_least_norm_counts(tmp_path):
+    with lockstep("nvme", tmp_path, rule=Rule(max_grad_norm=0.25)) as pair:
+        loss = pair.backward(1)
+        norms = [float(pair.optimizer.clip_grad_norm_(each)) for each in (0.25, math.inf, 0.5)]
+        pair.optimizer.step()
+        assert norms == pytest.approx([pair.optimizer.grad_norm, 0.25, 0.25], rel=1e-6)
+        pair.follow(loss, number=1)
+        pair.check()
+
+
 def test_a_norm_that_clips_nothing_is_known_without_max_grad_norm(tmp_path):
     with lockstep("nvme", tmp_path, rule=Rule(max_grad_norm=None)) as pair:
         loss = pair.backward(1)
