@@ -116,18 +116,17 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values of all that :func:`export` writes, for a server that takes new weights.
 
     As vLLM's ``load_weights`` and SGLang's ``update_weights_from_tensor`` take them: keys of the checkpoint,
-    experts one by one, in the compute dtype, on the device. Tensors that are converted together are gathered
-    at one time; a value is valid until the next one is asked for. Every rank must iterate to the end, and
-    gets all of them.
+    experts one by one, in the compute dtype, on the device. Tensors that are converted together, such as the
+    experts of a layer, are gathered at one time, which takes memory for them on every rank beside the
+    budgets. A value is valid until the next one is asked for. Every rank must iterate to the end, and gets
+    all of them.
 
     Raises:
         CheckpointError: The model has adapters: servers load what :func:`infinity.save_lora` writes.
         StateError: There are gradients of a step that is not over.
     """
     runtime = runtime_of(model)
-    runtime.check_resumed()
-    if runtime.started:
-        runtime.values.check_step_over()
+    runtime.check_between_steps()
     named = dict(named_targets(model))
     together: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved_tensors(model, named):

@@ -161,9 +161,7 @@ def load_checkpoint(
 def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
     """Return the model's runtime, with states in their places if ``settled``; a StateError inside a step."""
     runtime = runtime_of(model)
-    runtime.check_resumed()
-    if runtime.started:
-        runtime.values.check_step_over()
+    runtime.check_between_steps()
     if settled:
         runtime.synchronize()
     return runtime

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -67,15 +67,11 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         views, totals, activations = View(), metrics.SummaryBuilder(), None
         if rank() == 0:
             stack.enter_context(runs.opened(run))
-            if recipe.observe.progress:
-                views.add(metrics.ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
-            on = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}; files in {folder}"
-            views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
-            if run.choice is not None:
-                views.log(run.choice.line)
+            _open_display(run, recipe, views, ranks.world_size)
         stack.enter_context(_explained(run))
         stack.callback(views.close)
-        model, optimizer = stack.enter_context(_built(run, recipe, views))
+        before = None if run.before is None else folder
+        model, optimizer = stack.enter_context(built(recipe, folder.name, views, before=before))
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
@@ -112,8 +108,14 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     return summary
 
 
-def _built(run: runs.Run, recipe: Recipe, views: View) -> AbstractContextManager[tuple[Any, Any]]:
-    return built(recipe, run.folder.name, views, before=None if run.before is None else run.folder)
+def _open_display(run: runs.Run, recipe: Recipe, views: View, ranks: int) -> None:
+    """Add the display that the recipe asks for to ``views``, and say what runs."""
+    if recipe.observe.progress:
+        views.add(metrics.ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+    on = f"{ranks} rank{'s' if ranks > 1 else ''}; files in {run.folder}"
+    views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
+    if run.choice is not None:
+        views.log(run.choice.line)
 
 
 def _say_nothing_is_left(run: runs.Run) -> None:

@@ -139,8 +139,13 @@ class FullValues:
         unit.updates += 1
         unit.allow_writes()
 
+    @property
+    def within_step(self) -> bool:
+        """Return whether there are gradients of a step that is not over."""
+        return bool(self._executor().gradients.received)
+
     def check_step_over(self) -> None:
-        if self._executor().gradients.received:
+        if self.within_step:
             raise StateError(
                 "the model has gradients of a step that is not over: save a checkpoint, or load or make an "
                 "optimizer, after step(), or after optimizer.zero_grad(), which drops the gradients"

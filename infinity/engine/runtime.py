@@ -321,6 +321,12 @@ class Runtime:
                 f"step = infinity.resume(model, optimizer) before anything else; {BEGIN_ANEW}"
             )
 
+    def check_between_steps(self) -> None:
+        """Raise a StateError inside a step, or before the states of an interrupted run are back."""
+        self.check_resumed()
+        if self.started:
+            self.values.check_step_over()
+
     @property
     def records(self) -> Records:
         return self.executor().updates.records

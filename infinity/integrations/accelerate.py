@@ -143,8 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return max(folders, key=lambda each: int(each.name.rpartition("_")[2]))
 
     def _own(self) -> list[AdamW]:
-        wrapped = (getattr(each, "optimizer", None) for each in self._optimizers)
-        return [each for each in wrapped if isinstance(each, AdamW)]
+        return [each.optimizer for each in self._optimizers if isinstance(each, Prepared)]
 
     @contextmanager
     def _without_own(self) -> Iterator[list[tuple[nn.Module, AdamW | None]]]:

@@ -85,7 +85,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         runtime, out = runtime_of(self.lightning_module), Path(filepath)
-        if runtime.executor().gradients.received:  # Lightning would lose them, too
+        if runtime.values.within_step:  # Lightning would lose them, too
             if self.is_global_zero:
                 runtime.say(f"no checkpoint {out.name} between the micro-batches of a step")
             return

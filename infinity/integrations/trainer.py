@@ -45,8 +45,8 @@ from infinity.integrations.accelerate import STATE_FOLDER, Accelerator, replace_
 
 #: Files of transformers in a checkpoint.
 _STATE, _SCHEDULER, _ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
-#: Arguments of torch's AdamW that change no number, or have one value here.
-_SAME = {"fused": None, "foreach": None, "amsgrad": False, "maximize": False}
+#: Arguments of torch's AdamW: those that change no number, and those that must be False.
+_SPEED, _VARIANTS = {"fused", "foreach"}, {"amsgrad", "maximize"}
 
 
 def trainer(cls: Any) -> Any:
@@ -75,13 +75,13 @@ def trainer(cls: Any) -> Any:
 
 
 class Progress:
-    """Follows what a Trainer knows of a step: its state, with callbacks, and its scheduler."""
+    """Commits with each step what a Trainer knows of it: its state, with callbacks, and its scheduler."""
 
     steps_after_optimizer = True
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self.found: dict[str, Any] = {}  # of the commit that the run goes on from
+        self.found: dict[str, Any] = {}  # in the commit that the run goes on from
 
     def state_dict(self) -> dict[str, Any]:
         owner = self._owner
@@ -98,14 +98,13 @@ class Progress:
 
 
 class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
-    """Comes before a Trainer's class, see :func:`trainer`."""
+    """Overrides what a Trainer does with its model and its files; see :func:`trainer`."""
 
     optimizer_cls_and_kwargs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._progress = Progress(self)
-        self._follows = False
-        self._generators: dict[str, Any] | None = None  # of the commit that the run goes on from
+        self._progress: Progress | None = None  # which the optimizer follows
+        self._commit: dict[str, Any] = {}  # what train() goes on from; empty: a checkpoint, or nothing
         with self._in_place_of_copies(kwargs.get("model", args[0] if args else None)):
             super().__init__(*args, **kwargs)
         if self.args.load_best_model_at_end and self.args.save_only_model:
@@ -147,7 +146,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         self.accelerator.take_over()
 
     def _take_model(self, model: nn.Module) -> None:
-        """Raise a StateError unless this Trainer can train ``model``."""
+        """Let the Trainer use one device for ``model``; raise a StateError if it cannot train it."""
         if not is_served(model):
             raise StateError(
                 "infinity.trainer: wanted a model of infinity.Init or infinity.from_pretrained; got a "
@@ -165,7 +164,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         """Build the model, after the one before it, if any, has given back its memory and files."""
         if self.model is not None:
             runtime_of(self.model, ended=True).close(keep=True)
-            self._follows = False
+            self._progress = None
         model = super().call_model_init(trial)
         self._take_model(model)
         return model
@@ -192,11 +191,9 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                 f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} makes "
                 f"{getattr(kind, '__name__', kind)}; infinity has AdamW: optim='adamw_torch'"
             )
-        settings = {name: value for name, value in given.items() if name not in _SAME}
-        if given.get("amsgrad") or given.get("maximize"):
-            raise ValueError(
-                "amsgrad or maximize in the optimizer's arguments: infinity.AdamW is plain AdamW"
-            )
+        if wrong := sorted(name for name in _VARIANTS if given.get(name)):
+            raise ValueError(f"{wrong[0]} in the optimizer's arguments: infinity.AdamW is plain AdamW")
+        settings = {name: value for name, value in given.items() if name not in _SPEED | _VARIANTS}
         model, clip = self.model, self.args.max_grad_norm or None
 
         class OfGroups(torch.optim.Optimizer):  # the Trainer wants a class, and gives it groups only
@@ -242,28 +239,31 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         trial: Any = None, ignore_keys_for_eval: Any = None,
     ) -> Any:  # fmt: skip
         self.create_optimizer()
-        if self._follows:  # train() again: an exception may have ended the last one within a step
+        if self._progress is not None:  # an exception may have ended the last train() within a step
             self._adamw.zero_grad()
-        committed = self._committed_step()
+        self._commit = self._last_commit()
         with tempfile.TemporaryDirectory() as folder:
-            found = self._progress.found["state"] if committed else "{}"
-            if committed and json.loads(found)["global_step"] >= _step_of(resume_from_checkpoint):
-                Path(folder, _STATE).write_text(found, encoding="utf-8")
-                resume_from_checkpoint = folder
-                self._generators = generator_states(self._adamw.runtime.ranks.device)
-            else:
-                self._generators = None
+            if self._commit:
+                Path(folder, _STATE).write_text(self._commit["state"], encoding="utf-8")
+                if _step_of(folder) < _step_of(resume_from_checkpoint):
+                    self._commit = {}
             return super()._inner_training_loop(
-                batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+                batch_size,
+                args,
+                folder if self._commit else resume_from_checkpoint,
+                trial,
+                ignore_keys_for_eval,
             )
 
-    def _committed_step(self) -> int:
-        """Return the last committed step of the run that the recipe names, whose states are back then."""
-        if self._adamw.steps or self._follows:
-            return 0
+    def _last_commit(self) -> dict[str, Any]:
+        """Return what the run that the recipe names has committed last, whose states are back then."""
+        if self._adamw.steps or self._progress is not None:
+            return {}
+        self._progress = Progress(self)
         self._adamw.follow(trainer=self._progress)
-        self._follows = True
-        return resume(self.model, self._adamw)
+        if not resume(self.model, self._adamw):
+            return {}
+        return self._progress.found | {"generators": generator_states(self._adamw.runtime.ranks.device)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing: weights come with the optimizer's state."""
@@ -271,8 +271,8 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if self._generators is not None:
-            scheduler = self._progress.found["scheduler"]
+        if self._commit:
+            scheduler = self._commit["scheduler"]
         else:
             folder = Path(checkpoint, STATE_FOLDER)
             if not folder.is_dir():
@@ -287,10 +287,10 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
             group["lr"] = lr  # which making the scheduler has changed
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._generators is None:
-            super()._load_rng_state(checkpoint)
+        if self._commit:
+            set_generator_states(self._commit["generators"], self._adamw.runtime.ranks.device)
         else:
-            set_generator_states(self._generators, self._adamw.runtime.ranks.device)
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint, STATE_FOLDER)
@@ -303,7 +303,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.should_save:
             whole.unlink(missing_ok=True)  # of a checkpoint that is replaced: it is not whole until its end
         runtime = self._adamw.runtime
-        if runtime.executor().gradients.received:
+        if runtime.values.within_step:
             runtime.say(f"{whole.parent.name}: what the epoch left over, less than a step, is dropped")
             self._adamw.zero_grad()
         super()._save_checkpoint(model, trial)

@@ -39,13 +39,13 @@ from tests.app.test_goes_on import (
     model,
     recipe,
     same,
-    small_units,
     stop,
     whole,
     words,
 )
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.runs import small_units
 from tests.helpers.saves import go_on_when_closed, held
 
 __all__ = ["small_units", "whole"]  # fixtures

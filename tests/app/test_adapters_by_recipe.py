@@ -24,7 +24,9 @@ from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import show_recipe
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import run_ranks
+from tests.helpers.runs import small_units
 
+__all__ = ["small_units"]  # a fixture
 pytestmark = [  # what peft itself says to users of plain PyTorch
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
@@ -41,15 +43,6 @@ adapters:
     lora: {rank: 2, target_modules: [q_proj, down_proj], modules_to_save: [norm], lr_ratio: 4}
     optim: {lr: 5e-2, max_grad_norm: null, weight_decay: 0.0}
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_units() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
-        threads = torch.get_num_threads()
-        yield
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ from infinity.partition import builder
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks
 from tests.helpers.limits import HANG_S, comes_true, hang
+from tests.helpers.runs import small_units
 
+__all__ = ["small_units"]  # a fixture
 STEPS = 6
 #: Stands for the end of a run.
 SUMMARY_STEP = STEPS + 2
@@ -65,15 +67,6 @@ def model(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_units() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
-        threads = torch.get_num_threads()
-        yield
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,25 @@
 """A tiny run of the command line's trainer, and what it wrote."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 import infinity
 from infinity.app.train import train
+from tests.helpers import training
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_units() -> Iterator[None]:
+    """Where it is imported, models are cut into several units, and threads that runs set are put back."""
+    threads = torch.get_num_threads()
+    with training.small_units(8000):
+        yield
+    torch.set_num_threads(threads)
 
 
 def metrics_of(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
