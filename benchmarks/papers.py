@@ -23,7 +23,8 @@ from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
 from infinity.predict.step import COMPUTE, StepCost
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 
 TIB, GIB, K = 2**40, 2**30, 1024
 #: Figures within these shares of the papers' are met.

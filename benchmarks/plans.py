@@ -31,7 +31,7 @@ from infinity.predict.changes import written
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import count, seconds
-from infinity.recipes.recipe import load_recipe, named_keys
+from infinity.recipes.loading import load_recipe, named_keys
 
 HARDWARE = ("dgx-2", "dgx-a100", "hgx-h100", "hgx-h200", "gh200", "desktop-4090", "vm-2core")
 #: What planning a trillion parameters may take (s, bytes).

@@ -45,7 +45,8 @@ from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
 from infinity.recipes.data.loader import Batch
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 
 #: Budgets of the plans, as fractions of the way from the smallest possible budget to the peak of "keep".
 SHARES = (0.1, 0.4, 0.7)

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from infinity.integrations.accelerate import Accelerator as Accelerator
     from infinity.integrations.lightning import LightningStrategy as LightningStrategy
     from infinity.integrations.trainer import trainer as trainer
+    from infinity.recipes.loading import load_recipe as load_recipe
     from infinity.recipes.recipe import Recipe as Recipe
-    from infinity.recipes.recipe import load_recipe as load_recipe
 
 #: Modules of the names; each is imported when it is used first, so that what needs no torch starts at once.
 _HOMES = {
@@ -64,7 +64,8 @@ _HOMES = {
         "integrations.trainer": "trainer",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "
         "RecipeError StateError",
-        "recipes.recipe": "Recipe load_recipe",
+        "recipes.loading": "load_recipe",
+        "recipes.recipe": "Recipe",
     }.items()
     for name in names.split()
 }

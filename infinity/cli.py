@@ -188,7 +188,7 @@ def _train(args: argparse.Namespace) -> None:
         return
     if given := _hardware_options(args):
         raise RecipeError(f"--{given[0]} is for --dry-run, which trains nothing")
-    from infinity.recipes.recipe import load_recipe
+    from infinity.recipes.loading import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
     from infinity.app.train import train

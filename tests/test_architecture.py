@@ -33,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TOP = {"__init__.py", "__main__.py", "cli.py"}
 
 #: Third parties that only these modules (paths below the package) may import.
-ONLY_IN = {"omegaconf": {"recipes/recipe.py"}}
+ONLY_IN = {"omegaconf": {"recipes/text.py"}}
 TORCH_FREE = {"core", "planner"}
 ONLY_INSIDE_FUNCTIONS = {"kvikio", "cupy"}
 
@@ -274,10 +274,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 536,
+    "": 537,
     "activations": 2447,
     "api": 4407,
-    "app": 1488,
+    "app": 1489,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
@@ -289,8 +289,8 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2626,
     "planner": 2305,
-    "predict": 5303,
-    "recipes": 2197,
+    "predict": 5304,
+    "recipes": 2239,
     "shards": 3944,
 }
 
@@ -461,7 +461,7 @@ def test_a_tree_that_keeps_the_rule_passes(tmp_path: Path) -> None:
             "core/lifecycle.py": "import enum\n",
             "nvme/a.py": "import torch\nfrom infinity.core import Tier\n\ndef f():\n    import kvikio\n",
             "api/init.py": "from infinity.nvme import a\nfrom ..partition.unit import Unit\n",
-            "recipes/recipe.py": "from omegaconf import OmegaConf\n",
+            "recipes/text.py": "from omegaconf import OmegaConf\n",
             "app/train.py": "import infinity\nfrom .recipe import Recipe\n",
             "partition/unit.py": "from ..core.lifecycle import Tier\n",
         },

@@ -22,7 +22,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.recipes.recipe import load_recipe, recipe_table
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import recipe_table
 from tests.helpers.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ MOST_FILES = {
     "end": 29,
     "resume": 17,
     "activation": 27,
-    "plan": 50,
-    "train": 60,
+    "plan": 53,
+    "train": 63,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.

@@ -36,7 +36,8 @@ from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, 
 from infinity.core.nbytes import format_nbytes
 from infinity.nvme.run_directory import size_of
 from infinity.observe.metrics import StepReport, last_step, read_metrics
-from infinity.recipes.recipe import Recipe, changed_numbers, keeping, load_recipe, with_values
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe, changed_numbers, keeping, with_values
 from infinity.shards import saved
 
 #: Files in a run's folder; the recipe has every key, with the dtype that was chosen for ``auto``.

@@ -35,7 +35,7 @@ from infinity.device.machine import (
 )
 from infinity.nvme.probe import measure
 from infinity.optim.rules import IDLE, HostRule, default_rule
-from infinity.recipes.recipe import load_sections
+from infinity.recipes.loading import load_sections
 
 _RATE = Valid(least=1.0, most=1e18)
 _COUNT = Valid(least=0, most=10**6)

@@ -22,7 +22,8 @@ from infinity.predict.dry_run import DAY_S, DryRun, dry_run
 from infinity.predict.machines import Machine, describe_machine, load_machine, measurable, probe
 from infinity.predict.plan_run import make_table, print_line
 from infinity.predict.step import COMPUTE
-from infinity.recipes.recipe import Recipe, load_recipe, named_keys
+from infinity.recipes.loading import load_recipe, named_keys
+from infinity.recipes.recipe import Recipe
 
 _YEAR_S = 365.25 * DAY_S
 

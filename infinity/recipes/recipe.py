@@ -1,16 +1,14 @@
-"""A recipe: every setting of a run, its table of keys, and its reading from YAML and command line."""
+"""A recipe: every setting of a run, checked together, and its table of keys."""
 
-import difflib
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
 
 from infinity.api.adapters import NAMES, LoraConfig
 from infinity.api.checkpoints import CheckpointConfig
@@ -25,25 +23,17 @@ from infinity.core.config import (
     settings_of,
     shown,
 )
-from infinity.core.errors import RecipeError, first_line
-from infinity.core.files import read_file, user_path
+from infinity.core.errors import RecipeError
 from infinity.engine.executor import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.loader import DataConfig
 from infinity.recipes.models import ModelConfig
-from infinity.recipes.other_names import KNOWN_AS
+from infinity.recipes.other_names import near
+from infinity.recipes.text import written
 from infinity.shards.journal import DurabilityConfig
 
-#: The longest recipe that is read; one with every key has 5 kB.
-_MOST_NBYTES = 2**20
-#: What YAML may contain: tags, levels, and values (as often as aliases repeat them).
-_KINDS = {"str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value"}
-_MOST_LEVELS, _MOST_VALUES = 16, 100_000
-_TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
-_MOST_PROBLEM_CHARS = 300
-_COMMAND_LINE = "on the command line"
 #: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
 _NAME_NBYTES = 200
 #: Values that are not paths, by setting.
@@ -57,10 +47,6 @@ _CHOSEN: dict[str, str | None] = {
 #: Sections of which each of several adapters may have keys of its own, and a key that all have in common.
 _OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale",)
 _OWN = "keys of its own in sections " + ", ".join(_OF_ADAPTERS)
-#: Removed keys, and what to do about each.
-_REMOVED = {
-    "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +123,7 @@ class Recipe:
     adapters: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, part in _sections(Recipe).items():
+        for name, part in sections_of(Recipe).items():
             if not isinstance(given := getattr(self, name), part):
                 raise SettingError(name, given, f"a {part.__name__}, as of infinity.load_recipe")
         if self.adapters:  # then what has to be true is true of each alone
@@ -278,7 +264,7 @@ class Recipe:
                     if f"{section}.{name}" in keys or value != default[section].get(name)
                 }
             given = {section: values for section, values in given.items() if values}
-        return OmegaConf.to_yaml(OmegaConf.create(given))
+        return written(given)
 
 
 def _absolute(value: Any, setting: str) -> Any:
@@ -304,7 +290,7 @@ def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
         return [f"adapters were {names[0]}, are {names[1]}"]
     changes: dict[str, list[str]] = {}  # with the names of tasks
     for name, section, each in ((name, *key) for name in tasks[0] for key in keys_of(Recipe)):
-        was, got = (_plain(recipes[name].value(f"{section}.{each.name}")) for recipes in tasks)
+        was, got = (plain(recipes[name].value(f"{section}.{each.name}")) for recipes in tasks)
         if each.numeric and was != got and got != "auto":
             text = f"{section}.{each.name} was {shown(was)}, is {shown(got)}"
             changes.setdefault(text, []).append(name)
@@ -349,18 +335,18 @@ def _own_keys(where: str, given: Any) -> Iterator[tuple[str, Any]]:
     """Yield key and value of all that an adapter has of its own; SettingError: it cannot have that."""
     known = [f"{section}.{each.name}" for section, each in keys_of(Recipe) if section in _OF_ADAPTERS]
     for section, values in ({"": given} if not isinstance(given, Mapping) else given).items():
-        if section in _sections(Recipe) and section not in _OF_ADAPTERS:
+        if section in sections_of(Recipe) and section not in _OF_ADAPTERS:
             raise SettingError(f"{where}.{section}", values, f"{_OWN}; all adapters of a run share {section}")
         if section in _OF_ADAPTERS and values is None:
             continue
         if section not in _OF_ADAPTERS or not isinstance(values, Mapping):
-            hint = _near(section, known, _OF_ADAPTERS)
+            hint = near(section, known, _OF_ADAPTERS)
             wanted = "keys and values" if section in _OF_ADAPTERS else _OWN + (hint and f"; {hint}")
             raise SettingError(f"{where}.{section}".removesuffix("."), values, wanted)
         for name, value in values.items():
             key = f"{section}.{name}"
             if key not in known:
-                hint = _near(key, known, ()) or f"known: {', '.join(known)}"
+                hint = near(key, known, ()) or f"known: {', '.join(known)}"
                 raise SettingError(f"{where}.{key}", value, f"a key of {section}; {hint}")
             if key in _IN_COMMON:
                 raise SettingError(f"{where}.{key}", value, f"no value: all adapters of a run share {key}")
@@ -380,7 +366,7 @@ def recipe_table() -> tuple[Row, ...]:
     """Return a row for every key, section by section."""
     default, rows = Recipe(), []
     for section, each in keys_of(Recipe):
-        value = _plain(getattr(getattr(default, section), each.name))
+        value = plain(getattr(getattr(default, section), each.name))
         text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
         rows.append(Row(f"{section}.{each.name}", str(each), text, each.help))
     meaning = "several adapters on one base: what each has of its own, as adapters.NAME.optim.lr=1e-4"
@@ -389,254 +375,14 @@ def recipe_table() -> tuple[Row, ...]:
 
 def keys_of(cls: type) -> Iterator[tuple[str, Setting]]:
     """Yield section and setting of every key of a dataclass of sections, in order."""
-    for section, part in _sections(cls).items():
+    for section, part in sections_of(cls).items():
         for each in settings_of(part):
             yield section, each
 
 
-def _sections(cls: type) -> dict[str, type]:
+def sections_of(cls: type) -> dict[str, type]:
     return {name: hint for name, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe from a YAML file, or the defaults, and apply overrides such as ``memory.nvme=[/a,/b]``.
-
-    Raises:
-        RecipeError: The file does not exist or is not valid YAML, a key is unknown, or a value has the
-            wrong type or is out of range. Names the key, where it was written, and what is accepted.
-    """
-    return load_sections(Recipe, path, overrides)
-
-
-def named_keys(path: str | Path | None, overrides: Sequence[str]) -> frozenset[str]:
-    """Return the keys that a file or overrides name; arguments and errors as of :func:`load_recipe`."""
-    given = {} if path is None else _read(user_path(path, "the recipe"), Recipe)
-    for override in overrides:
-        _put(given, override, str(path))
-    return frozenset(f"{section}.{name}" for section, values in given.items() for name in values or ())
-
-
-def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:
-    """Load a dataclass whose fields are sections; arguments and errors are those of :func:`load_recipe`."""
-    file = "the defaults" if path is None else str(path)
-    given = {} if path is None else _read(user_path(path, "the recipe"), cls)
-    overridden = [_put(given, override, file) for override in overrides]
-    try:
-        return _build(given, cls)
-    except _ProblemError as error:
-        by_override = any(f"{other}.".startswith(f"{error.key}.") for other in overridden)
-        where = _COMMAND_LINE if by_override else f"in {file}"
-        raise RecipeError(f"{f'{error.key} {where}' if error.key else file}: {error}") from error
-
-
-class _ProblemError(ValueError):
-    """Raised for a wrong key or, if ``key`` is empty, a wrong recipe; ``line`` is as in ``:3``."""
-
-    def __init__(self, problem: object, *, key: str = "", line: str = "") -> None:
-        super().__init__(str(problem))
-        self.key, self.line = key, line
-
-
-def _read(path: Path, cls: type) -> dict[str, Any]:
-    try:
-        given = _parse(read_file(path, _MOST_NBYTES).decode("utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, as in configs/") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    except _ProblemError as error:
-        raise RecipeError(f"{path}{error.line}: not valid YAML: {error}") from error
-    if given is not None and not isinstance(given, dict):
-        raise RecipeError(f"{path}: got {shown(given)}; wanted sections: {', '.join(_sections(cls))}")
-    return given or {}
-
-
-def _put(given: dict[str, Any], override: str, file: str) -> str:
-    """Put the value of ``section.key=value`` into ``given``, and return the key."""
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
-    problem = "wanted section.key=value, as in train.steps=10"
-    try:
-        if not (equals and (len(names) > 1 or names == ["adapters"]) and all(names)):
-            raise ValueError(problem)
-        problem = "not text in the locale's encoding; set PYTHONUTF8=1"
-        override.encode()
-        value = _parse(text)
-    except ValueError as error:
-        if isinstance(error, _ProblemError):
-            problem = f"the value is not valid YAML: {error}; quote text that contains brackets, stars or "
-            problem += "commas, as in data.files='[\"a[0-9].txt\"]'"
-        raise RecipeError(f"{shown(override)} {_COMMAND_LINE}: {problem}") from error
-    for at, name in enumerate(names[:-1], start=1):
-        if given.get(name) is None:
-            given[name] = {}
-        if not isinstance(given[name], dict):
-            raise RecipeError(f"{'.'.join(names[:at])} in {file}: {_wanted(given[name], 'keys and values')}")
-        given = given[name]
-    given[names[-1]] = value
-    return key.strip()
-
-
-def _parse(text: str) -> Any:
-    """Parse YAML into plain values, or raise a _ProblemError; ``${...}`` stays."""
-    line, problem = "", _TOO_DEEP
-    cause: Exception
-    try:
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
-        return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload, index]
-    except yaml.YAMLError as error:
-        mark, cause = getattr(error, "problem_mark", None), error
-        problem, line = str(getattr(error, "problem", None) or error), f":{mark.line + 1}" if mark else ""
-    except RecursionError as error:
-        cause = error
-    except Exception as error:  # parsers raise many types: ValueError of numbers and dates, those of ${
-        key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
-        problem, cause = f"{key}: {first_line(error)}" if key else first_line(error), error
-    raise _ProblemError(problem[:_MOST_PROBLEM_CHARS], line=line) from cause
-
-
-def _check_nodes(root: Any) -> None:
-    """Refuse YAML with more than a recipe may have; aliases count as often as they are used."""
-    left, count = [] if root is None else [(root, 0)], 0
-    while left:
-        (node, level), count = left.pop(), count + 1
-        kind, problem = _tag(node), ""
-        if level > _MOST_LEVELS:
-            problem = _TOO_DEEP
-        elif count > _MOST_VALUES:
-            problem = f"more than {_MOST_VALUES} values"
-        elif kind not in _KINDS:
-            problem = f"wanted text, numbers, true, false, null, lists and keys; got {kind[:50]}"
-        elif isinstance(node, yaml.SequenceNode):
-            left += [(item, level + 1) for item in node.value]
-        elif isinstance(node, yaml.MappingNode):
-            left += [(value, level + 1) for _, value in node.value]
-            wrong = next((key for key, _ in node.value if _tag(key) not in ("str", "merge")), None)
-            if wrong is not None:
-                got = shown(wrong.value) if isinstance(wrong, yaml.ScalarNode) else "a list, or keys"
-                node, problem = wrong, f"wanted the name of a key; got {got}"
-        if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-def _tag(node: Any) -> str:
-    return str(node.tag).removeprefix("tag:yaml.org,2002:")
-
-
-def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
-    """Resolve references such as ``${train.steps}`` and ``${oc.env:HOME}``, and make the sections."""
-    try:
-        merged: Any = OmegaConf.to_container(OmegaConf.create(dict(given)), resolve=True)
-    except Exception as error:  # a reference may name a resolver, which may raise any type
-        key = getattr(error, "full_key", None)
-        raise _ProblemError(first_line(error)[:_MOST_PROBLEM_CHARS], key=str(key or "")) from error
-    tool = next((tool for tool, marks in _MARKS.items() if marks & merged.keys()), None)
-    if cls is Recipe and tool is not None:
-        raise _ProblemError(
-            f"this is a configuration of {tool}, not a recipe, which says it so: {_translated(merged)}"
-        )
-    sections, parts, prefix = _sections(cls), dict[str, Any](), ""
-    if cls is Recipe:
-        parts["adapters"] = merged.pop("adapters", None) or {}
-    for name, values in merged.items():
-        if name not in sections:
-            inner = next(iter(values), None) if isinstance(values, Mapping) else None
-            raise _unknown(f"{name}.{inner}" if inner else str(name), cls)
-        if values is not None and not isinstance(values, Mapping):
-            raise _ProblemError(_wanted(values, "keys and values"), key=name)
-    try:
-        for section, part in sections.items():
-            values, prefix = merged.get(section) or {}, f"{section}."
-            known = {each.name for each in settings_of(part)}
-            if unknown := [name for name in values if name not in known]:
-                raise _unknown(f"{section}.{unknown[0]}", cls)
-            parts[section] = part(**values)
-        prefix = ""
-        return cls(**parts)
-    except SettingError as error:
-        raise _ProblemError(_wanted(error.got, error.wanted), key=f"{prefix}{error.key}") from error
-
-
-def _wanted(got: object, wanted: str) -> str:
-    words = "null" if got is None else str(got).lower() if isinstance(got, bool) else shown(_plain(got))
-    return f"got {words}; wanted {wanted}"
-
-
-def _unknown(key: str, cls: type) -> _ProblemError:
-    """Return an error that suggests a key: this name elsewhere, or a similar one here or anywhere."""
-    if key in _REMOVED:
-        return _ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
-    known = [f"{section}.{each.name}" for section, each in keys_of(cls)]
-    siblings = [other for other in known if other.startswith(f"{key.rpartition('.')[0]}.")]
-    names = [each.name for each in fields(cls)]
-    hint = _near(key, known, names) or f"known: {', '.join(siblings or names)}"
-    return _ProblemError(f"unknown key; {hint}", key=key)
-
-
-def _near(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
-    """Return a question that suggests a key in place of an unknown one; empty: none is near."""
-    section, _, name = key.rpartition(".")
-    siblings = [other for other in known if other.startswith(f"{section}.")]
-    near = (
-        [other for other in known if other.endswith(f".{name}") or other == KNOWN_AS.get(name or key)]
-        or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
-        or difflib.get_close_matches(key, [] if siblings else [*known, *sections], n=1, cutoff=0.6)
-    )
-    return f"did you mean {near[0]}?" if near else ""
-
-
-#: Top-level keys that only this tool has.
-_MARKS = {
-    "Accelerate": {"compute_environment", "distributed_type", "fsdp_config", "mixed_precision"},
-    "DeepSpeed": {
-        "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
-        "bf16", "fp16", "aio", "activation_checkpointing", "wall_clock_breakdown",
-    },
-}  # fmt: skip
-_BUDGETS = "memory.device, memory.host and memory.nvme (budgets; sizes of buffers follow from them)"
-_ALWAYS = "nothing (weights, gradients and states are always sharded)"
-_SAME = "nothing (derived from the budgets and the model)"
-#: What a recipe says in place of each key.
-_PLACES = {
-    "zero_optimization.stage": _ALWAYS,
-    "zero_optimization.offload_param": _BUDGETS,
-    "zero_optimization.offload_optimizer": _BUDGETS,
-    "zero_optimization": _SAME,
-    "aio": "memory.engine",
-    "train_micro_batch_size_per_gpu": "train.batch_size",
-    "train_batch_size": "train.batch_size (x train.accumulate x ranks)",
-    "gradient_accumulation_steps": "train.accumulate",
-    "gradient_clipping": "optim.max_grad_norm",
-    "bf16": "train.dtype=bf16",
-    "fp16": "train.dtype=fp16 and optim.loss_scale",
-    "mixed_precision": "train.dtype",
-    "optimizer": "optim.lr, optim.betas, optim.eps and optim.weight_decay",
-    "scheduler": "optim.schedule and optim.warmup_steps",
-    "activation_checkpointing": "memory.activations=recompute",
-    "steps_per_print": "train.log_every",
-    "wall_clock_breakdown": "observe.timeline",
-    "tensorboard": "observe.tensorboard",
-    "deepspeed_config": _BUDGETS,
-    "fsdp_config.fsdp_offload_params": _BUDGETS,
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": "nothing (checkpoints are always streamed)",
-    "fsdp_config.fsdp_activation_checkpointing": "memory.activations=recompute",
-    "fsdp_config": _ALWAYS,
-    "num_processes": "torchrun --nproc-per-node",
-    "num_machines": "torchrun --nnodes",
-}
-
-
-def _translated(given: Mapping[str, Any]) -> str:
-    """Say which keys replace those of another tool's configuration."""
-    keys_at: dict[str, list[str]] = {}
-    for key, place in _PLACES.items():
-        section, _, name = key.partition(".")
-        inner = given.get(section)
-        if section in given and (not name or (isinstance(inner, Mapping) and name in inner)):
-            keys_at.setdefault(place, []).append(key)
-    return "; ".join(f"{', '.join(keys)} -> {place}" for place, keys in keys_at.items())

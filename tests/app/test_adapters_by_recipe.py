@@ -22,7 +22,8 @@ from infinity.partition import builder
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import show_recipe
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers.launch import run_ranks
 from tests.helpers.runs import small_units
 

@@ -16,7 +16,8 @@ from infinity.device import accelerator
 from infinity.device.accelerator import tunables
 from infinity.predict import plan_recipe
 from infinity.predict.machines import load_machine
-from infinity.recipes.recipe import Recipe, load_recipe, recipe_table
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe, recipe_table
 from tests.helpers.forks import SEEDS, Fork, Job
 from tests.helpers.limits import comes_true, hang
 from tests.helpers.profiles import hardware, transformer

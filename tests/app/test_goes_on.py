@@ -23,7 +23,8 @@ from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.observe.metrics import Summary, View
 from infinity.partition import builder
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks
 from tests.helpers.limits import HANG_S, comes_true, hang
 from tests.helpers.runs import small_units

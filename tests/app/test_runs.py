@@ -27,7 +27,8 @@ from infinity.core.errors import ChangedFileError, InfinityError, LockedError, R
 from infinity.core.files import lock_file
 from infinity.observe.metrics import MetricsFile, StepReport
 from infinity.recipes.data.tokens import find_files
-from infinity.recipes.recipe import Recipe, changed_numbers, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe, changed_numbers
 from infinity.shards.journal import CommitRecord, Journal, RankFiles
 
 REPORT = StepReport(step=1, loss=1.0, lr=1.0, grad_norm=1.0, skipped=False, step_s=1.0, tokens=1)

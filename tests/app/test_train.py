@@ -22,7 +22,8 @@ from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import MessageBuffer, Timeline
 from infinity.optim.rules import OptimConfig
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.limits import comes_true
 from tests.helpers.timeline import read_trace

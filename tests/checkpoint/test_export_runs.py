@@ -13,7 +13,8 @@ from infinity.app.runs import write_recipe
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import DiskError
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.app.test_goes_on import stop
 from tests.helpers import quantized
 from tests.helpers.tokenizers import write_tokenizer

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from infinity.app.train import train
 from infinity.core.errors import InfinityError
-from infinity.recipes.recipe import load_recipe
+from infinity.recipes.loading import load_recipe
 from tests.helpers.tokenizers import MARKED, write_tokenizer
 
 FEW, MANY = 10, 2000

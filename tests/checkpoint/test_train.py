@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from infinity.app.train import train
 from infinity.core.errors import CheckpointError
-from infinity.recipes.recipe import load_recipe
+from infinity.recipes.loading import load_recipe
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.observe.metrics import summary_rows
 from infinity.observe.timeline import MessageBuffer
-from infinity.recipes.recipe import load_recipe
+from infinity.recipes.loading import load_recipe
 from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import run_ranks
 from tests.helpers.limits import HANG_S

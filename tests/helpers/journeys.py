@@ -262,7 +262,7 @@ def _command(*arguments: str) -> Journey:
 
 def trace() -> dict[str, Journey]:
     """Follow all journeys; in a process of its own, since caches of earlier work would hide functions."""
-    for module in ("infinity", "infinity.api.init", "infinity.recipes.recipe", "infinity.cli"):
+    for module in ("infinity", "infinity.api.init", "infinity.recipes.loading", "infinity.cli"):
         importlib.import_module(module)  # to import is no part of any journey
 
     threading.setprofile(_profile)

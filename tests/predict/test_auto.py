@@ -20,7 +20,8 @@ from infinity.predict import auto
 from infinity.predict.auto import choose, is_worth_it
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_run import show_plan
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe
 
 CPU = torch.device("cpu")
 #: Weights that are read again for each micro-batch, from drives that are slow beside compute.

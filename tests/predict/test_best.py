@@ -18,7 +18,8 @@ from infinity.predict.changes import changes, with_keys
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import show_recipe
-from infinity.recipes.recipe import Recipe, load_recipe, named_keys
+from infinity.recipes.loading import load_recipe, named_keys
+from infinity.recipes.recipe import Recipe
 from tests.helpers.cases import few
 
 #: A model whose weights on drives are slow beside its compute.

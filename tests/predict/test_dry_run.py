@@ -28,8 +28,9 @@ from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
 from infinity.predict.step import DECODE, plan_of
+from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import CausalLoss
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers import quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

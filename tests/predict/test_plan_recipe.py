@@ -23,8 +23,9 @@ from infinity.predict.changes import Change, changes, ways_to_fit
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import cost_lines, predict, show_recipe
+from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import CausalLoss
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers import families
 from tests.helpers.cases import few
 from tests.helpers.quantized import GROUP

@@ -18,8 +18,8 @@ from infinity.predict.operators import Operation
 from infinity.predict.play import play_step
 from infinity.predict.recording import Batch, Record
 from infinity.predict.repeats import find_run
+from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import GPT
-from infinity.recipes.recipe import load_recipe
 from tests.helpers.cases import few
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -17,8 +17,9 @@ from infinity.app.train import train
 from infinity.comm.ranks import rank, world_size
 from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.recipes.data.loader import Batch, BatchShape, Data, open_data
+from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import GPT
-from infinity.recipes.recipe import Recipe, load_recipe
+from infinity.recipes.recipe import Recipe
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.models import VOCABULARY, build

@@ -26,7 +26,8 @@ from infinity.app.train import train
 from infinity.core.config import MemoryConfig, Setting, SettingError
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.files import user_path
-from infinity.recipes.recipe import Recipe, keys_of, load_recipe, recipe_table
+from infinity.recipes.loading import load_recipe
+from infinity.recipes.recipe import Recipe, keys_of, recipe_table
 from tests.helpers.models import build
 
 #: Each setting by its key.

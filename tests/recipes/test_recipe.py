@@ -8,9 +8,10 @@ import pytest
 
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
+from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import GPTConfig
 from infinity.recipes.other_names import KNOWN_AS
-from infinity.recipes.recipe import Recipe, RunConfig, keys_of, load_recipe, recipe_table
+from infinity.recipes.recipe import Recipe, RunConfig, keys_of, recipe_table
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from infinity.core.errors import RecipeError
-from infinity.recipes.recipe import load_recipe
+from infinity.recipes.loading import load_recipe
 
 
 def test_a_checkpoint_comes_with_its_own_sizes(tmp_path):
