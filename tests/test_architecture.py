@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2626,
     "planner": 2305,
     "predict": 5304,
-    "recipes": 2239,
+    "recipes": 2867,
     "shards": 3944,
 }
 

@@ -154,10 +154,11 @@ def run_yaml(text: str, names: dict[str, Any]) -> None:
 
 
 def run_json(text: str, names: dict[str, Any]) -> None:
-    from infinity.recipes.data.tokens import parse_record
+    from infinity.recipes.data.formats import FORMATS, Reading
+    from infinity.recipes.data.sources import load_object
 
     for line in text.splitlines():
-        parse_record(line.encode())
+        Reading(tuple(FORMATS)).standard(load_object(line.encode()))
 
 
 def run_bash(text: str, names: dict[str, Any]) -> None:

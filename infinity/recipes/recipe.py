@@ -28,7 +28,7 @@ from infinity.engine.executor import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
-from infinity.recipes.data.loader import DataConfig
+from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.models import ModelConfig
 from infinity.recipes.other_names import near
 from infinity.recipes.text import written

@@ -245,7 +245,7 @@ def test_a_model_directory_is_fine_tuned_on_chats(tmp_path: Path, capfd: pytest.
     )  # fmt: skip
     summary = train(wanted)
     said = capfd.readouterr()
-    assert "skipped 1 malformed lines" in said.err
+    assert "skipped 1 malformed rows" in said.err
     assert "training data: 57 documents in" in said.err
     assert summary is not None
     assert summary.last_perplexity < 0.7 * summary.first_perplexity

@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,52 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.core.config import Config, SettingError, Valid, option, setting
-from infinity.recipes.data.tokenizer import DataError, open_tokenizer
-from infinity.recipes.data.tokens import Tokens, find_files, open_tokens
+from infinity.recipes.data.entries import DataConfig, Part, open_sources
+from infinity.recipes.data.tokenizer import DataError
+from infinity.recipes.data.tokens import Tokens
 
 Ints = NDArray[np.int64]
 
 #: A target that is ignored by the losses of torch and transformers.
 IGNORED = -100
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(Config):
-    """Files, tokenizer, and how documents are laid out as sequences."""
-
-    files: tuple[str, ...] = option(
-        ("stdlib",),
-        "text and .jsonl files, globs or directories; stdlib: the sources of Python's standard library",
-        path=True,
-    )
-    eval_files: tuple[str, ...] = option(
-        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
-    )
-    eval_fraction: float = setting(
-        0.01, "fraction at the end of the data that is held out", Valid(least=0, below=1)
-    )
-    tokenizer: str | None = option(
-        None,
-        "bytes, a tokenizer.json, or a Hugging Face directory; null: that of model.path, else bytes",
-        path=True,
-    )
-    packing: bool | None = setting(
-        None,
-        "true: several whole documents per sequence, attending only to themselves; false: one per sequence; "
-        "null: text as one stream, prompts and chats as true",
-    )
-    skip_malformed: bool = setting(False, "count and skip malformed lines of .jsonl")
-    cache: str = option("runs/tokens", "directory in which tokens are cached between runs", path=True)
-    shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
-    seed: int = setting(0, "seed of the shuffling", Valid(0, 2**63 - 1))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.files or not all(self.files):
-            raise SettingError("files", self.files, "at least one path, glob or 'stdlib'")
-        if self.tokenizer == "":
-            raise SettingError("tokenizer", self.tokenizer, "bytes, a path, or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +185,23 @@ def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
     )
 
 
+def joined(parts: Sequence[Sequences]) -> Sequences:
+    """Return the rows of several sequences of the same tokens, one after the other."""
+    first, *others = parts
+    if not others:
+        return first
+
+    begins = np.cumsum([0, *(len(each.starts) for each in parts[:-1])])
+    ends = [each.firsts[1:] + begin for each, begin in zip(parts, begins)]
+    more: dict[str, Any] = {
+        name: np.concatenate([getattr(each, name) for each in parts])
+        for name in ("starts", "sizes", "token_counts", "target_counts")
+    }
+    more |= {name: sum(getattr(each, name) for each in parts) for name in ("documents", "truncated", "empty")}
+    identity = ";".join(each.identity for each in parts)
+    return replace(first, firsts=np.concatenate([[0], *ends]), identity=identity, **more)
+
+
 def best_fit(sizes: Ints, capacity: int) -> Ints:
     """Assign each size to one of few rows, none above ``capacity``, by best-fit decreasing.
 
@@ -275,13 +253,50 @@ def join(batches: Sequence[Batch]) -> Batch:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Shares of several sources in every epoch, by ``weights``; ``rows`` has how many each has, in order.
+
+    An epoch has as many rows as all sources together. Those of a source come in an order of its own, which
+    begins anew when all were taken, within an epoch or later: so a small one repeats, of a large one an epoch
+    has a part, and the next epoch goes on there.
+    """
+
+    rows: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def counts(self) -> Ints:
+        """Return how many rows of each source an epoch has."""
+        ends: Ints = np.rint(np.cumsum((0, *self.weights)) * (sum(self.rows) / sum(self.weights))).astype(int)
+        return ends[1:] - ends[:-1]
+
+    def order(self, epoch: int, seed: int, shuffle: bool) -> Ints:
+        """Return the rows of an epoch, in order; it follows from the arguments alone."""
+        found, places = [], []
+        begins = np.cumsum((0, *self.rows[:-1]))
+        for source, (begin, number, count) in enumerate(zip(begins, self.rows, self.counts)):
+            taken = np.arange(epoch * count, (epoch + 1) * count)
+            which: Ints = taken % number
+            for turn in np.unique(taken // number) if shuffle else ():
+                among = taken // number == turn
+                order = np.random.default_rng((seed, turn, source)).permutation(number)
+                which[among] = order[which[among]]
+            found.append(begin + which)
+            places.append((np.arange(count) + 0.5) / max(1, count))
+        if shuffle:
+            return np.random.default_rng((seed, epoch)).permutation(np.concatenate(found))
+        return np.concatenate(found)[np.argsort(np.concatenate(places), kind="stable")]
+
+
 class TokenLoader:
     """Endless iterator over one rank's training batches; positions of another ``identity`` are refused."""
 
     def __init__(
-        self, sequences: Sequences, shape: BatchShape, seed: int = 0, shuffle: bool = True, identity: str = ""
-    ) -> None:
-        self._sequences, self._shape = sequences, shape
+        self, sequences: Sequences, shape: BatchShape, seed: int = 0, shuffle: bool = True,
+        identity: str = "", mixture: Mixture | None = None,
+    ) -> None:  # fmt: skip
+        self._sequences, self._shape, self._mixture = sequences, shape, mixture
         seq_len, count, size = shape.seq_len, len(sequences), shape.global_batch_size
         self._identity: dict[str, Any] = {"tokens": identity, "seq_len": seq_len}
         self._identity |= {"seed": seed, "shuffle": shuffle}
@@ -318,10 +333,12 @@ class TokenLoader:
 
     def _seek(self, epoch: int, position: int) -> None:
         self.epoch, self._position = epoch, position
+        seed, shuffle = self._identity["seed"], self._identity["shuffle"]
         self._order = np.arange(len(self._sequences))
-        if self._identity["shuffle"]:
-            rng = np.random.default_rng((self._identity["seed"], epoch))
-            self._order = rng.permutation(len(self._sequences))
+        if self._mixture is not None:
+            self._order = self._mixture.order(epoch, seed, shuffle)
+        elif shuffle:
+            self._order = np.random.default_rng((seed, epoch)).permutation(len(self._sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +370,29 @@ class Data:
     notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
 
 
+class Layout(NamedTuple):
+    """How documents become sequences: packed, one in each, or (null) as one stream."""
+
+    seq_len: int
+    packing: bool | None
+
+    def of(self, tokens: Tokens, parts: Sequence[Part]) -> list[Sequences]:
+        """Return the sequences of each part; DataError: one has too few tokens."""
+        return [self._of(tokens, part) for part in parts]
+
+    def _of(self, tokens: Tokens, part: Part) -> Sequences:
+        if self.packing is not None:
+            only = replace(tokens, documents=part.documents)
+            return document_rows(only, self.seq_len, packing=self.packing)
+        if part.end - part.begin <= self.seq_len:
+            raise DataError(
+                f"{part.name}: {part.end - part.begin} tokens, fewer than one sequence of {self.seq_len} and "
+                "its target; give more data or lower model.seq_len"
+            )
+        found = token_stream(tokens.values[part.begin : part.end], self.seq_len)
+        return replace(found, values=tokens.values, starts=found.starts + part.begin)
+
+
 def open_data(
     config: DataConfig,
     shape: BatchShape,
@@ -368,89 +408,69 @@ def open_data(
         model_path: The model's directory, whose tokenizer is used if the recipe names none.
         log: Called with a progress line now and then, while this process tokenizes.
     """
-    tokens, held_out = _open_tokens(config, vocab_size, model_path, log)
-    found = [("data.files", config.files, tokens)]
-    found += [("data.eval_files", config.eval_files, held_out)] if held_out is not None else []
-    packing, notes = config.packing, []
-    if packing is None and any(each.loss_mask is not None for _, _, each in found):
+    train, held_out = open_sources(config, vocab_size, model_path, log)
+    given = [each for each in (train, held_out) if each is not None]
+    packing, notes = config.packing, list[str]()
+    for each in given:
+        notes += each.notes(mixed=bool(config.weights) and each is train)
+    if packing is None and any(each.tokens.loss_mask is not None for each in given):
         packing = True
-    for key, _, each in found:
-        if each.malformed[0]:
-            number, first = each.malformed
-            notes.append(f"{key}: skipped {number} malformed lines; the first: {first}")
-    if held_out is None and config.eval_fraction:
-        tokens, held_out, note = _hold_out(config, shape.seq_len, packing, tokens)
-        notes.append(note)
-    elif packing is None:
-        for key, names, each in found:
-            if len(each.values) <= shape.seq_len:
-                raise DataError(
-                    f"{key} ({', '.join(names)}): {len(each.values)} tokens, fewer than one sequence of "
-                    f"{shape.seq_len} and its target; give more data or lower model.seq_len"
-                )
-
-    def laid_out(tokens: Tokens) -> Sequences:
-        if packing is None:
-            return token_stream(tokens.values, shape.seq_len)
-        return document_rows(tokens, shape.seq_len, packing=packing)
-
-    train, held = laid_out(tokens), None if held_out is None else laid_out(held_out)
-    if held is not None and not len(held):
+    parts, held = train.parts if config.weights else [train.whole], []
+    if held_out is not None:
+        held = [held_out.whole]
+    elif config.eval_fraction:
+        cut = [_hold_out(config, shape.seq_len, packing, part) for part in parts]
+        parts, held, more = (list(each) for each in zip(*cut))
+        notes += more
+    layout = Layout(shape.seq_len, packing)
+    by_part, mixture = layout.of(train.tokens, parts), None
+    sequences = joined(by_part)
+    held_sequences = joined(layout.of((held_out or train).tokens, held)) if held else None
+    if held_sequences is not None and not len(held_sequences):
         raise DataError(
             "the held-out data has no target that counts in the loss, in sequences of "
             f"{shape.seq_len} tokens; give more of it or raise model.seq_len"
         )
     if packing is not None:
-        notes.append(f"training data: {train}")
-        notes += [f"held-out data: {held}"] if held is not None else []
-    identity = f"{tokens.digest}:{train.identity}"
-    loader = TokenLoader(train, shape, seed=config.seed, shuffle=config.shuffle, identity=identity)
-    return Data(loader, None if held is None else HeldOut(held, shape), packing is True, tuple(notes))
+        notes.append(f"training data: {sequences}")
+        notes += [f"held-out data: {held_sequences}"] if held_sequences is not None else []
+    identity = f"{train.tokens.digest}:{sequences.identity}"
+    if config.weights:
+        mixture = Mixture(tuple(map(len, by_part)), config.weights)
+        identity += f":{list(config.weights)}"
+        notes += _notes_on(mixture, parts)
+    loader = TokenLoader(sequences, shape, config.seed, config.shuffle, identity, mixture)
+    held_data = None if held_sequences is None else HeldOut(held_sequences, shape)
+    return Data(loader, held_data, packing is True, tuple(notes))
 
 
-def _open_tokens(
-    config: DataConfig, vocab_size: int, model_path: str | None, log: Callable[[str], object]
-) -> tuple[Tokens, Tokens | None]:
-    tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
-    if model_path is None and tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"data.tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is {vocab_size}; "
-            f"set model.vocab_size={tokenizer.vocab_size}"
+def _notes_on(mixture: Mixture, parts: Sequence[Part]) -> Iterator[str]:
+    for part, rows, count in zip(parts, mixture.rows, mixture.counts):
+        if not rows:
+            raise DataError(f"{part.name}: no sequence to mix in (data.weights)")
+        share = count / max(1, sum(mixture.rows))
+        yield (
+            f"{part.name}: {rows:,} sequences, {share:.1%} of an epoch, which has each of them "
+            f"{count / rows:.3g} times"
         )
-    eval_files = find_files(config.eval_files, key="data.eval_files")
-    files = [path for path in find_files(config.files) if path not in eval_files]
-    if not files:
-        raise DataError(
-            f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
-            "is left to train on; name others, or hold a part of them out with data.eval_fraction"
-        )
-    options: Any = {"cache": Path(config.cache), "skip_malformed": config.skip_malformed, "log": log}
-    tokens = open_tokens(files, tokenizer, **options)
-    held_out = open_tokens(eval_files, tokenizer, **options) if eval_files else None
-    largest = max(tokens.largest, -1 if held_out is None else held_out.largest)
-    if largest >= vocab_size:
-        raise DataError(
-            f"the data contains the token {largest}; the model in {model_path} has {vocab_size} tokens; "
-            "data.tokenizer=null selects the model's own tokenizer"
-        )
-    return tokens, held_out
 
 
-def _hold_out(
-    config: DataConfig, seq_len: int, packing: bool | None, tokens: Tokens
-) -> tuple[Tokens, Tokens, str]:
+def _hold_out(config: DataConfig, seq_len: int, packing: bool | None, part: Part) -> tuple[Part, Part, str]:
     """Hold out the last tokens, or whole documents; return the others, these, and a line about it."""
-    kind, field, least = ("tokens", "values", seq_len + 1)
+    kind, whole, least = "tokens", part.end - part.begin, seq_len + 1
     if packing is not None:
-        kind, field, least = ("documents", "documents", 1)
-    whole = getattr(tokens, field)
-    count = max(round(len(whole) * config.eval_fraction), least)
-    if len(whole) - count < least:
+        kind, whole, least = "documents", len(part.documents), 1
+    count = max(round(whole * config.eval_fraction), least)
+    if whole - count < least:
         raise DataError(
-            f"data.files ({', '.join(config.files)}): {len(whole)} {kind} are too few to hold {count} out "
+            f"{part.name}: {whole} {kind} are too few to hold {count} out "
             f"and train on a sequence of {seq_len}; give more data, lower data.eval_fraction (0: hold "
             "nothing out), or lower model.seq_len"
         )
-    train, held_out = (replace(tokens, **{field: part}) for part in (whole[:-count], whole[-count:]))
+    if packing is None:
+        train, held_out = part._replace(end=part.end - count), part._replace(begin=part.end - count)
+    else:
+        train, held_out = (part._replace(documents=each) for each in np.split(part.documents, [-count]))
     fraction = f"(data.eval_fraction={config.eval_fraction:g})"
-    return train, held_out, f"held out: the last {count:,} of {len(whole):,} {kind} {fraction}"
+    of = f" of {part.name}" if config.weights else ""
+    return train, held_out, f"held out: the last {count:,} of {whole:,} {kind}{of} {fraction}"

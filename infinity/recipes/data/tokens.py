@@ -1,7 +1,4 @@
-"""Training data on disk, and its tokens: documents encoded once, cached and memory-mapped.
-
-The fields of a line of JSONL decide its kind: ``messages`` (with ``tools``, if present) is a chat, else
-``prompt`` and ``completion``, else ``text``. Other fields are ignored.
+"""Tokens of training data: documents encoded once, cached and memory-mapped.
 
 A cache entry is named by a digest of the files (path, size, modification time), the tokenizer and the user,
 so a changed file gets a new entry. Only that user can read it: tokens are as private as the text. Of ranks
@@ -13,30 +10,21 @@ import json
 import math
 import os
 import shutil
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infinity.core.errors import UnsafePathError
-from infinity.core.files import (
-    create_file,
-    lock_file,
-    open_regular,
-    own_directory,
-    sync,
-    user_path,
-    write_file,
-)
-from infinity.core.nbytes import format_nbytes
+from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
+from infinity.recipes.data.formats import Completion, Reading, document_of
+from infinity.recipes.data.sources import files_of, has_rows, read_pieces, readable, rows
 from infinity.recipes.data.tokenizer import (
-    ASSISTANT,
     Chat,
     DataError,
     Encoded,
@@ -45,28 +33,16 @@ from infinity.recipes.data.tokenizer import (
     encode_completion,
 )
 
+#: How supervised data is read, without other names of columns.
+READ = Reading()
 #: Gets a line for people.
 Log: TypeAlias = Callable[[str], object]
 
-_FORMAT = 3
+_FORMAT = 4
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
 _TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
-#: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
-PIECE_CHARS = 1 << 20
-#: The longest line of JSONL that is read (bytes).
-_MOST_LINE_NBYTES = 1 << 26
-#: Directories left out of ``stdlib``, so that it is nearly the same on every machine.
-_STDLIB_EXCEPT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-_ENDS = ("\n", "\r")  # of a line
-
-
-class Completion(NamedTuple):
-    """Prompt and completion; only the completion counts in the loss."""
-
-    prompt: str
-    completion: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +54,37 @@ class Tokens:
     documents: NDArray[np.int64]  # (documents, 3): first token, end (exclusive), tokens that count
     largest: int  # of values; -1 if there are none
     digest: str  # of the contents
-    malformed: tuple[int, str] = (0, "")  # lines that were skipped, and the error of the first of them
+    malformed: tuple[int, str] = (0, "")  # rows that were skipped, and the error of the first of them
+    #: Of each source the end of its documents and of its tokens, and the rows that were skipped.
+    sources: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
 
 def open_tokens(
-    files: Sequence[Path],
+    sources: Sequence[Path],
     tokenizer: Tokenizer,
     cache: Path,
     *,
+    reading: Reading = READ,
     skip_malformed: bool = False,
     log: Log = lambda line: None,
 ) -> Tokens:
-    """Return the tokens of ``files`` in order, mapped from ``cache``; tokenize them first if needed.
+    """Return the tokens of ``sources`` in order, mapped from ``cache``; tokenize them first if needed.
 
-    Memory does not grow with the files. If ``skip_malformed``, malformed lines of JSONL are counted, not
-    raised. While this process writes tokens, ``log`` gets a line every ten seconds.
+    Memory does not grow with the sources. If ``skip_malformed``, malformed rows are counted, not raised.
+    While this process writes tokens, ``log`` gets a line every ten seconds.
     """
     seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
-    for file in files:
-        with _readable(file):
-            stat = file.stat()
-        seen.append((str(file), stat.st_size, stat.st_mtime_ns))
+    seen += [reading.formats, dict(reading.fields)]
+    for source in sources:
+        with readable(source):
+            for file in files_of(source):
+                stat = file.stat()
+                seen.append((str(file), stat.st_size, stat.st_mtime_ns))
     path = cache / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
+            _write_once(path, lambda folder: _write(sources, tokenizer, reading, folder, skip_malformed, log))
         own_directory(path)  # no other user writes or reads the tokens
         return _read_entry(path, tokenizer.encode("").dtype)
     except UnsafePathError as error:
@@ -129,6 +110,7 @@ def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
             documents=mapped(_DOCUMENTS, np.dtype(np.int64), about["documents"], 3),
             largest=about["largest"],
             digest=about["digest"],
+            sources=np.array(about["sources"], np.int64).reshape(-1, 3),
             malformed=(about["malformed"], about["first_malformed"]),
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -153,10 +135,13 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
         partial.rename(path)
 
 
-def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool, log: Log) -> None:
+def _write(
+    sources: Sequence[Path], tokenizer: Tokenizer, reading: Reading, folder: Path, skip_malformed: bool,
+    log: Log,
+) -> None:  # fmt: skip
     digest, logged_s = hashlib.sha256(), time.monotonic()
     about: dict[str, Any] = {"tokens": 0, "documents": 0, "largest": -1, "counted": False}
-    about |= {"malformed": 0, "first_malformed": ""}
+    about |= {"malformed": 0, "first_malformed": "", "sources": []}
     begin = targets = 0  # of the open document: its first token, and those that count in the loss
     with ExitStack() as stack:
         opened = {
@@ -169,11 +154,12 @@ def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malfo
             digest.update(content)
             opened[name].write(content)
 
-        for number, file in enumerate(files, start=1):
-            for chunk in encode_documents(file, tokenizer):
+        for number, source in enumerate(sources, start=1):
+            skipped = about["malformed"]
+            for chunk in encode_documents(source, tokenizer, reading):
                 if isinstance(chunk, DataError):
                     if not skip_malformed:
-                        raise DataError(f"{chunk}; data.skip_malformed=true skips such lines") from chunk
+                        raise DataError(f"{chunk}; data.skip_malformed=true skips such rows") from chunk
                     about["first_malformed"] = about["first_malformed"] or str(chunk)
                     about["malformed"] += 1
                     continue
@@ -189,46 +175,62 @@ def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malfo
                     about["documents"] += 1
                 if time.monotonic() - logged_s >= LINES_EVERY_S:
                     logged_s = time.monotonic()
-                    log(f"tokenizing {file}, {number} of {len(files)}: {about['tokens']:,} tokens so far")
+                    log(f"tokenizing {source}, {number} of {len(sources)}: {about['tokens']:,} tokens so far")
+            about["sources"].append([about["documents"], about["tokens"], about["malformed"] - skipped])
     if not about["counted"]:
         (folder / _LOSS_MASK).unlink()  # every token counts
     write_file(folder / _ABOUT, json.dumps({**about, "digest": digest.hexdigest()}))
 
 
-def encode_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Encoded | DataError]:
-    """Encode the documents of ``path``: one per line of a ``.jsonl`` file, else the whole text.
+def encode_documents(
+    source: Path, tokenizer: Tokenizer, reading: Reading = READ
+) -> Iterator[Encoded | DataError]:
+    """Encode the documents of a source: one per row, or the whole of a text.
 
     The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat is
-    what its template renders. A malformed line yields its error.
+    what its template renders. A malformed row yields its error.
     """
-    before, after = ([] if each is None else [each] for each in (tokenizer.opening, tokenizer.separator))
-    if path.suffix != ".jsonl":
-        for text, last in read_pieces(path):
-            yield _enclosed(before, tokenizer.encode(text), after if last else [], last=last)
+    if not has_rows(source):
+        before, after = _ends(tokenizer)
+        for text, last in read_pieces(source):
+            yield enclosed(before, tokenizer.encode(text), after if last else [], last=last)
             before = []
         return
-    for number, line in read_lines(path):
+    for where, record in rows(source, reading):
         try:
-            record = parse_record(line)
-            if isinstance(record, Chat):
-                found = tokenizer.encode_chat(record)
-            elif isinstance(record, Completion):
-                tokens, mask, _ = encode_completion(record.prompt, record.completion, tokenizer)
-                found = [_enclosed(before, tokens, after, mask)]
-            else:
-                found = [_enclosed(before, tokenizer.encode(record), after)]
-            # the first token has nothing to be predicted from
-            if not isinstance(record, str) and not all(each.loss_mask[1:].any() for each in found):
-                raise MalformedError("none of its tokens counts in the loss")
+            if isinstance(record, MalformedError):
+                raise record
+            found = encode_document(document_of(record), tokenizer)
         except MalformedError as error:
-            yield DataError(f"{path}:{number}: {error}")
+            yield DataError(f"{where}: {error}")
         except DataError as error:
-            raise DataError(f"{path}:{number}: {error}") from error
+            raise DataError(f"{where}: {error}") from error
         else:
             yield from found
 
 
-def _enclosed(
+def encode_document(document: str | Completion | Chat, tokenizer: Tokenizer) -> list[Encoded]:
+    """Encode a document, as one or, of some chats, one per answer; MalformedError: it cannot be used."""
+    before, after = _ends(tokenizer)
+    if isinstance(document, str):
+        return [enclosed(before, tokenizer.encode(document), after)]
+    if isinstance(document, Chat):
+        found = tokenizer.encode_chat(document)
+    else:
+        tokens, mask, *_ = encode_completion(document.prompt, document.completion, tokenizer)
+        found = [enclosed(before, tokens, after, mask)]
+    if not all(each.loss_mask[1:].any() for each in found):  # the first one has nothing to be predicted from
+        raise MalformedError("none of its tokens counts in the loss")
+    return found
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a document."""
+    opening, separator = tokenizer.opening, tokenizer.separator
+    return [] if opening is None else [opening], [] if separator is None else [separator]
+
+
+def enclosed(
     before: list[int],
     tokens: NDArray[Any],
     after: list[int],
@@ -241,123 +243,3 @@ def _enclosed(
     if mask is None:
         return Encoded(values, np.ones(len(values), np.bool_), last)
     return Encoded(values, np.pad(mask, (len(before), len(after)), constant_values=(False, True)), last)
-
-
-def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
-    """Find the files of paths, globs (with ``**``), directories (.txt and .jsonl) or ``stdlib``, each once.
-
-    They are in the order of names, sorted within one. Errors name the recipe's ``key``.
-    """
-    found: dict[Path, None] = {}
-    for name in names:
-        path = user_path(name, key)
-        try:
-            files = [path.resolve() for path in _matches(name, path)]
-        except (OSError, ValueError, RuntimeError) as error:  # patterns, links to themselves
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
-        if not files:
-            raise DataError(f"{key}: {name!r} matches no file in {Path.cwd()}; give a path, glob or 'stdlib'")
-        found.update(dict.fromkeys(files))
-    return tuple(found)
-
-
-def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of whole lines, or of words of longer ones, and whether each is the last."""
-    lines: list[str] = []
-    size = number = 0
-    with _readable(path), open(open_regular(path), encoding="utf-8", newline="") as file:
-        try:
-            while line := file.readline(PIECE_CHARS):
-                if size >= PIECE_CHARS:
-                    text = "".join(lines)
-                    end = len(text) if text.endswith(_ENDS) else max(text.rfind(" "), 0) or len(text)
-                    yield text[:end], False
-                    lines, size = [text[end:]], len(text) - end
-                number += line.endswith(_ENDS)
-                lines.append(line)
-                size += len(line)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text, after line {number}: {error.reason}") from error
-    if lines:
-        yield "".join(lines), True
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of ``path`` that are not blank, each after its number (from 1)."""
-    with _readable(path), open(open_regular(path), "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
-            if len(line) > _MOST_LINE_NBYTES:
-                raise DataError(
-                    f"{path}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; wanted a "
-                    "document per line: cut this one into several"
-                )
-            if not line.isspace():
-                yield number, line
-
-
-def parse_record(line: bytes) -> str | Completion | Chat:
-    """Parse a line of JSONL, as text or another record; MalformedError: it is none."""
-    try:
-        value = json.loads(line.decode())
-        if b"\\u" in line:  # an escape may encode half a surrogate pair, which no tokenizer accepts
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise MalformedError(f"not UTF-8 text at byte {error.start}: {error.reason}") from error
-    except UnicodeEncodeError as error:
-        raise MalformedError("half of a surrogate pair is not text") from error
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise MalformedError(f"wanted an object; got {_name(value)}")
-    if "messages" in value:
-        return _chat(value["messages"], value.get("tools"))
-    names = ("prompt", "completion") if {"prompt", "completion"} <= value.keys() else ("text",)
-    for name in names:
-        if name not in value:
-            fields = f"the fields {', '.join(value)}" if value else "none"
-            raise MalformedError(f"wanted 'text', 'prompt' and 'completion', or 'messages'; got {fields}")
-        if not isinstance(value[name], str):
-            raise MalformedError(f"{name!r}: wanted a string; got {_name(value[name])}")
-    return str(value["text"]) if names == ("text",) else Completion(value["prompt"], value["completion"])
-
-
-def _chat(messages: Any, tools: Any) -> Chat:
-    if not isinstance(messages, list) or not messages:
-        raise MalformedError(f"'messages': wanted a non-empty list; got {_name(messages)}")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise MalformedError(f"message {number}: wanted an object whose 'role' is a string")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise MalformedError(f"'messages': none has the role {ASSISTANT}, so no token counts in the loss")
-    if tools is not None and not isinstance(tools, list):
-        raise MalformedError(f"'tools': wanted a list; got {_name(tools)}")
-    given = [{key: each for key, each in message.items() if each is not None} for message in messages]
-    return Chat(given, tools or None)
-
-
-def _name(value: Any) -> str:
-    return "null" if value is None else "an empty list" if value == [] else type(value).__name__
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-
-
-def _matches(name: str, path: Path) -> list[Path]:
-    if name == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = (each for each in root.rglob("*.py") if not _STDLIB_EXCEPT & {*each.relative_to(root).parts})
-        return sorted(found)
-    if path.is_dir():
-        found = (each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
-        return sorted(each for each in found if each.is_file())
-    if path.exists():
-        return [path]  # a pipe or device is refused when it is opened
-    # A directory that is there may have brackets in its name.
-    base = next((parent for parent in path.parents if parent.is_dir()), Path(path.anchor))
-    return sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())

@@ -11,15 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data import tokens as documents_module
+from infinity.recipes.data import sources as documents_module
+from infinity.recipes.data.formats import Completion, Reading, document_of
+from infinity.recipes.data.sources import find_files, load_object, read_lines, read_pieces
 from infinity.recipes.data.tokenizer import Chat, DataError, MalformedError
-from infinity.recipes.data.tokens import (
-    Completion,
-    find_files,
-    parse_record,
-    read_lines,
-    read_pieces,
-)
 from tests.helpers.cases import examples
 
 
@@ -135,6 +130,10 @@ def line(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def parse_record(content: bytes) -> str | Completion | Chat:
+    return document_of(Reading().standard(load_object(content)))
+
+
 def test_the_kind_of_a_record_follows_from_its_fields() -> None:
     assert parse_record(line({"text": "a", "id": 1})) == "a"
     assert parse_record(line({"prompt": "a", "completion": "b", "text": "c"})) == Completion("a", "b")
@@ -156,7 +155,7 @@ def test_null_fields_of_a_message_are_dropped() -> None:
         (b'{"text": "\\ud83d"}', "half of a surrogate pair is not text"),
         (b"[" * 100_000, "not JSON: .*(recursion|Stack overflow)"),
         (b"1" * 5000, "not JSON: Exceeds the limit"),
-        (b'{"body": "x", "id": 1}', "wanted 'text', .*; got the fields body, id"),
+        (b'{"body": "x", "id": 1}', "wanted 'messages', .*, or 'text'; got the fields body, id"),
         (b"{}", "got none"),
         (b'{"prompt": "x"}', "got the fields prompt"),
         (b'{"prompt": "x", "completion": 1}', "'completion': wanted a string; got int"),
@@ -168,6 +167,9 @@ def test_null_fields_of_a_message_are_dropped() -> None:
         (b'{"messages": [{"role": 1}]}', "message 1: wanted an object whose 'role' is a string"),
         (b'{"messages": [{"role": "user", "content": "?"}]}', "none has the role assistant"),
         (b'{"messages": [{"role": "assistant"}], "tools": "f"}', "'tools': wanted a list; got str"),
+        (b'{"instruction": 1, "output": "x"}', "'instruction' and 'input': wanted strings"),
+        (b'{"instruction": "x", "output": "y", "history": ["z"]}', "'history': wanted pairs of question"),
+        (b'{"conversations": [{"from": "human", "value": "?"}]}', "none has the role assistant"),
     ],
 )
 def test_a_malformed_line_is_rejected_with_the_reason(content: bytes, message: str) -> None:

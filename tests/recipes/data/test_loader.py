@@ -1,5 +1,8 @@
 """Batches: every sequence once an epoch, disjoint over ranks, resumed exactly, held-out apart."""
 
+import json
+from collections import Counter
+from collections.abc import Iterable
 from itertools import chain, islice, takewhile
 from pathlib import Path
 
@@ -9,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.data.loader import (
     Batch,
     BatchShape,
     Data,
-    DataConfig,
     HeldOut,
     TokenLoader,
     open_data,
@@ -178,3 +181,67 @@ def test_a_vocabulary_smaller_than_the_tokenizers_suffices_for_the_tokens_in_the
     assert open_data(config, shape, vocab_size=121, model_path="model").held_out is not None
     with pytest.raises(DataError, match="the data contains the token 120; the model in model has 120 tokens"):
         open_data(config, shape, vocab_size=120, model_path="model")
+
+
+def two_sources(tmp_path: Path, **config: object) -> Data:
+    """Open 40 rows of a and 10 of b, each a document of its own."""
+    for name, count in (("a", 40), ("b", 10)):
+        lines = [json.dumps({"prompt": name, "completion": chr(40 + i)}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    names = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    settings = {"cache": str(tmp_path / "cache"), "packing": False, "eval_fraction": 0.0, "files": names}
+    return open_data(DataConfig(**(settings | config)), BatchShape(seq_len=4, batch_size=2), vocab_size=256)
+
+
+def names_of(batches: Iterable[Batch]) -> list[tuple[str, int]]:
+    return [(chr(row[0]), int(row[1])) for batch in batches for row in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_mixture_has_its_shares_in_every_epoch_and_takes_all_rows_in_turn(
+    tmp_path: Path, shuffle: bool
+) -> None:
+    data = two_sources(tmp_path, weights=(1.0, 3.0), shuffle=shuffle)
+    assert data.train.micro_batches_per_epoch == 25
+    epochs = [names_of(islice(data.train, 25)) for _ in range(4)]
+    for seen in epochs:
+        counts = Counter(seen)
+        assert sum(n for (name, _), n in counts.items() if name == "a") == 12
+        assert {n for (name, _), n in counts.items() if name == "b"} <= {3, 4, 5}  # 38 of 10
+        halves = [sum(name == "a" for name, _ in part) for part in (seen[:25], seen[25:])]
+        assert min(halves) >= 2  # spread over the epoch
+    whole = Counter(row for seen in epochs[:3] for row in seen if row[0] == "a")
+    assert set(whole.values()) == {1}  # 36 of 40: none again before all were taken
+    assert len(Counter(row for seen in epochs for row in seen if row[0] == "a")) == 40
+    assert any("of an epoch, which has each of them 3.8 times" in note for note in data.notes)
+
+
+def test_a_mixture_goes_on_where_it_was_from_seed_and_position_alone(tmp_path: Path) -> None:
+    data = two_sources(tmp_path, weights=(1.0, 3.0))
+    list(islice(data.train, 32))
+    state, following = data.train.state_dict(), names_of(islice(data.train, 40))
+    again = two_sources(tmp_path, weights=(1.0, 3.0))
+    again.train.load_state_dict(state)
+    assert names_of(islice(again.train, 40)) == following
+    with pytest.raises(DataError, match="the saved position has tokens="):
+        two_sources(tmp_path, weights=(1.0, 2.0)).train.load_state_dict(state)
+    other = two_sources(tmp_path, weights=(1.0, 3.0), seed=1)
+    assert names_of(islice(other.train, 40)) != names_of(islice(two_sources(tmp_path).train, 40))
+
+
+def test_a_mixture_holds_out_a_part_of_every_source(tmp_path: Path) -> None:
+    data = two_sources(tmp_path, weights=(1.0, 1.0), eval_fraction=0.2)
+    assert data.held_out is not None
+    held = set(names_of(data.held_out.batches(100)))
+    assert Counter(name for name, _ in held) == {"a": 8, "b": 2}
+    assert not held & set(names_of(islice(data.train, 200)))
+
+
+def test_a_mixture_of_streams_keeps_sources_apart(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 41)
+    names = tuple(str(tmp_path / f"{name}.txt") for name in "ab")
+    data = two_sources(tmp_path, files=names, weights=(3.0, 1.0), packing=None)
+    rows = [set(row) for batch in islice(data.train, 10) for row in batch.tokens.tolist()]
+    assert all(len(row - {0}) == 1 for row in rows)
+    assert sum(ord("a") in row for row in rows) == 15

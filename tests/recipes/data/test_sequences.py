@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.data.loader import (
     Batch,
     BatchShape,
     Data,
-    DataConfig,
     Sequences,
     TokenLoader,
     best_fit,
@@ -261,7 +261,7 @@ def test_notes_count_truncated_and_skipped_documents(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines + ['{"prompt": "", "completion": "a"}'] * 8))
     notes = open_lines(tmp_path, seq_len=4, skip_malformed=True).notes
-    assert notes[0].startswith("data.files: skipped 1 malformed lines; the first: ")
+    assert notes[0].startswith("data.files: skipped 1 malformed rows; the first: ")
     assert notes[1].endswith(
         "2 longer ones truncated; 1 skipped, since none of their tokens counts in the loss"
     )

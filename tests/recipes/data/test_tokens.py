@@ -86,7 +86,7 @@ def test_a_prompt_has_the_tokens_that_it_has_on_its_own(tmp_path: Path) -> None:
 
 def test_a_malformed_line_is_named_with_its_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "good"}, "\n", "nonsense\n")
-    with pytest.raises(DataError, match=r"not JSON.*; data\.skip_malformed=true skips such lines") as error:
+    with pytest.raises(DataError, match=r"not JSON.*; data\.skip_malformed=true skips such rows") as error:
         read(path)
     assert str(error.value).startswith(f"{path}:3: ")
 

@@ -1,0 +1,175 @@
+"""Entries of ``data.files`` and ``data.eval_files``: the settings of data, and the tokens of each entry."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.core.config import Config, SettingError, Valid, option, setting
+from infinity.recipes.data.formats import COLUMNS, SUPERVISED, Reading
+from infinity.recipes.data.sources import find_files
+from infinity.recipes.data.tokenizer import DataError, open_tokenizer
+from infinity.recipes.data.tokens import Tokens, open_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Config):
+    """Files, tokenizer, and how documents are laid out as sequences."""
+
+    files: tuple[str, ...] = option(
+        ("stdlib",),
+        "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow; others are text), globs, directories, or data "
+        "sets that save_to_disk wrote; stdlib: the sources of Python's standard library",
+        path=True,
+    )
+    weights: tuple[float, ...] = setting(
+        (),
+        "share of each entry of data.files in every epoch; empty: as much as each has",
+        Valid(above=0, most=10**6),
+    )
+    fields: Mapping[str, str] | None = setting(
+        None, "other names that columns have in the data, as in {prompt: question, completion: answer}"
+    )
+    format: Literal["auto", "messages", "sharegpt", "preference", "prompt-completion", "alpaca", "text"] = (
+        setting("auto", "format of rows; auto: the one that their columns say")
+    )
+    eval_files: tuple[str, ...] = option(
+        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
+    )
+    eval_fraction: float = setting(
+        0.01, "fraction at the end of the data that is held out", Valid(least=0, below=1)
+    )
+    tokenizer: str | None = option(
+        None,
+        "bytes, a tokenizer.json, or a Hugging Face directory; null: that of model.path, else bytes",
+        path=True,
+    )
+    packing: bool | None = setting(
+        None,
+        "true: several whole documents per sequence, attending only to themselves; false: one per sequence; "
+        "null: text as one stream, prompts and chats as true",
+    )
+    skip_malformed: bool = setting(False, "count and skip malformed rows")
+    cache: str = option("runs/tokens", "directory in which tokens are cached between runs", path=True)
+    shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
+    seed: int = setting(0, "seed of the shuffling", Valid(0, 2**63 - 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.files or not all(self.files):
+            raise SettingError("files", self.files, "at least one path, glob or 'stdlib'")
+        if self.weights and len(self.weights) != len(self.files):
+            wanted = f"one for each entry of data.files, which has {len(self.files)}"
+            raise SettingError("weights", self.weights, wanted)
+        if unknown := next((name for name in self.fields or () if name not in COLUMNS), None):
+            near = difflib.get_close_matches(unknown, COLUMNS, n=1)
+            wanted = f"the name of a column that a format has: {', '.join(COLUMNS)}"
+            raise SettingError("fields", unknown, wanted + (f"; did you mean {near[0]}?" if near else ""))
+        if self.tokenizer == "":
+            raise SettingError("tokenizer", self.tokenizer, "bytes, a path, or null")
+
+    def reading(self, accepted: Sequence[str] = SUPERVISED) -> Reading:
+        """Return how rows are read, of those formats that are ``accepted``."""
+        if self.format == "auto":
+            return Reading(tuple(accepted), self.fields or {})
+        if self.format not in accepted:
+            raise SettingError("data.format", self.format, f"auto or one of {', '.join(accepted)}")
+        return Reading((self.format,), self.fields or {})
+
+
+class Part(NamedTuple):
+    """Tokens ``begin`` to ``end`` (exclusive) and documents of one source, or of several together."""
+
+    name: str  # for messages: the recipe's key and entries
+    begin: int
+    end: int
+    documents: NDArray[np.int64]
+    malformed: int = 0  # rows that were skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Tokens of the entries of ``data.files`` or ``data.eval_files``, and the part of each entry."""
+
+    key: str
+    tokens: Tokens
+    parts: list[Part]
+
+    @property
+    def whole(self) -> Part:
+        names = ", ".join(part.name for part in self.parts)
+        return Part(f"{self.key} ({names})", 0, len(self.tokens.values), self.tokens.documents)
+
+    def notes(self, *, mixed: bool) -> Iterator[str]:
+        """Yield a line about rows that were skipped; DataError: all of them, or of an entry to be mixed."""
+        number, first = self.tokens.malformed
+        why = f"{number:,} rows are malformed; the first: {first}" if number else "it is empty"
+        for part in self.parts if mixed else [self.whole]:
+            if not len(part.documents):
+                raise DataError(f"{part.name}: nothing is left to train on: {why}")
+        if number:
+            yield f"{self.key}: skipped {number:,} malformed rows; the first: {first}"
+
+
+def open_sources(
+    config: DataConfig,
+    vocab_size: int,
+    model_path: str | None,
+    log: Callable[[str], object] = lambda line: None,
+) -> tuple[Sources, Sources | None]:
+    """Tokenize training data and held-out files, each if it is not cached.
+
+    Arguments are those of ``open_data``.
+    """
+    tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
+    if model_path is None and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size={tokenizer.vocab_size}"
+        )
+    seen = set[Path]()
+
+    def opened(key: str, names: Sequence[str]) -> Sources:
+        files, ends = list[Path](), list[int]()
+        for name in names:
+            found = [path for path in find_files([name], key=key) if path not in seen]
+            files += found
+            seen.update(found)
+            ends.append(len(files))
+        tokens = open_tokens(
+            files, tokenizer, Path(config.cache), reading=config.reading(),
+            skip_malformed=config.skip_malformed, log=log,
+        )  # fmt: skip
+        return Sources(key, tokens, parts_of(tokens, names, ends))
+
+    held_out = opened("data.eval_files", config.eval_files) if config.eval_files else None
+    train = opened("data.files", config.files)
+    if not len(train.tokens.sources):
+        raise DataError(
+            f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
+            "is left to train on; name others, or hold a part of them out with data.eval_fraction"
+        )
+    largest = max(train.tokens.largest, -1 if held_out is None else held_out.tokens.largest)
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data contains the token {largest}; the model in {model_path} has {vocab_size} tokens; "
+            "data.tokenizer=null selects the model's own tokenizer"
+        )
+    return train, held_out
+
+
+def parts_of(tokens: Tokens, names: Sequence[str], ends: Sequence[int]) -> list[Part]:
+    """Return the part of each entry, whose sources end before ``ends``."""
+    found, first = [], 0
+    for name, end in zip(names, ends):
+        before = tokens.sources[first - 1] if first else np.zeros(3, np.int64)
+        last = tokens.sources[end - 1] if end > first else before
+        documents = tokens.documents[before[0] : last[0]]
+        malformed = int(tokens.sources[first:end, 2].sum())
+        found.append(Part(name, int(before[1]), int(last[1]), documents, malformed))
+        first = end
+    return found

@@ -1,0 +1,319 @@
+"""Training data on disk: files found by their names, and their text or rows, a piece at a time.
+
+Rows come from files by their suffix (``READERS``) and from directories that ``Dataset.save_to_disk`` wrote.
+Other files are text. Memory does not grow with a file, but for a JSON array.
+"""
+
+import csv
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.core.errors import library_errors
+from infinity.core.files import open_regular, read_file, user_path
+from infinity.core.nbytes import format_nbytes
+from infinity.recipes.data.formats import Reading, Record, parse_json
+from infinity.recipes.data.tokenizer import DataError, MalformedError
+
+#: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
+PIECE_CHARS = 1 << 20
+#: The longest line of JSONL that is read (bytes), and the largest JSON array.
+_MOST_LINE_NBYTES, _MOST_JSON_NBYTES = 1 << 26, 1 << 30
+#: Rows of Parquet and Arrow that memory holds at one time.
+_BATCH_ROWS = 256
+#: Directories left out of ``stdlib``, so that it is nearly the same on every machine.
+_STDLIB_EXCEPT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+_ENDS = ("\n", "\r")  # of a line
+#: Files that describe a saved data set, the last one several.
+_ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
+#: Parts of names of files that are not for training, where others are.
+_TRAIN, _HELD_OUT = {"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval"}
+
+
+class Row(NamedTuple):
+    """A row in its standard form, or why it has none; ``where`` is its place, for messages."""
+
+    where: str
+    record: Record | MalformedError
+
+
+def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
+    """Find the sources of paths, globs (with ``**``), directories or ``stdlib``, each once.
+
+    They are in the order of names, sorted within one. Errors name the recipe's ``key``.
+    """
+    found: dict[Path, None] = {}
+    for name in names:
+        path = user_path(name, key)
+        try:
+            files = [path.resolve() for path in _matches(name, path)]
+        except (OSError, ValueError, RuntimeError) as error:  # patterns, links to themselves
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
+        if not files:
+            raise DataError(f"{key}: {name!r} matches no file in {Path.cwd()}; {_hint(name)}")
+        if path.is_dir() and (parts := _parts(files)):
+            raise DataError(f"{key}: {name!r} has files of {parts}: give those to train on, as {name}/train*")
+        found.update(dict.fromkeys(files))
+    return tuple(found)
+
+
+def _hint(name: str) -> str:
+    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        return (
+            f"nothing is downloaded: of a data set of the hub, run hf download --repo-type dataset {name} "
+            f"--local-dir DIR, and give DIR"
+        )
+    return "give a path, glob or 'stdlib'"
+
+
+def _parts(files: Sequence[Path]) -> str:
+    """Say which files are not for training, if there are those that are; empty: all are alike."""
+    words = [{*file.stem.lower().replace("_", "-").replace(".", "-").split("-")} for file in files]
+    if not any(each & _TRAIN for each in words):
+        return ""
+    others = [file.name for file, each in zip(files, words) if each & _HELD_OUT]
+    return f"train and {others[0]}" if others else ""
+
+
+def _matches(name: str, path: Path) -> list[Path]:
+    if name == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = (each for each in root.rglob("*.py") if not _STDLIB_EXCEPT & {*each.relative_to(root).parts})
+        return sorted(found)
+    if (path / _ABOUT[2]).is_file():  # of a DatasetDict
+        if not is_saved(path / "train"):
+            raise ValueError(f"a saved data set without a part 'train': give one of {path}/*")
+        return [path / "train"]
+    if is_saved(path):
+        return [path]
+    if path.is_dir():
+        # what else is JSON in a directory describes the data
+        suffixes = {".txt", *READERS} - {".json"}
+        found = (each for each in path.rglob("*") if each.suffix in suffixes)
+        return sorted(each for each in found if each.is_file())
+    if path.exists():
+        return [path]  # a pipe or device is refused when it is opened
+    # A directory that is there may have brackets in its name.
+    base = next((parent for parent in path.parents if parent.is_dir()), Path(path.anchor))
+    given = base.glob(str(path.relative_to(base)))
+    return sorted(each for each in given if is_saved(each) or (each.is_file() and each.name not in _ABOUT))
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether ``Dataset.save_to_disk`` wrote a directory."""
+    return all((path / name).is_file() for name in _ABOUT[:2])
+
+
+def files_of(source: Path) -> list[Path]:
+    """Return the files of a source: itself, or those of a saved data set."""
+    return sorted(source.iterdir()) if source.is_dir() else [source]
+
+
+def has_rows(source: Path) -> bool:
+    """Return whether a source has rows; else it is text."""
+    return source.suffix in READERS or source.is_dir()
+
+
+def rows(source: Path, reading: Reading) -> Iterator[Row]:
+    """Yield the rows of a source in order, each in its standard form or with the reason that it has none.
+
+    DataError: the source cannot be read, or no row can have one of the formats.
+    """
+    read = READERS.get(source.suffix, _saved)
+    for where, row in read(source, reading):
+        try:
+            if isinstance(row, MalformedError):
+                raise row
+            yield Row(where, reading.standard(row))
+        except MalformedError as error:
+            yield Row(where, error)
+
+
+_Rows = Iterator[tuple[str, Record | MalformedError]]
+
+
+def _json_lines(path: Path, reading: Reading) -> _Rows:
+    for number, line in read_lines(path):
+        try:
+            yield f"{path}:{number}", load_object(line)
+        except MalformedError as error:
+            yield f"{path}:{number}", error
+
+
+def _json(path: Path, reading: Reading) -> _Rows:
+    """Yield the objects of a JSON array; many files of this name are JSONL."""
+    with readable(path), open(open_regular(path), "rb") as file:
+        is_array = file.read(2**16).lstrip()[:1] == b"["
+    if not is_array:
+        yield from _json_lines(path, reading)
+        return
+    with readable(path):
+        content = read_file(path, _MOST_JSON_NBYTES)
+    try:
+        values = parse_json(content)
+    except MalformedError as error:
+        raise DataError(f"{path}: {error}") from error
+    for number, value in enumerate(values, start=1):
+        is_object = isinstance(value, dict)
+        yield f"{path}: item {number}", value if is_object else _no_object(value)
+
+
+def _csv(path: Path, reading: Reading) -> _Rows:
+    """Yield the rows of CSV (or TSV) with a header; all values are text."""
+    csv.field_size_limit(_MOST_LINE_NBYTES)
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with readable(path), open(open_regular(path), encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            where = f"{path}:{lines.line_num + 1}"
+            try:
+                cells = next(lines, None)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8 text: {error.reason}") from error
+            except csv.Error as error:
+                yield where, MalformedError(f"not CSV: {error}")
+                continue
+            if cells is None:
+                return
+            if header is None:
+                header = cells
+                _check_columns(header, path, reading)
+            elif len(cells) == len(header):
+                yield where, dict(zip(header, cells))
+            elif cells:  # else the line is blank
+                yield where, MalformedError(f"wanted {len(header)} cells, as in the header; got {len(cells)}")
+
+
+def _parquet(path: Path, reading: Reading) -> _Rows:
+    _library(path)
+    from pyarrow import parquet
+
+    with _of_arrow(path, "Parquet") as file:
+        table = parquet.ParquetFile(file)
+        columns = _check_columns(table.schema_arrow.names, path, reading)
+        yield from _numbered(path, table.iter_batches(_BATCH_ROWS, columns=columns))
+
+
+def _arrow(path: Path, reading: Reading) -> _Rows:
+    _library(path)
+    from pyarrow import ArrowInvalid, ipc
+
+    with _of_arrow(path, "Arrow") as file:
+        try:
+            stream = ipc.open_stream(file)
+            batches: Iterator[Any] = iter(stream)
+        except ArrowInvalid:
+            file.seek(0)
+            stream = ipc.open_file(file)
+            batches = map(stream.get_batch, range(stream.num_record_batches))
+        columns = _check_columns(stream.schema.names, path, reading)
+        yield from _numbered(path, (batch.select(columns) for batch in batches))
+
+
+def _saved(path: Path, reading: Reading) -> _Rows:
+    datasets = _library(path)
+    with library_errors(DataError, f"{path}: datasets cannot load what save_to_disk wrote there"):
+        saved = datasets.load_from_disk(str(path)).with_format("arrow")
+    columns = _check_columns(saved.column_names, path, reading)
+    yield from _numbered(path, saved.select_columns(columns).iter(_BATCH_ROWS))
+
+
+#: How rows are read, by the suffix of their file.
+READERS: dict[str, Callable[[Path, Reading], _Rows]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow,
+}  # fmt: skip
+
+
+def _library(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path}: reading it needs datasets: pip install 'infinity-offload[data]' (or datasets)"
+        ) from error
+    return datasets
+
+
+@contextmanager
+def _of_arrow(path: Path, kind: str) -> Iterator[Any]:
+    """Open a file, whose damage is a DataError."""
+    damaged = library_errors(DataError, f"{path}: cannot be read as {kind}")
+    with readable(path), open(open_regular(path), "rb") as file, damaged:
+        yield file
+
+
+def _check_columns(columns: Sequence[str], path: Path, reading: Reading) -> list[str]:
+    """Return those of a table's columns that formats read; DataError: they have none of the formats."""
+    try:
+        reading.check(columns)
+    except MalformedError as error:
+        raise DataError(f"{path}: {error}") from error
+    return [name for name in columns if reading.is_read(name)]
+
+
+def _numbered(path: Path, batches: Iterator[Any]) -> _Rows:
+    """Yield the rows of batches; a null is a field that a row does not have."""
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}: row {number}", {name: each for name, each in row.items() if each is not None}
+
+
+def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield pieces of whole lines, or of words of longer ones, and whether each is the last."""
+    lines: list[str] = []
+    size = number = 0
+    with readable(path), open(open_regular(path), encoding="utf-8", newline="") as file:
+        try:
+            while line := file.readline(PIECE_CHARS):
+                if size >= PIECE_CHARS:
+                    text = "".join(lines)
+                    end = len(text) if text.endswith(_ENDS) else max(text.rfind(" "), 0) or len(text)
+                    yield text[:end], False
+                    lines, size = [text[end:]], len(text) - end
+                number += line.endswith(_ENDS)
+                lines.append(line)
+                size += len(line)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text, after line {number}: {error.reason}") from error
+    if lines:
+        yield "".join(lines), True
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of ``path`` that are not blank, each after its number (from 1)."""
+    with readable(path), open(open_regular(path), "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
+            if len(line) > _MOST_LINE_NBYTES:
+                raise DataError(
+                    f"{path}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; wanted a "
+                    "document per line: cut this one into several"
+                )
+            if not line.isspace():
+                yield number, line
+
+
+def load_object(line: bytes) -> Record:
+    """Parse a line of JSONL; MalformedError: it is no object."""
+    value = parse_json(line)
+    if not isinstance(value, dict):
+        raise _no_object(value)
+    return value
+
+
+def _no_object(value: Any) -> MalformedError:
+    return MalformedError(f"wanted an object; got {'null' if value is None else type(value).__name__}")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise errors of the file system as a DataError with the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
