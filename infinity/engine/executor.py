@@ -237,8 +237,11 @@ class StepExecutor:
         room = self.prefetcher.room
         return room.stored.get(tile.index, 0) / max(1, room.part_nbytes)
 
-    def rooms_between_blocks(self) -> Rooms:
-        """Return the room for what blocks return in a layer schedule, while units have their budgets."""
+    def rooms_between_blocks(self, *, together: bool) -> Rooms:
+        """Return the room for what blocks return in a layer schedule, while units have their budgets.
+
+        ``together``: blocks take all micro-batches at once.
+        """
         stores, policy = self.activations.cache.stores, self.tiers.storage.memory.activations
         device, host_pool = self.ranks.device, self.tiers.storage.host_pool
         pools = list[Pool](self.device_pools)
@@ -250,7 +253,7 @@ class StepExecutor:
         host = host_pool.capacity_nbytes - host_pool.peak_nbytes if Place.HOST in stores else 0
         if self.activations.policy == "plan":
             policy = "plan"
-        return Rooms.within(policy, free, host, nvme=Place.NVME in stores)
+        return Rooms.within(policy, free, host, nvme=Place.NVME in stores, together=together)
 
     def _begin_forward(self) -> None:
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate

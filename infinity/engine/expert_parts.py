@@ -9,6 +9,11 @@ A part gets the rows of its experts in the order of these, each with one expert 
 are multiplied by their weights, put in order and added: what transformers' grouped experts do. So the results
 are theirs to the bit, in any parts.
 
+[Note: rows of one part]
+Each token has ``top_k`` rows, and a step has those of all micro-batches. So a part takes its rows when it
+runs, and puts its results where they are added. Of all rows at once only those results exist, and in backward
+gradients of what was taken. Autograd sees tickets in their place, one element without meaning.
+
 [Note: what is saved before]
 A recomputation under ``torch.utils.checkpoint`` ends when it has all tensors that autograd saved. What parts
 are made of is saved before the first of them runs, and they save nothing beside that. So if what uses their
@@ -32,8 +37,8 @@ from infinity.partition.unit import Unit
 
 #: The share of the room for tiles of one part that a tile takes.
 Share = Callable[[Unit], float]
-#: Reads what all rows have in common, beside the parts.
-_SUM = -1
+#: Reads what parts are made of when the gradients of all have been taken.
+_LAST = -1
 
 
 class Part(NamedTuple):
@@ -73,22 +78,29 @@ class PartsOfExperts:
     def __init__(
         self, experts: nn.Module, share: Share, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> None:
-        self._experts, self._top_k, self._dtype = experts, index.shape[1], hidden.dtype
-        chosen, self._order = index.reshape(-1).sort(stable=True)
-        scales, rows = weights.reshape(-1)[self._order], hidden[self._order // self._top_k]
-        self._parts = _parts(experts, chosen, share)
-        self._kept = _Kept((hidden, chosen, self._order, scales), [_SUM, *range(len(self._parts))])
-        cuts = [slice(part.begin, part.end) for part in self._parts]
-        self._given = [[(rows[cut], chosen[cut], scales[cut])] for cut in cuts]
+        self._experts, self._hidden, self._top_k = experts, hidden, index.shape[1]
+        self._chosen, self._order = index.reshape(-1).sort(stable=True)
+        self._scales = weights.reshape(-1)[self._order]
+        self._parts = _parts(experts, self._chosen, share)
+        tensors = hidden, self._chosen, self._order, self._scales
+        self._kept = _Kept(tensors, len(self._parts))
 
     def __call__(self) -> Tensor:
-        tiled, results = tiles(self._experts), []
-        for number, given in enumerate(self._given):
+        hidden, tiled, tickets = self._hidden, tiles(self._experts), list[Tensor]()
+        rows = _Rows(self._kept, self._parts, self._top_k)
+        taken = _Hand.apply(hidden, rows)  # type: ignore[no-untyped-call]
+        scales = torch.split(self._scales, [part.end - part.begin for part in self._parts])
+        for number, part in enumerate(self._parts):
+            order = self._order[part.begin : part.end]
+            own = _Take.apply(taken, hidden.detach(), order, rows, number)  # type: ignore[no-untyped-call]
+            given = [(own, self._chosen[part.begin : part.end], scales[number])]
+            del own
             call = partial(_run, self._experts, self._kept, self._parts, number, given, tiled)
-            results.append(recomputed(call))
-        rows = torch.cat(results)
-        added: Tensor = _Added.apply(rows, self._order, self._kept, self._top_k)  # type: ignore[no-untyped-call]
-        return added.to(self._dtype)
+            result = recomputed(call)
+            tickets.append(_Put.apply(result, order, rows, number))  # type: ignore[no-untyped-call]
+            del result
+        added: Tensor = _Added.apply(rows, *tickets)  # type: ignore[no-untyped-call]
+        return added.to(hidden.dtype)
 
 
 def packed(module: nn.Module) -> list[nn.Parameter]:
@@ -160,14 +172,16 @@ def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
 class _Kept:
     """Holds what parts are made of as autograd holds what it saves: under checkpoint not before backward.
 
-    ``readers`` ask for it, each once in a backward pass.
+    Readers ask for it, each once in a backward pass: each of ``parts`` for its gradient and then its rows,
+    and at last the first tensor's gradient, if that needs one.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], readers: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], parts: int) -> None:
         pack, self._unpack = saving_hooks()
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
         self._packed = [pack(tensor.detach()) for tensor in tensors]
-        self._readers = frozenset(readers)
+        last = [_LAST] * self._needs_grad[0]
+        self._readers = frozenset([*last, *range(2 * parts)])
         self._left: set[int] = set()  # who has not read
         self._values: list[Tensor] = []  # while some have
 
@@ -182,7 +196,7 @@ class _Kept:
 
     def rows(self, number: int, part: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, experts and weights of a part, leaves of a graph of its own."""
-        hidden, chosen, order, scales = self.read(number)
+        hidden, chosen, order, scales = self.read(2 * number)
         top_k, here = len(order) // len(hidden), slice(part.begin, part.end)
         with torch.no_grad():
             rows, scale = hidden[order[here] // top_k], scales[here].clone()
@@ -193,18 +207,85 @@ class _Kept:
         )
 
 
-class _Added(Function):
-    """Puts rows back in the order before they were sorted, and adds those of each token."""
+class _Rows:
+    """Holds what is added of all rows, and in backward the gradients; see [Note: rows of one part]."""
+
+    def __init__(self, kept: _Kept, parts: Sequence[Part], top_k: int) -> None:
+        self.kept, self.parts, self.top_k = kept, parts, top_k
+        self.results: Tensor | None = None  # of all rows, in the order before they were sorted
+        self.grads: Tensor | None = None  # of tokens' sums of them
+        self.taken: Tensor | None = None  # gradients of rows
+
+
+class _Hand(Function):
+    """Gives autograd a ticket for the rows of all parts; backward adds their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, kept: _Kept, top_k: int) -> Tensor:
-        ctx.kept, ctx.top_k = kept, top_k
-        sorted_back = torch.empty_like(rows)
-        sorted_back[order] = rows
-        return sorted_back.view(-1, top_k, rows.shape[-1]).sum(1)
+    def forward(ctx: Any, hidden: Tensor, rows: _Rows) -> Tensor:
+        ctx.rows = rows
+        return hidden.new_empty(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        order = ctx.kept.read(_SUM)[2]
-        return grad[order // ctx.top_k], None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        rows, (hidden, _, order, _) = ctx.rows, ctx.rows.kept.read(_LAST)
+        taken, rows.taken = rows.taken, None
+        grad = torch.zeros_like(hidden)
+        return grad.index_put_((order // rows.top_k,), taken, accumulate=True), None
+
+
+class _Take(Function):
+    """Takes a part's rows, and in backward puts their gradients beside those of other parts."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, hidden: Tensor, order: Tensor, rows: _Rows, number: int) -> Tensor:
+        ctx.rows, ctx.number = rows, number
+        return hidden[order // rows.top_k]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows, part = ctx.rows, ctx.rows.parts[ctx.number]
+        if rows.taken is None:
+            rows.taken = grad.new_empty(rows.parts[-1].end, grad.shape[-1])
+        rows.taken[part.begin : part.end] = grad
+        return grad.new_zeros(()), None, None, None, None
+
+
+class _Put(Function):
+    """Puts what a part computed in the order before rows were sorted; backward gives it its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, order: Tensor, rows: _Rows, number: int) -> Tensor:
+        ctx.rows, ctx.number = rows, number
+        if not number or rows.results is None:
+            rows.results = result.new_empty(rows.parts[-1].end, result.shape[-1])
+        rows.results[order] = result
+        return result.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, part = ctx.rows, ctx.rows.parts[ctx.number]
+        order = rows.kept.read(2 * ctx.number + 1)[2]
+        grad = rows.grads[order[part.begin : part.end] // rows.top_k]
+        if not ctx.number:  # backward comes to it last
+            rows.grads = None
+        return grad, None, None, None
+
+
+class _Added(Function):
+    """Adds the rows of each token, for tickets of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: _Rows, *tickets: Tensor) -> Tensor:
+        ctx.rows, ctx.count = rows, len(tickets)
+        results, rows.results = rows.results, None
+        assert results is not None
+        return results.view(-1, rows.top_k, results.shape[-1]).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.rows.grads = grad
+        return None, *[grad.new_zeros(()) for _ in range(ctx.count)]

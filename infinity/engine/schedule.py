@@ -106,7 +106,7 @@ class LayerSchedule:
 
     def __init__(
         self, model: nn.Module, micro_batches: int, loss: Loss | None = None,
-        cache: TensorCache | None = None, rooms: Callable[[], Rooms] = lambda: Rooms(None),
+        cache: TensorCache | None = None, rooms: Callable[..., Rooms] = lambda together: Rooms(None),
         share: Share = lambda unit: 0.0, *, turns: Sequence[str | None] = (),
         within: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
@@ -119,13 +119,14 @@ class LayerSchedule:
         self.blocks = Blocks.of(model)
         if cache is None:
             cache = TensorCache(next(model.parameters()).device, {}, lambda wait: wait())
-        self.passing = Passing(cache, len(self.blocks.modules), micro_batches, rooms)
         self.loss = loss or partial(_loss_of, model)
         self.calls = Calls(model, set(self.blocks.modules))
         #: Blocks with experts, which take all slices together.
         self.expert_blocks = {
             block: run for block in self.blocks.modules if (run := ExpertBlock.of(block, share))
         }
+        room = partial(rooms, together=bool(self.expert_blocks))
+        self.passing = Passing(cache, len(self.blocks.modules), micro_batches, room)
 
     def held(self, units: UnitIndex) -> tuple[list[set[int]], list[set[int]], str]:
         """Return each block's units, those of its tiles that each micro-batch uses, and what blocks are."""

@@ -26,15 +26,18 @@ class Rooms:
     nvme: bool = False  # has room for the rest
 
     @classmethod
-    def within(cls, activations: str | None, device: int, host: int, *, nvme: bool) -> "Rooms":
+    def within(
+        cls, activations: str | None, device: int, host: int, *, nvme: bool, together: bool
+    ) -> "Rooms":
         """Return the rooms where so many bytes are free, under a policy for ``activations``.
 
-        Half of what is free, beside which a micro-batch has the rest. Nothing leaves under the policies keep
-        and plan, and all under offload.
+        Half of what is free, beside which a micro-batch has the rest; of the device a quarter, if blocks take
+        all micro-batches ``together``. Nothing leaves under the policies keep and plan, all under offload.
         """
         if activations in ("keep", "plan"):
             return cls(None)
-        return cls(0 if activations == "offload" else max(0, device) // 2, max(0, host) // 2, nvme)
+        share = 4 if together else 2
+        return cls(0 if activations == "offload" else max(0, device) // share, max(0, host) // 2, nvme)
 
 
 @dataclass(frozen=True, slots=True)

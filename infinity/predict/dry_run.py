@@ -438,7 +438,8 @@ class DryRun(Layout):
             chunks = STAGED_CHUNKS * storage.chunk_nbytes if memory.nvme else 0
             residents = sum(unit.resident_nbytes for unit in self.placed if not unit.on_nvme)
             free = self.host_nbytes - host.gradients - host.weights - host.staging - residents - chunks
-        return Rooms.within(memory.activations, device, free, nvme=bool(memory.nvme))
+        together = self.model.has_experts
+        return Rooms.within(memory.activations, device, free, nvme=bool(memory.nvme), together=together)
 
     def _auto_logits(self) -> Mode | None:
         """Return how memory lets logits be computed; None: the recipe says it, or there is no head."""

@@ -43,7 +43,7 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def give(monkeypatch: pytest.MonkeyPatch, micro_batches: int | None) -> None:
     """Let so many micro-batches of what blocks return stay, beside those on their way."""
     room = None if micro_batches is None else (micro_batches + ON_THEIR_WAY) * NBYTES
-    monkeypatch.setattr(StepExecutor, "rooms_between_blocks", lambda self: Rooms(room, 0, True))
+    monkeypatch.setattr(StepExecutor, "rooms_between_blocks", lambda self, together: Rooms(room, 0, True))
 
 
 @contextlib.contextmanager

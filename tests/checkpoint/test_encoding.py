@@ -198,7 +198,9 @@ def trained(matrix: Matrix, size: float) -> Tensor:
     """Values of this size with zeros of both signs among them, or small changes of those that there are."""
     values = matrix.values
     new = values * (1 + torch.randn(values.shape) / 100) if not size else torch.randn(values.shape) * size
+    new = new.contiguous()
     new.view(-1)[torch.rand(new.numel()) < 0.1] = 0.0
+    new = new.contiguous()
     new.view(-1)[torch.rand(new.numel()) < 0.1] = -0.0
     return new
 

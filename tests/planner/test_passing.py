@@ -70,3 +70,10 @@ def test_what_waits_for_the_next_block_stays_before_what_waits_for_backward() ->
     assert {more.gradient(index) for index in range(4)} == {Place.KEEP}
     places = [more.value(number) for number in range(12)]
     assert places == [*[Place.NVME] * 7, *[Place.HOST] * 3, *[Place.KEEP] * 2]  # backward asks from the end
+
+
+def test_beside_blocks_that_take_all_micro_batches_at_once_less_waits_on_the_device() -> None:
+    alone, together = (Rooms.within("auto", 800, 400, nvme=True, together=each) for each in (False, True))
+    assert (alone.device, together.device) == (400, 200)
+    assert alone.host == together.host == 200
+    assert Rooms.within("keep", 800, 400, nvme=True, together=True).device is None
