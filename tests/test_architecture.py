@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 537,
     "activations": 2447,
     "api": 4407,
-    "app": 1489,
+    "app": 1500,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
@@ -289,8 +289,8 @@ ROOM_BUDGETS = {
     "optim": 889,
     "partition": 2626,
     "planner": 2308,
-    "predict": 5305,
-    "recipes": 2867,
+    "predict": 5308,
+    "recipes": 2888,
     "shards": 3944,
 }
 

@@ -45,7 +45,7 @@ class Task:
         return infinity.adapter(model, self.name) if self.name else nullcontext()
 
     def lr_factor(self, step: int) -> float:
-        return lr_factor(step, self.recipe.optim, steps=self.recipe.train.steps)
+        return lr_factor(step, self.recipe.optim, steps=self.recipe.steps)
 
 
 class Loop:
@@ -77,7 +77,7 @@ class Loop:
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
-                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.train.steps,
+                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.steps,
                 agree=self._mean, say=views.log,
             )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
@@ -120,7 +120,7 @@ class Loop:
         if train.eval_first and self.step == 0:
             self._evaluate(0)
         first = self.step + 1
-        for step in range(first, train.steps + 1):
+        for step in range(first, self._recipe.steps + 1):
             self.step = step
             batches = [[*islice(task.data.train, train.accumulate)] for task in self.tasks]
             losses = [self._mean(loss) for loss in self._step(batches)]
@@ -128,7 +128,7 @@ class Loop:
             self._views.step(report)
             if step == first and self._scheduled is not None and (plan := self._scheduled.passing.plan):
                 self._views.log(plan.describe())
-            if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
+            if train.eval_every and (step % train.eval_every == 0 or step == self._recipe.steps):
                 self._evaluate(step)
             if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):
                 self._optimizer.report()  # excludes its time and bytes from the next step's report

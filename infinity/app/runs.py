@@ -91,7 +91,7 @@ def find_run(recipe: Recipe) -> Run:
         return Run(recipe, folder)
     if not is_interrupted(folder):
         before = load_recipe(folder / RECIPE)
-        if recipe.train.steps == before.train.steps and not changed_numbers(before, recipe):
+        if recipe.steps == before.steps and not changed_numbers(before, recipe):
             return Run(recipe, folder, before, ended=True)
         raise _finished(recipe, folder)
     if recipe.run.resume == "never":
@@ -102,9 +102,9 @@ def find_run(recipe: Recipe) -> Run:
     before = load_recipe(folder / RECIPE)
     if kept is None:
         return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
-    if recipe.train.steps < kept:
+    if recipe.steps < kept:
         raise RecipeError(
-            f"train.steps: got {recipe.train.steps}; wanted at least {kept}, the step at which {folder} was "
+            f"train.steps: got {recipe.steps}; wanted at least {kept}, the step at which {folder} was "
             "interrupted"
         )
     if changes := changed_numbers(before, recipe):
@@ -156,12 +156,12 @@ def _in_use(folder: Path) -> RecipeError:
 
 
 def _finished(recipe: Recipe, folder: Path) -> RecipeError:
-    steps, more = load_recipe(folder / RECIPE).train.steps, ""
-    if recipe.train.steps > steps:
+    steps, more = load_recipe(folder / RECIPE).steps, ""
+    if recipe.steps > steps:
         model, latest = folder / "model", folder / CHECKPOINTS_FOLDER / "latest"
         source = f": model.path={model}" if model.is_dir() else ", if it saved one (run.save)"
         more = (
-            f". Its files on the drives were removed then, so train.steps={recipe.train.steps} cannot go on "
+            f". Its files on the drives were removed then, so train.steps={recipe.steps} cannot go on "
             f"from there: begin a new run from its trained model{source}"
         )
         if latest.is_dir():
@@ -316,7 +316,7 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
     refused = isinstance(error, (RecipeError, BudgetError, StateError))  # so it would be again
     again = "run the same command again, or " if recipe.run.name and not refused else ""
     return (
-        f"step {step} of {recipe.train.steps} is kept ({size_of(directories)} in {_listed(directories)}). "
+        f"step {step} of {recipe.steps} is kept ({size_of(directories)} in {_listed(directories)}). "
         f"To go on: {again}infinity resume {shlex.quote(str(run.folder))}; to remove it: "
         f"{removal_of(run.folder)}"
     )
@@ -407,7 +407,7 @@ def _looked_at(folder: Path) -> ListedRun:
     state, directories, steps, step = state_of(folder), list[Path](), None, None
     with contextlib.suppress(RecipeError):  # another version's
         recipe = load_recipe(folder / RECIPE)
-        steps = recipe.train.steps
+        steps = recipe.steps
         if state != "finished":  # what is there then is another run's
             directories = drive_directories(recipe, folder.name)
         step = committed_step(recipe, folder.name) if state == "interrupted" else None

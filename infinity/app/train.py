@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,6 +59,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
+        recipe = _with_steps(recipe)
         run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
         if run.ended:
             _say_nothing_is_left(run)
@@ -108,10 +110,19 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     return summary
 
 
+def _with_steps(recipe: Recipe) -> Recipe:
+    """Return the recipe with the steps that ``train.epochs`` of its data are; all ranks call."""
+    if recipe.train.epochs is None:
+        return recipe
+    data = open_inputs(recipe, _sayer(recipe)).values()  # of several adapters, that of most counts
+    epoch = max(each.train.micro_batches_per_epoch for each in data) / recipe.train.accumulate
+    return with_values(recipe, {"train.steps": ceil(recipe.train.epochs * epoch), "train.epochs": None})
+
+
 def _open_display(run: runs.Run, recipe: Recipe, views: View, ranks: int) -> None:
     """Add the display that the recipe asks for to ``views``, and say what runs."""
     if recipe.observe.progress:
-        views.add(metrics.ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+        views.add(metrics.ProgressDisplay(recipe.steps, log_every=recipe.train.log_every))
     on = f"{ranks} rank{'s' if ranks > 1 else ''}; files in {run.folder}"
     views.log(f"{recipe.model.path or f'{recipe.model.numel:,} parameters'} on {on}")
     if run.choice is not None:
@@ -121,7 +132,7 @@ def _open_display(run: runs.Run, recipe: Recipe, views: View, ranks: int) -> Non
 def _say_nothing_is_left(run: runs.Run) -> None:
     if rank() == 0:
         _sayer(run.recipe)(
-            f"{run.folder} is finished after {run.recipe.train.steps} steps: nothing is left to do. To train "
+            f"{run.folder} is finished after {run.recipe.steps} steps: nothing is left to do. To train "
             "again give the run another name (run.name)"
         )
 
@@ -297,9 +308,9 @@ def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
         yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
     if before is not None:
         yield f"goes on after step {loop.step}, where the run was interrupted"
-        if before.train.steps != recipe.train.steps and recipe.optim.schedule != "constant":
+        if before.steps != recipe.steps and recipe.optim.schedule != "constant":
             yield (
-                f"train.steps was {before.train.steps}, is {recipe.train.steps}: from here on the learning "
+                f"train.steps was {before.steps}, is {recipe.steps}: from here on the learning "
                 f"rate follows optim.schedule={recipe.optim.schedule} over the new number of steps"
             )
         if loop.before.sequences != loop.division.sequences:
@@ -308,7 +319,7 @@ def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
                 f"a step takes {loop.division.sequences} sequences on {ranks}; it took "
                 f"{loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
             )
-    steps = recipe.train.steps
+    steps = recipe.steps
     for task in loop.tasks:
         whose, data = f"{task.name}: " if task.name else "", task.data
         yield from (f"{whose}{note}" for note in data.notes)

@@ -56,7 +56,7 @@ _ROOMY = 0.5
 #: How long a measured machine is used (s), and the share of the memory that must still be free.
 _MEASURED_S, _STILL_FREE = 7 * 86_400.0, 0.95
 #: Keys from which no choice follows, in sections from which it does.
-_IRRELEVANT = {"train.steps", "train.log_every"}
+_IRRELEVANT = {"train.steps", "train.epochs", "train.log_every"}
 
 
 class _TooLongError(Exception):
@@ -107,7 +107,7 @@ def is_worth_it(recipe: Recipe, device: torch.device) -> bool:
     moved = 2 * weights * (accumulate - 1)  # what is read again
     moved += activations * accumulate if activations > room else 0
     moved += states if of_device else 0  # without an accelerator they move in any order
-    return moved * recipe.train.steps > _PLAN_S * _SLOW_BYTES_PER_S
+    return moved * recipe.steps > _PLAN_S * _SLOW_BYTES_PER_S
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int, int] | None:

@@ -41,7 +41,7 @@ def show_recipe(
         on: A hardware file, or the name of a shipped one; None: this machine, which is measured.
         ranks: Ranks in all; None: one for each device, or as the launcher says.
         budget: ``memory.device``.
-        tokens: Tokens to train on, for time and energy; None: as many as ``train.steps`` take.
+        tokens: Tokens to train on, for time and energy; None: as ``train.steps`` says, if given.
         best: Find the fastest recipe that fits; see :func:`infinity.predict.best.find_best`.
         tokens_per_step: Its tokens of a step on all ranks; None: as many as the recipe has.
         output: A file that it is written to.
@@ -239,9 +239,12 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
     if run.passing is not None and run.passing.nbytes:
         yield run.passing.describe()
     nodes, devices, drives = run.machine.nodes, run.machine.devices, run.machine.drives
-    total = tokens or run.tokens * run.recipe.train.steps
+    steps = run.recipe.train.steps
+    total = tokens or run.tokens * (steps or 1)
     total_s = total / run.tokens_per_s
     line = f"{count(total)} tokens take {seconds(total_s)}"
+    if steps is None and not tokens:
+        line = f"a step of {line}; --tokens says what train.epochs={run.recipe.train.epochs:g} take"
     if watts := (devices.per_node * devices.watts + run.machine.host.watts) * nodes.count:
         line += f", {watts * total_s / 3.6e6:,.3g} kWh"
     if nodes.price_per_h is not None:

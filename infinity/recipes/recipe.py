@@ -79,7 +79,12 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """The training loop."""
 
-    steps: int = option(1000, "optimizer steps", Valid(1, 10**9))
+    steps: int | None = option(
+        None, "optimizer steps; null: as train.epochs says, or 1000 without it", Valid(1, 10**9)
+    )
+    epochs: float | None = option(
+        None, "times that the data is gone through, in place of train.steps", Valid(above=0, most=10**6)
+    )
     batch_size: int = option(8, "sequences per rank and micro-batch", Valid(1, 10**6))
     accumulate: int = option(1, "micro-batches per step", Valid(1, 10**6))
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
@@ -102,6 +107,14 @@ class TrainConfig(Config):
     )
     log_every: int = option(1, "steps between lines of progress", Valid(1, 10**9))
     threads: int | None = option(None, "compute threads per rank; null: cores / local ranks", Valid(1, 1024))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", 1000)
+        elif self.steps is not None and self.epochs is not None:
+            wanted = f"null, since train.steps={self.steps}: one of both (train.steps=null for epochs)"
+            raise SettingError("epochs", self.epochs, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +192,13 @@ class Recipe:
     def tasks(self) -> Mapping[str, "Recipe"]:
         """Return what is trained: the recipe of each adapter by its name, or of a run without names by ""."""
         return {name: self.alone(name) for name in self.adapters} or {"": self}
+
+    @property
+    def steps(self) -> int:
+        """Return ``train.steps``; RecipeError: they follow from ``train.epochs`` once the data is open."""
+        if self.train.steps is None:
+            raise RecipeError(f"train.epochs={self.train.epochs:g}: the data says how many steps those are")
+        return self.train.steps
 
     @property
     def micro_batches(self) -> int:

@@ -120,8 +120,19 @@ def test_a_key_that_recipes_had_is_refused_with_what_to_do(tmp_path: Path) -> No
 
 def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "lr: 3")).endswith("unknown key; did you mean optim.lr?")
-    assert refused(write(tmp_path, "num_epochs: 3")).endswith("unknown key; did you mean train.steps?")
+    assert refused(write(tmp_path, "num_epochs: 3")).endswith("unknown key; did you mean train.epochs?")
     assert refused(write(tmp_path, "base_model: DIR")).endswith("unknown key; did you mean model.path?")
+
+
+def test_a_run_is_as_long_as_its_steps_or_its_epochs(tmp_path: Path) -> None:
+    assert load_recipe().steps == load_recipe(overrides=["train.steps=null"]).steps == 1000
+    epochs = load_recipe(overrides=["train.epochs=2.5"])
+    assert (epochs.train.steps, epochs.train.epochs) == (None, 2.5)
+    assert load_recipe(write(tmp_path, epochs.to_yaml())) == epochs
+    with pytest.raises(RecipeError, match=r"train\.epochs=2\.5: the data says how many steps those are"):
+        _ = epochs.steps
+    said = refused(None, "train.epochs=2", "train.steps=10")
+    assert "train.epochs on the command line: got 2.0; wanted null, since train.steps=10: one of both" in said
 
 
 def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
@@ -134,10 +145,10 @@ def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
     ("override", "message"),
     [
         ("train.dtype=bf17", "got 'bf17'; wanted auto | bf16 | fp16 | fp32"),
-        ("train.steps=1.5", "got 1.5; wanted int, 1 to 1,000,000,000"),
-        ("train.steps=0", "got 0; wanted int, 1 to 1,000,000,000"),
-        ("train.steps=true", "got true; wanted int, 1 to 1,000,000,000"),
-        ("train.steps=null", "got null; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=1.5", "got 1.5; wanted int or null, 1 to 1,000,000,000"),
+        ("train.steps=0", "got 0; wanted int or null, 1 to 1,000,000,000"),
+        ("train.steps=true", "got true; wanted int or null, 1 to 1,000,000,000"),
+        ("train.epochs=0", "got 0; wanted float or null, > 0 and <= 1,000,000"),
         ("memory.resident=1", "got 1; wanted auto | true | false"),
         ("memory.versions=3", "got 3; wanted 1 | 2"),
         ("memory.versions=true", "got true; wanted 1 | 2"),
