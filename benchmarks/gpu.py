@@ -31,7 +31,8 @@ from worker import Job, Phase
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, rank_threads, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
-from infinity.optim.rules import ADAMW, measure_rates
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import measure_rates
 
 ROOT = Path(__file__).resolve().parents[1]
 #: bf16 without sparsity, by a part of the device's name (flop/s): what MFU is a share of.

@@ -28,7 +28,7 @@ from report import Claim, print_claims, print_table
 from worker import Job, Phase
 
 from infinity.device.machine import DTYPES, Dtype
-from infinity.optim.rules import ADAMW
+from infinity.optim.adamw import ADAMW
 
 SIZES = {shape.name: shape for shape in (llama.TINY, llama.MEDIUM, llama.LARGE)}
 
@@ -39,8 +39,8 @@ def bytes_per_parameter(dtype: Dtype) -> tuple[int, int]:
     They are the plan's numbers, which the limits use where the run itself reports none.
     """
     layout = ADAMW.layout(DTYPES[dtype])
-    weight, state = layout.weight_nbytes(1), layout.state_nbytes(1)
-    return 2 * weight + state, weight + state
+    weight, both = layout.weight_nbytes(1), round(layout.bytes_per_element)
+    return weight + both, both
 
 
 @dataclass(frozen=True, slots=True)

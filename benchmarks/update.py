@@ -26,7 +26,9 @@ import torch
 from report import Claim, print_table, write_json
 
 from infinity.core.nbytes import aligned
-from infinity.optim.rules import ADAMW, CHUNK_NUMEL, IDLE, HostRule, store_master
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import CHUNK_NUMEL, HostRule
+from infinity.optim.state import store_master
 from infinity.partition.unit import SHARD_QUANTUM
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,7 +39,7 @@ TARGETS = {"fused": 1.2, "copy": 0.9}
 def touched_nbytes(dtype: torch.dtype) -> int:
     """Bytes that the update of one element reads and writes: weight, state, gradient."""
     old_weight = 0 if dtype == torch.float16 else dtype.itemsize  # of which the state has the master
-    return 2 * ADAMW.layout(dtype).state_nbytes(1) + old_weight + 2 * dtype.itemsize
+    return 2 * round(ADAMW.layout(dtype).bytes_per_element) + old_weight
 
 
 class Ours:
@@ -50,7 +52,7 @@ class Ours:
         self.weight, self.out = torch.empty(2, numel, dtype=dtype)
         store_master(layout, torch.randn(numel), self.weight, self.state)
         self.grad = torch.randn(numel).to(dtype)
-        self.hyper = ADAMW.hyper({**IDLE, "lr": 1e-5, "weight_decay": 0.01}, step=10)
+        self.hyper = ADAMW.hyper({**ADAMW.idle, "lr": 1e-5, "weight_decay": 0.01}, step=10)
 
     def in_place(self) -> None:
         self.rule.update(self.weight, self.grad, self.state, self.weight, self.hyper)

@@ -282,16 +282,16 @@ ROOM_BUDGETS = {
     "comm": 843,
     "core": 2293,
     "device": 1063,
-    "engine": 3780,
+    "engine": 3781,
     "integrations": 686,
     "nvme": 1228,
     "observe": 798,
-    "optim": 889,
+    "optim": 1313,
     "partition": 2626,
     "planner": 2308,
     "predict": 5308,
     "recipes": 2888,
-    "shards": 3944,
+    "shards": 3958,
 }
 
 

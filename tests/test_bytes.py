@@ -16,7 +16,8 @@ import torch
 import infinity
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.optim.rules import ADAMW, prepare
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import prepare
 from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few

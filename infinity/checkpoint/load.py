@@ -60,7 +60,7 @@ from infinity.checkpoint.directory import (
 )
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
-from infinity.optim.rules import default_rule, store_master
+from infinity.optim.state import StateLayout, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -371,7 +371,7 @@ def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None
     if part.source.dtypes == {out.dtype}:
         part.source.fill(part.offset, out, view)
         return
-    layout, offset = default_rule().layout(out.dtype).only(exact=True), part.offset
+    layout, offset = StateLayout.of(out.dtype), part.offset
     for piece in torch.split(out, _PIECE_NUMEL):
         master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
         part.source.fill(offset, master, view)

@@ -29,7 +29,7 @@ from torch import Tensor
 from infinity.checkpoint import fused
 from infinity.checkpoint.directory import FileTensor, Latest, Stored, View
 from infinity.core.nbytes import Piece
-from infinity.optim.rules import split
+from infinity.optim.state import split
 
 #: Elements that are decoded at a time: what the caches of a CPU hold, and what keeps an accelerator busy.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22

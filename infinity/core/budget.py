@@ -96,19 +96,19 @@ class HostBudget:
     spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
 
 
-def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
+def chunk_numel(host_nbytes: int, share: int, itemsize: float, most: int, quantum: int = 2048) -> int:
     """Return a chunk's elements, at ``most``, so that :data:`STAGED_CHUNKS` of them fit the host budget.
 
     Staging may take one part in ``share`` of ``host_nbytes``, the host budget; ``itemsize`` is the bytes of
-    weight and state per element.
+    weight and state per element, of which ``quantum`` are whole blocks.
     """
-    quantum, staging_nbytes = 2048, host_nbytes // share
-    n = whole_pages(staging_nbytes // STAGED_CHUNKS) // itemsize // quantum * quantum
+    staging_nbytes, nbytes = host_nbytes // share, round(quantum * itemsize)
+    n = whole_pages(staging_nbytes // STAGED_CHUNKS) // nbytes * quantum
     if n == 0:
-        least = STAGED_CHUNKS * rounded(quantum * itemsize)
+        least = STAGED_CHUNKS * rounded(nbytes)
         raise BudgetError(
             f"memory.host is {format_nbytes(host_nbytes)}, which leaves {format_nbytes(staging_nbytes)} for "
-            f"staging; updates alone need {STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = "
+            f"staging; updates alone need {STAGED_CHUNKS} chunks of {format_nbytes(nbytes)} = "
             f"{format_nbytes(least)}. Raise memory.host to {format_nbytes(share * least)} "
             f"({share * least} bytes) or more",
             "memory.host",

@@ -30,7 +30,8 @@ from infinity.engine.gradients import GradientPath, Gradients, HostPools, check_
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import TimedRule, Timeline
-from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, clip_coefficient, measure_rates
+from infinity.optim.rule import Rule
+from infinity.optim.rules import DeviceRule, HostRule, PlacedRule, clip_coefficient, measure_rates
 from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -134,7 +135,7 @@ class StepExecutor:
             self.stack = stack.pop_all()  # refers to no module
 
     def _make_updates(
-        self, rules: Mapping[Tier, Rule], config: EngineConfig, clips: bool,
+        self, rules: Mapping[Tier, PlacedRule], config: EngineConfig, clips: bool,
         on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
         storage, timeline, pipeline, beside = self.tiers.storage, self.timeline, None, None
@@ -452,14 +453,14 @@ _FEEDING_THREADS = 2
 _CALLERS = 4
 
 
-def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
+def make_rules(rule: Rule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, PlacedRule]:
     """Return the update rule for each tier of home that units have; measures the drives."""
     # Units on NVMe are updated beside training.
     threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
     if ranks.on_accelerator:  # all are, on all cores but those that feed the accelerator
         threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
         callers = min(_CALLERS, threads[Tier.HOST])
-    rules: dict[Tier, Rule] = {
+    rules: dict[Tier, PlacedRule] = {
         Tier.HOST: HostRule(rule, dtype, threads=threads[Tier.HOST], callers=callers),
         Tier.NVME: HostRule(rule, dtype, threads=threads[Tier.NVME]),
     }
@@ -476,14 +477,14 @@ def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torc
             wanted = is_faster(cpu, device)
             if wanted and home is Tier.NVME:
                 speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
-                drive = sum(speeds) / (2 * there.layout.nbytes(1))  # read and written
+                drive = sum(speeds) / (2 * there.layout.bytes_per_element)  # read and written
                 wanted = is_faster(cpu, device, drive)
         if wanted:
             rules[home] = there
     return rules
 
 
-def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
+def device_nbytes(rules: Iterable[PlacedRule], ranks: Ranks) -> int:
     """Return the accelerator memory that rules take (bytes): the most of any rank."""
     if not ranks.on_accelerator:
         return 0

@@ -48,15 +48,18 @@ def array(tensor: Tensor) -> Array:
 
 def run(
     loop: Callable[..., object], tensors: Sequence[Tensor], threads: int, *numbers: object,
-    least: int = LEAST_NUMEL,
+    least: int = LEAST_NUMEL, pers: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Call ``loop(*arrays, *numbers)`` for slices of ``tensors``, all ``(n,)``, on several threads."""
-    arrays = [array(tensor) for tensor in tensors]
+    """Call ``loop(*arrays, *numbers)`` for slices of ``tensors`` on several threads.
+
+    They have a value for every element, ``(n,)``, or one for as many as ``pers`` says.
+    """
+    arrays = [*zip(map(array, tensors), pers or [1] * len(tensors), strict=True)]
 
     def call(begin: int, end: int) -> None:
-        loop(*(a[begin:end] for a in arrays), *numbers)
+        loop(*(a[begin // per : -(-end // per)] for a, per in arrays), *numbers)
 
-    in_slices(call, len(arrays[0]), threads, least=least)
+    in_slices(call, len(arrays[0][0]), threads, least=least)
 
 
 @functools.cache
@@ -73,6 +76,8 @@ class _Cache(FunctionCache):
     code.
     """
 
+    source = ""  # of which the function is made, besides its file
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with contextlib.suppress(Exception):
             target_context.refresh()
@@ -86,20 +91,24 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
 
     def _choose_file(self, sig: Any, codegen: Any) -> None:
-        digest = hashlib.sha256(repr(self._index_key(sig, codegen)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((self._index_key(sig, codegen), self.source)).encode()).hexdigest()
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = IndexDataCacheFile(
             self.cache_path, f"{self._impl.filename_base}-{digest[:16]}", stamp
         )
 
 
-def jit(function: F) -> F:
-    """Compile ``function`` for the types that it is called with; cached on disk where possible."""
+def jit(function: F, source: str = "") -> F:
+    """Compile ``function`` for the types that it is called with; cached on disk where possible.
+
+    ``source`` is what it is made of besides this file.
+    """
     jitted = numba.njit(function, nogil=True, error_model="numpy")
     with contextlib.suppress(Exception):  # no directory to write to: it is compiled in every process
         if not numba.config.CACHE_DIR:
             Path.home()  # raises where there is none: numba would make a directory named ~
         jitted._cache = _Cache(function)
+        jitted._cache.source = source
     return cast(F, jitted)
 
 
@@ -166,62 +175,6 @@ def join_all(weight: Array, remainder: Array, master: Array) -> None:
 def split_all(master: Array, weight: Array, remainder: Array) -> None:
     for i in range(master.size):
         weight[i], remainder[i] = split(master[i])
-
-
-@inlined
-def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale):
-    """Update one element with the numbers of :class:`infinity.optim.rules.AdamWRule`; all are float32."""
-    g = g * scale
-    m = m + toward * (g - m)
-    v = v * beta2 + fresh * (g * g)
-    p = p * decay - rate * (m / (np.sqrt(v) / correction + eps))
-    return p, m, v
-
-
-@numba.njit(inline="always")
-def _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
-    for i in range(weight.size):
-        p = join(weight[i], remainder[i])
-        p, exp_avg[i], exp_avg_sq[i] = adamw(p, exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
-        out[i], remainder[i] = split(p)
-
-
-@jit
-def adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper, in_place):
-    if in_place:
-        _adamw_bfloat16(weight, grad, weight, remainder, exp_avg, exp_avg_sq, hyper)
-    else:
-        _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper)
-
-
-@jit
-def adamw_float16(weight, grad, out, master, exp_avg, exp_avg_sq, hyper, in_place):
-    for i in range(master.size):
-        p, exp_avg[i], exp_avg_sq[i] = adamw(master[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
-        master[i], out[i] = p, rounded_as(out[i], p)
-
-
-@numba.njit(inline="always")
-def _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
-    for i in range(weight.size):
-        out[i], exp_avg[i], exp_avg_sq[i] = adamw(
-            weight[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper
-        )
-
-
-@jit
-def adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper, in_place):
-    if in_place:
-        _adamw_float32(weight, grad, weight, exp_avg, exp_avg_sq, hyper)
-    else:
-        _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper)
-
-
-adamw_loops: dict[torch.dtype, Callable[..., object]] = {
-    torch.bfloat16: adamw_bfloat16,
-    torch.float16: adamw_float16,
-    torch.float32: adamw_float32,
-}
 
 
 @jit

@@ -34,7 +34,7 @@ from infinity.device.machine import (
     usable_cores,
 )
 from infinity.nvme.probe import measure
-from infinity.optim.rules import IDLE, HostRule, default_rule
+from infinity.optim.rules import HostRule, default_rule
 from infinity.recipes.loading import load_sections
 
 _RATE = Valid(least=1.0, most=1e18)
@@ -404,13 +404,13 @@ def _copy_bytes_per_s(device: torch.device) -> float:
 def _update_bytes_per_s() -> float:
     """Return the bytes that one core reads and writes per second in an update of weights and state."""
     dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), default_rule()
-    rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE)
+    rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(arithmetic.idle)
     layout = rule.layout
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device=device) for _ in range(2))
     memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device=device)
     state = layout.views(memory, _UPDATED_NUMEL)
     best_s = _best_s(lambda: rule.update(weight, grad, state, weight, hyper), device)
-    moved = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1)) + dtype.itemsize
+    moved = 2 * layout.bytes_per_element + dtype.itemsize
     return _UPDATED_NUMEL * moved / best_s
 
 

@@ -41,7 +41,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned, around, stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
-from infinity.optim.rules import store_master
+from infinity.optim.state import store_master
 from infinity.partition.unit import Chunk, Home, StoredForm, Unit
 from infinity.shards.storage import Storage, chunk_places
 
@@ -250,8 +250,7 @@ class BaseHome(Home):
             with store.pool.lease(self.layout.nbytes(numel), who="exact values") as lease:
                 weight, state = self.layout.chunk_views(lease.tensor, numel)
                 self.base.copy_exact(self._unit, first + start, weight, state)
-                for moment in self.layout.moments_of(state):
-                    moment.zero_()
+                self.layout.store_moments(state, None)
                 yield start, weight, state
 
 

@@ -41,7 +41,9 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, chained, rounded
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
-from infinity.optim.rules import RESIDENT_NUMEL, StateLayout, UpdateRule
+from infinity.optim.rule import Rule
+from infinity.optim.rules import RESIDENT_NUMEL
+from infinity.optim.state import StateField, StateLayout
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 from infinity.shards.pipeline import Run
@@ -215,14 +217,24 @@ class HostHome(Home):
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Yield views of every chunk in its place."""
         for start, numel in self.places:
-            part = slice(start, start + numel)
-            yield start, self.weight[part], self.layout.complete([field[part] for field in self.state], numel)
+            state = self.layout.part(self.state, start, start + numel)
+            yield start, self.weight[start : start + numel], self.layout.complete(state, numel)
 
     def fill(self, home: Home) -> None:
         """Copy the values of another home of the unit here; blocking."""
         for start, weight, state in home.chunks():
-            for mine, field in zip(self.values(), (weight, *state), strict=False):
-                mine[start : start + len(weight)].copy_(field)
+            stop = start + len(weight)
+            mine = self.weight[start:stop], *self.layout.part(self.state, start, stop)
+            for target, source in zip(mine, (weight, *state), strict=False):
+                target.copy_(source)
+
+    def _blocks_of(self, chunk: ChunkExtents) -> Iterator[memoryview]:
+        """Yield the memory of a chunk's weights, and of each field of its state, in whole blocks."""
+        fields = StateField("weight", self.layout.dtype), *self.layout.fields
+        for values, field in zip(self.values(), fields, strict=False):  # the last ones may be missing
+            memory = values.view(torch.uint8)
+            begin = memory.storage_offset() + chunk.start // field.per * field.dtype.itemsize
+            yield memory.as_strided((field.nbytes(chunk.numel),), (1,), begin).numpy().data
 
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
@@ -244,8 +256,7 @@ class HostHome(Home):
         storing = list[Transfer]()
         for chunk in copy.committed.chunks:
             extent, at = chunk.weight + chunk.state, 0
-            for values in self.values():
-                part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
+            for part in self._blocks_of(chunk):
                 write = partial(store.engine.write, extent.part(at, part.nbytes), part)
                 storing.append(write() if updated is None else chained(updated, write))
                 at += part.nbytes
@@ -255,7 +266,7 @@ class HostHome(Home):
 class DeviceShards:
     """Shards of this rank in accelerator memory; see [Note: two places of one shard]."""
 
-    def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
+    def __init__(self, rule: Rule, layout: StateLayout, device: torch.device) -> None:
         self._rule, self._layout, self._device = rule, layout, device
         self.chosen: frozenset[int] = frozenset()  # units whose gradients stay on the accelerator
         self.pool = DevicePool(0, device)
@@ -298,10 +309,10 @@ class DeviceShards:
                         for target, source in zip(shard.fields, host.values(), strict=True):
                             target.copy_(source, non_blocking=True)
                     for run in runs:
-                        part = slice(run.start, run.stop)
-                        weights, *state = (each[part] for each in shard.fields)
+                        part, (weight, *state) = slice(run.start, run.stop), shard.fields
+                        fields = layout.part(state, run.start, run.stop)
                         self._rule.update_on_device(
-                            weights, grad[part], tuple(state), run.hyper, piece_numel=RESIDENT_NUMEL
+                            weight[part], grad[part], fields, run.hyper, piece_numel=RESIDENT_NUMEL
                         )
                     shard.weight.record_use()  # which other streams copy; states are used by this one only
                 except BaseException as raised:  # surfaces at wait
@@ -443,9 +454,10 @@ class Snapshot:
             self._release(index)
 
     def _copies(self, values: Sequence[Tensor], chunk: ChunkExtents) -> tuple[Tensor, ...]:
-        weight, *fields = (each[chunk.start : chunk.start + chunk.numel] for each in values)
-        state = self._layout.complete(fields, chunk.numel)
-        return tuple(each.clone() for each in self._layout.full_values(weight, state))
+        stop, (weight, *fields) = chunk.start + chunk.numel, values
+        state = self._layout.complete(self._layout.part(fields, chunk.start, stop), chunk.numel)
+        full = self._layout.full_values(weight[chunk.start : stop], state)
+        return tuple(each.clone() for each in full)
 
     def _check(self) -> None:
         if self._cancelled:

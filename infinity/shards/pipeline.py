@@ -27,7 +27,9 @@ from torch import Tensor
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, rounded
 from infinity.device.memory import Lease, Pool
-from infinity.optim.rules import Rule, StateLayout, UpdateRule
+from infinity.optim.rule import Rule
+from infinity.optim.rules import PlacedRule
+from infinity.optim.state import StateLayout
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves, Stage
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
@@ -62,7 +64,7 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
 class StepHypers:
     """Hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
 
-    def __init__(self, rule: UpdateRule) -> None:
+    def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self.groups: Sequence[Mapping[str, Any]] = ()
         self.loss_scale = 1.0
@@ -124,7 +126,7 @@ class StepHypers:
         if self._read is None:
             return False
         now, was = (
-            [self._rule.numbers(group, 1, 1.0) for group in groups] for groups in (self.groups, self._read)
+            [self._rule.numbers(group, 1) for group in groups] for groups in (self.groups, self._read)
         )
         return self._read_from is not self.groups or now != was
 
@@ -193,7 +195,7 @@ class UpdatePipeline:
     """Plays update jobs beside training, ``depth`` chunks at a time, each in a lease of ``pool``."""
 
     def __init__(
-        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *, depth: int = 3
+        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: PlacedRule, *, depth: int = 3
     ) -> None:
         self._engine, self._pool, self._layout, self._rule = engine, pool, layout, rule
         self._inbox: SimpleQueue[Callable[[], Moves]] = SimpleQueue()  # what has happened
@@ -350,7 +352,7 @@ class UpdatePipeline:
             if begin < stop:
                 carry(begin)
                 part = slice(begin - whole.start, stop - whole.start)
-                parts = tuple(each[part] for each in state)
+                parts = self._layout.part(state, part.start, part.stop)
                 self._rule.update(old[part], grad[part], parts, new[part], run.hyper)
                 carried = stop
         carry(whole.stop)

@@ -28,7 +28,7 @@ from torch import Tensor
 from infinity.core.errors import BEGIN_ANEW, DiskError, StateError
 from infinity.core.nbytes import ShardPiece, Span, Transfer, shard_pieces
 from infinity.nvme.volume import open_own
-from infinity.optim.rules import ADAMW
+from infinity.optim.adamw import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Speculation
 from infinity.shards.homes import DiskHome, HostHome, Snapshot

@@ -17,7 +17,8 @@ from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
-from infinity.optim.rules import ADAMW, RULES
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rule import RULES
 from infinity.shards.journal import (
     MALFORMED,
     MOST_PLACES,

@@ -29,7 +29,9 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
-from infinity.optim.rules import CHUNK_NUMEL, StateLayout, UpdateRule, default_rule, store_master
+from infinity.optim.rule import Rule
+from infinity.optim.rules import CHUNK_NUMEL, default_rule
+from infinity.optim.state import StateLayout, store_master
 from infinity.shards.journal import ChunkExtents, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.verified import VerifiedEngine, load_sums
@@ -91,8 +93,7 @@ class ShardStore:
         if not chunk.exact.pieces:
             store_master(self.layout, weight.float(), weight, state)
         if not chunk.moments.pieces:
-            for moment in self.layout.moments_of(state):
-                moment.zero_()
+            self.layout.store_moments(state, None)
         return weight, state
 
     def write(self, chunk: ChunkExtents, lease: Lease) -> list[Transfer]:
@@ -121,7 +122,7 @@ class Storage:
         self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
-        self.rule: UpdateRule = default_rule()
+        self.rule: Rule = default_rule()
         self.layout: StateLayout = self.rule.layout(dtype)
         self.stack = contextlib.ExitStack()  # closes the engine, removes the files, releases the memory
         self.host_pool = self.stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
@@ -137,7 +138,9 @@ class Storage:
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
             share *= 2 if self.on_accelerator else 1  # gradients wait in host memory, too
-            self.chunk_numel = budget.chunk_numel(host_nbytes, share, self.layout.nbytes(1), CHUNK_NUMEL)
+            self.chunk_numel = budget.chunk_numel(
+                host_nbytes, share, self.layout.bytes_per_element, CHUNK_NUMEL, self.layout.quantum
+            )
             room = host_nbytes - budget.STAGED_CHUNKS * self.chunk_nbytes
             self.resident_nbytes = (room // 2 if self.on_accelerator else room) if memory.resident else 0
 

@@ -21,7 +21,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
-from infinity.optim.rules import master_of, store_master
+from infinity.optim.state import master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.homes import DeviceShards, DiskHome, HostHome, Snapshot
@@ -241,9 +241,7 @@ class Tiers:
             store_master(self.layout, master(*part), weight, state)
             if not trains:
                 continue
-            given = None if moments is None else moments(*part)
-            for number, moment in enumerate(self.layout.moments_of(state)):
-                moment.zero_() if given is None else moment.copy_(given[number])
+            self.layout.store_moments(state, None if moments is None else moments(*part))
         unit.home.reloadable = self.base is not None
 
     def gather(self, unit: Unit, shard: Tensor) -> Tensor:
@@ -279,8 +277,7 @@ class Tiers:
         for start, weight, state in self._each_chunk(unit, write=True):
             master, *moments = (field[start : start + len(weight)] for field in fields)
             store_master(self.layout, master, weight, state)
-            for moment, values in zip(self.layout.moments_of(state), moments, strict=True):
-                moment.copy_(values)
+            self.layout.store_moments(state, moments)
 
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
         """Replace weights, ``(shard_numel,)``; those that are as ``before`` keep their exact values."""

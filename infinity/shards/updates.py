@@ -27,7 +27,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import Lease
-from infinity.optim.rules import Rule
+from infinity.optim.rules import PlacedRule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome
@@ -130,9 +130,9 @@ class Updates:
     """
 
     def __init__(
-        self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None, pipeline: UpdatePipeline | None,
-        units: Sequence[Unit], order: StepOrder, speculation: Speculation, *, commits: Journal | None,
-        on_failure: Callable[[BaseException], None], every: int | None = None,
+        self, tiers: Tiers, rule: PlacedRule, beside: ThreadPoolExecutor | None,
+        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, speculation: Speculation,
+        *, commits: Journal | None, on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline
         self.order, self.speculation, self.on_failure = order, speculation, on_failure
@@ -360,7 +360,7 @@ class Updates:
                 preserve(pending.unit.index)
                 for run in runs:
                     part = slice(run.start, run.stop)
-                    weights, state = home.weight[part], tuple(each[part] for each in home.state)
+                    weights, state = home.weight[part], home.layout.part(home.state, run.start, run.stop)
                     self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
             except BaseException as raised:  # surfaces at wait
                 if self.beside is None:

@@ -16,7 +16,8 @@ from infinity.core.errors import StateError
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import HostRule, UpdateRule
+from infinity.optim import rule as update_rule
+from infinity.optim.rules import HostRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -438,7 +439,7 @@ def failing(where: str) -> tuple[str, bool]:
     if where == "lease":
         executor.tiers.on_device.pool.make = fail
     else:
-        UpdateRule.update_on_device = fail  # type: ignore[method-assign]
+        update_rule.Rule.update_on_device = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
     updates = [unit.home.updating for unit in executor.units if unit.home.updating is not None]

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from infinity.optim import rules
-from infinity.optim.rules import ADAMW, IDLE, DeviceRule, HostRule, measure_rates
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import DeviceRule, HostRule, measure_rates
 from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-HYPER = ADAMW.hyper({**IDLE, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
+HYPER = ADAMW.hyper({**ADAMW.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
 
 
 def compare() -> list[str]:

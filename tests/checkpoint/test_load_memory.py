@@ -9,7 +9,8 @@ import torch
 import infinity
 from infinity.device.machine import compiling
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import ADAMW, prepare
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import prepare
 from tests.helpers.launch import run_ranks
 from tests.helpers.limits import comes_true
 from tests.helpers.training import recipe

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
-from infinity.optim.rules import ADAMW, IDLE, HostRule
+from infinity.optim.adamw import ADAMW
+from infinity.optim.cuda import elementwise_kernel
+from infinity.optim.rules import HostRule
 from tests.accelerator.harness import here
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +41,7 @@ def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, grad_dtype: torch.dtype):
     if here().type != "cuda" or not rounds_roots(here()):
         pytest.skip("a kernel of CUDA")
-    hyper = ADAMW.hyper({**IDLE, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
+    hyper = ADAMW.hyper({**ADAMW.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
     results = []
     for way in ("kernel", "torch", "cpu"):
         weight, grad, states = values(dtype, grad_dtype)
@@ -52,9 +54,11 @@ def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, gra
             given = weight[part], grad[part], tuple(each[part] for each in states)
             before = tuple(each[: part.start] for each in states)
             if way == "kernel":
-                assert ADAMW.update_by_kernel(*given, hyper)
+                kernel = elementwise_kernel(ADAMW.formula, ADAMW.layout(dtype), grad_dtype, here())
+                assert kernel is not None
+                kernel(*given, hyper)
                 first = weight[: part.start], grad[: part.start], before
-                assert ADAMW.update_by_kernel(*first, hyper)
+                kernel(*first, hyper)
             else:
                 ADAMW.update_by_torch(weight, grad, states, weight, hyper.to(here()))
         results.append([each.cpu() for each in (weight, *states)])

@@ -159,3 +159,29 @@ def compute_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = ((bits + 0x8000) >> 16) & 0xFFFF
     signed = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16)
     return signed.view(torch.bfloat16)
+
+
+def adam_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """Adam with weight decay in the gradient. Source: arXiv:1412.6980, algorithm 1."""
+    (b1, b2), lr = group["betas"], group["lr"]
+    g = g + _f32(group["weight_decay"]) * p
+    m.add_(_f32(1 - b1) * (g - m))
+    v.copy_(v * _f32(b2) + _f32(1 - b2) * (g * g))
+    root = v.double().sqrt().float() / _f32(math.sqrt(1 - b2**t))
+    p.sub_(_f32(lr / (1 - b1**t)) * (m / (root + _f32(group["eps"]))))
+
+
+def lion_(p: Tensor, m: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """Lion. Source: Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675), program 1."""
+    (b1, b2), lr = group["betas"], group["lr"]
+    direction = (m + _f32(1 - b1) * (g - m)).sign()
+    p.copy_(p * _f32(1 - lr * group["weight_decay"]) - _f32(lr) * direction)
+    m.add_(_f32(1 - b2) * (g - m))
+
+
+def sgd_(p: Tensor, buffer: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """SGD as ``torch.optim.SGD`` describes it."""
+    mu = _f32(group["momentum"])
+    g = g + _f32(group["weight_decay"]) * p
+    buffer.copy_(mu * buffer + _f32(1.0 if t == 1 else 1 - group["dampening"]) * g)
+    p.sub_(_f32(group["lr"]) * (g + mu * buffer if group["nesterov"] else buffer))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from infinity.core.nbytes import BLOCK_NBYTES
-from infinity.optim.rules import ADAMW, CHUNK_NUMEL
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import CHUNK_NUMEL
 from infinity.partition.unit import SHARD_QUANTUM
 
 
@@ -12,8 +13,9 @@ from infinity.partition.unit import SHARD_QUANTUM
     ("dtype", "weight", "state"), [(torch.bfloat16, 2, 10), (torch.float16, 2, 12), (torch.float32, 4, 8)]
 )
 def test_bytes_per_element_are_what_the_plan_counts(dtype, weight, state):
-    layout = ADAMW.layout(dtype)
-    assert (layout.weight_nbytes(7), layout.state_nbytes(7)) == (7 * weight, 7 * state)
+    layout, numel = ADAMW.layout(dtype), SHARD_QUANTUM
+    assert (layout.weight_nbytes(numel), layout.state_nbytes(numel)) == (numel * weight, numel * state)
+    assert (layout.bytes_per_element, layout.quantum) == (weight + state, SHARD_QUANTUM)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

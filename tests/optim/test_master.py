@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.optim.rules import ADAMW, master_of, store_master
+from infinity.optim.adamw import ADAMW
+from infinity.optim.state import master_of, store_master
 from tests.helpers.cases import examples
 
 EDGES = [

@@ -22,17 +22,10 @@ from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
-from infinity.optim.rules import (
-    ADAMW,
-    IDLE,
-    HostRule,
-    master_of,
-    prepare,
-    root_in_float64,
-    split,
-    store_master,
-    sum_of_squares,
-)
+from infinity.optim.adamw import ADAMW
+from infinity.optim.formula import root_in_float64
+from infinity.optim.rules import HostRule, prepare, sum_of_squares
+from infinity.optim.state import master_of, split, store_master
 from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks
 
@@ -212,7 +205,7 @@ def check_by_torch(numel: int = 200_003, step: int = 1) -> None:
     for update in (HostRule(ADAMW, torch.bfloat16, threads=2).update, ADAMW.update_by_torch):
         state = tuple(torch.zeros(numel, dtype=f.dtype) for f in ADAMW.layout(torch.bfloat16).fields)
         weight, grad = torch.ones(numel).bfloat16(), torch.linspace(-1, 1, numel).bfloat16()
-        update(weight, grad, state, weight, ADAMW.hyper({**IDLE, "lr": step / 8}, step=step))
+        update(weight, grad, state, weight, ADAMW.hyper({**ADAMW.idle, "lr": step / 8}, step=step))
         results.append(weight)
     assert torch.equal(*results)
 
@@ -252,13 +245,13 @@ def busy(folder: str) -> tuple[int, int]:
         with torch.inference_mode():
             check_by_torch(64)
         check_in_a_child()
-    stats = kernels.adamw_bfloat16.stats
+    stats = ADAMW.loop(torch.bfloat16).stats
     return len(stats.cache_hits), sum([*stats.cache_hits.values(), *stats.cache_misses.values()])
 
 
 def test_threads_ranks_and_children_that_need_it_at_once_compile_it_once_each(tmp_path):
     assert {*run_ranks(busy, 2, str(tmp_path), group=False)} <= {(0, 1), (1, 1)}
-    assert any(tmp_path.rglob("kernels.adamw_bfloat16-*.nbc"))
+    assert any(tmp_path.rglob("kernels.update-*.nbc"))
 
 
 def joined_anew() -> bool:
@@ -357,8 +350,8 @@ def look_at_machine_code(folder: str) -> None:
     for dtype in DTYPES:
         weight = torch.empty(0, dtype=dtype)
         state = tuple(torch.empty(0, dtype=field.dtype) for field in ADAMW.layout(dtype).fields)
-        HostRule(ADAMW, dtype).update(weight, weight, state, weight, ADAMW.hyper(IDLE))
-        loops.append((kernels.adamw_loops[dtype], "root"))
+        HostRule(ADAMW, dtype).update(weight, weight, state, weight, ADAMW.hyper(ADAMW.idle))
+        loops.append((ADAMW.loop(dtype), "root"))
     sum_of_squares(torch.empty(0))
     loops.append((kernels.squares, "product"))
     wanted = {

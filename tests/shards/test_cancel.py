@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
-from infinity.optim.rules import ADAMW
+from infinity.optim.adamw import ADAMW
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import HANG_S, comes_true
@@ -57,7 +57,8 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
             assert shard.ends.computed == (first.computed == len(first.source.version.chunks))
             shard.check(engine, LAYOUT)
         n = sum(chunk.numel for shard in shards for chunk in shard.job.source.version.chunks)
-        state, weight = LAYOUT.state_nbytes(1), LAYOUT.weight_nbytes(1)
+        weight = LAYOUT.weight_nbytes(1)
+        state = round(LAYOUT.bytes_per_element) - weight
         gradient = 0 if grad_at_hand else weight  # of the same dtype
         planned = n * (2 * state + (1 if at_hand else 2) * weight + 2 * gradient)
         assert engine.nbytes_read == planned - sum(each.unread_nbytes for each in wrong)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.optim.rules import ADAMW, IDLE, HostRule, StateLayout
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import HostRule
+from infinity.optim.state import StateLayout
 from infinity.partition.unit import SHARD_QUANTUM
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
@@ -23,8 +25,8 @@ from tests.helpers.limits import comes_true
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HYPERS = [
-    ADAMW.hyper({**IDLE, "lr": 1e-2, "weight_decay": 0.1}, step=3),
-    ADAMW.hyper({**IDLE, "lr": 1e-3}, step=3),
+    ADAMW.hyper({**ADAMW.idle, "lr": 1e-2, "weight_decay": 0.1}, step=3),
+    ADAMW.hyper({**ADAMW.idle, "lr": 1e-3}, step=3),
 ]
 
 

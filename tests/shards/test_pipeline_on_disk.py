@@ -11,7 +11,9 @@ from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
-from infinity.optim.rules import ADAMW, IDLE, HostRule, StateLayout
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import HostRule
+from infinity.optim.state import StateLayout
 from infinity.partition.unit import SHARD_QUANTUM
 from infinity.shards.journal import ChunkExtents, Version
 from infinity.shards.pipeline import Run, ShardSource, UpdateJob, UpdatePipeline
@@ -105,7 +107,7 @@ def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype)
     shards = [Shard(disk, layout) for _ in range(3)]
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, rule)
     for step in range(1, 11):
-        hyper = ADAMW.hyper({**IDLE, "lr": 1e-2, "weight_decay": 0.1}, step=step)
+        hyper = ADAMW.hyper({**ADAMW.idle, "lr": 1e-2, "weight_decay": 0.1}, step=step)
         for at, shard in enumerate(shards):
             grad = torch.randn(NUMEL).to(dtype)
             at_hand = shard.weight.clone() if (step + at) % 2 else None
@@ -143,7 +145,7 @@ def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypa
 
     monkeypatch.setattr(disk.engine, "write", faulty)
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, HostRule(ADAMW, torch.bfloat16))
-    run = Run(0, NUMEL, ADAMW.hyper({**IDLE, "lr": 1e-2}))
+    run = Run(0, NUMEL, ADAMW.hyper({**ADAMW.idle, "lr": 1e-2}))
     pipeline.submit(shard.job(0, None, torch.ones(NUMEL), runs=(run,)))
     with pytest.raises(OSError, match="lost"):
         pipeline.drain()

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import infinity
 from infinity.optim import rules
-from infinity.optim.rules import StateField, UpdateRule
+from infinity.optim.rule import RULES
+from infinity.optim.rule import Rule as UpdateRule
+from infinity.optim.state import Form, Moment
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.reference import Reference, Rule, compute_weight
@@ -24,15 +26,15 @@ class Momentum(UpdateRule):
     """Stochastic gradient descent with momentum: one moment."""
 
     name = "momentum"
-    moments: tuple[StateField, ...] = (StateField("velocity", torch.float32),)
+    moments: tuple[Moment, ...] = (Moment("velocity"),)
 
-    def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
-        return float(group["lr"]), grad_scale, step
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return float(group["lr"]), step
 
-    def step(self, master, grad, moments, numbers):
-        lr, scale, _ = numbers
-        velocity = moments[0] * 0.5 + grad * scale
-        return master - lr * velocity, velocity
+    @staticmethod
+    def update(weight, grad, velocity, lr, step):
+        velocity = velocity * 0.5 + grad
+        return weight - lr * velocity, velocity
 
 
 class Three(Momentum):
@@ -40,18 +42,16 @@ class Three(Momentum):
 
     name = "three"
     moments = (
-        StateField("last", torch.float32),
-        StateField("mean", torch.float32),
-        StateField("count", torch.bfloat16),
+        Moment("last"),
+        Moment("mean"),
+        Moment("count", Form(torch.bfloat16)),
     )
 
-    def step(self, master, grad, moments, numbers):
-        lr, scale, step = numbers
-        last, mean, count = moments
-        g = grad * scale
-        mean = mean * 0.75 + (g - last) * 0.25
-        count = count.float() + 1
-        return master - lr * (g + mean) / (count + step), g, mean, count
+    @staticmethod
+    def update(weight, grad, last, mean, count, lr, step):
+        mean = mean * 0.75 + (grad - last) * 0.25
+        count += 1
+        return weight - lr * (grad + mean) / (count + step), grad, mean, count
 
 
 class Plain(Reference):
@@ -65,20 +65,20 @@ class Plain(Reference):
                 continue
             fields = self.update_rule.moments
             kept = self.__dict__.setdefault("kept", {})
-            moments = kept.setdefault(name, [torch.zeros(p.shape, dtype=f.dtype) for f in fields])
+            moments = kept.setdefault(name, [torch.zeros(p.shape) for f in fields])
             self.counts[name] += 1
-            numbers = self.update_rule.hyper({"lr": lr}, step=self.counts[name]).unbind()
-            self.masters[name], *new = self.update_rule.step(
-                self.masters[name], p.grad.float(), tuple(moments), numbers
+            *numbers, _ = self.update_rule.hyper({"lr": lr}, step=self.counts[name]).unbind()
+            self.masters[name], *new = self.update_rule.update(
+                self.masters[name], p.grad.float(), *(each.clone() for each in moments), *numbers
             )
-            kept[name] = [value.to(f.dtype) for value, f in zip(new, fields, strict=True)]
+            kept[name] = [value.to(f.form.dtype).float() for value, f in zip(new, fields, strict=True)]
             p.data = compute_weight(self.masters[name], self.dtype)
 
 
 @pytest.fixture(params=[Momentum(), Three()], ids=lambda rule: rule.name)
 def rule(request, monkeypatch) -> UpdateRule:
     """Every run trains by this rule: its row, and its name as the default."""
-    monkeypatch.setitem(rules.RULES, request.param.name, request.param)
+    monkeypatch.setitem(RULES, request.param.name, request.param)
     monkeypatch.setattr(rules, "DEFAULT", request.param.name)
     plain = type("PlainOfRule", (Plain,), {"update_rule": request.param})
     monkeypatch.setattr("tests.helpers.training.Reference", plain)

@@ -1,0 +1,57 @@
+"""AdamW, the rule by which runs train by default, and Adam."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.optim.formula import root
+from infinity.optim.rule import Rule
+from infinity.optim.state import Moment
+
+
+class AdamWRule(Rule):
+    """AdamW: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2."""
+
+    name = "adamw"
+    moments = Moment("exp_avg"), Moment("exp_avg_sq")
+    defaults: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
+        return (
+            1 - lr * float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
+            math.sqrt(1 - beta2**step), float(group["eps"]),
+        )  # fmt: skip
+
+    @staticmethod
+    def update(
+        weight: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, decay: Any, toward: Any, beta2: Any,
+        fresh: Any, rate: Any, correction: Any, eps: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        exp_avg = exp_avg + toward * (grad - exp_avg)
+        exp_avg_sq = exp_avg_sq * beta2 + fresh * (grad * grad)
+        weight = weight * decay
+        return weight - rate * (exp_avg / (root(exp_avg_sq) / correction + eps)), exp_avg, exp_avg_sq
+
+
+class AdamRule(AdamWRule):
+    """Adam: A Method for Stochastic Optimization (arXiv:1412.6980); weight decay is added to the gradient."""
+
+    name = "adam"
+    defaults: Mapping[str, Any] = {**AdamWRule.defaults, "weight_decay": 0.0}
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return float(group["weight_decay"]), *super().numbers(group, step)[1:]
+
+    @staticmethod
+    def update(
+        weight: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, decay: Any, toward: Any, beta2: Any,
+        fresh: Any, rate: Any, correction: Any, eps: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        grad = grad + decay * weight
+        exp_avg = exp_avg + toward * (grad - exp_avg)
+        exp_avg_sq = exp_avg_sq * beta2 + fresh * (grad * grad)
+        return weight - rate * (exp_avg / (root(exp_avg_sq) / correction + eps)), exp_avg, exp_avg_sq
+
+
+ADAMW = AdamWRule()

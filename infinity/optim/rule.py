@@ -1,0 +1,127 @@
+"""The update rule: an optimizer's moments, numbers and arithmetic, from which everything else follows.
+
+[Note: forms of a rule] :meth:`Rule.update` is called with tensors where torch runs it; read as a
+:class:`infinity.optim.formula.Formula` it is compiled for one element, by numba on the CPU and by CUDA. All
+have the same operations in the same order, each of which every implementation rounds correctly (``+ - * /``
+and the square root; no multiply-add is fused). So all give the same bits, whole or in slices, on any number
+of threads, in place or not. CUDA has a kernel because the host would take longer to launch thirty operators
+than the accelerator to run them.
+
+[Note: rules of matrices] What is updated together is a run of elements of a shard, which may be any part of a
+matrix. A rule that needs whole matrices (Muon, Shampoo) needs an owner for each of them, who gathers its
+gradient and moments, and sends back the update: a step between the complete gradient and the commit, whose
+result an elementwise rule then applies. So such a rule is a pair: what is made of a matrix, and this class.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.optim.cuda import elementwise_kernel
+from infinity.optim.formula import Formula, NotElementwiseError
+from infinity.optim.state import Moment, StateLayout, master_of, store_master
+
+#: Elements that the torch form takes at one time, and its float32 temporaries of that size.
+PIECE_NUMEL, TEMPORARIES = 2**18, 8
+#: Every update rule, by the name that commit records give it. Rules keep nothing between updates.
+RULES: "dict[str, Rule]" = {}
+
+
+class Rule(ABC):
+    """Arithmetic of one optimizer, element by element, on the fp32 master of a weight.
+
+    A subclass with a ``name`` is a rule that recipes and resumed runs know by it.
+    """
+
+    name: str  # in commit records, so that a run goes on with the rule that it began with
+    moments: tuple[Moment, ...]  # beside the exact weight: one or more
+    #: Numbers of a parameter group and their defaults, in the order of an optimizer's arguments.
+    defaults: Mapping[str, Any] = MappingProxyType({"lr": 1e-3})
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            RULES[cls.name] = cls()
+
+    @abstractmethod
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        """Return the numbers :meth:`update` takes from a parameter group, in float64; steps count from 1."""
+
+    @staticmethod
+    @abstractmethod
+    def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
+        """Return the new weight and the new moments; the arguments do not change.
+
+        Weight (the exact one), gradient (clipped, and without a loss scale) and moments are float32 of equal
+        shape, and each number is one of float32. Use only ``+ - * /`` and what
+        :mod:`infinity.optim.formula` has: see [Note: forms of a rule]. Assignments to names and a return are
+        compiled; of anything else torch runs what is written, which takes longer on the CPU.
+        """
+
+    @functools.cached_property
+    def formula(self) -> Formula | None:
+        """What :meth:`update` computes of one element; None: torch runs it."""
+        try:
+            return Formula.of(self.update)
+        except NotElementwiseError:
+            return None
+
+    @functools.cached_property
+    def idle(self) -> Mapping[str, Any]:
+        """A parameter group whose update changes no weight: for measuring, and to compile ahead."""
+        return {**self.defaults, "lr": 0.0, "weight_decay": 0.0}
+
+    def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
+        """Return a jitted loop over weights of ``dtype`` on the CPU; None: torch does it."""
+        from infinity.optim import loops  # late: numba takes 0.3 s to import
+
+        return None if self.formula is None else loops.update_loop(self.formula, self.layout(dtype))
+
+    def layout(self, dtype: torch.dtype) -> StateLayout:
+        """Return the state that goes with weights of ``dtype``; ValueError: there is none."""
+        return StateLayout.of(dtype, self.moments)
+
+    def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
+        """Return :meth:`numbers` and the scale, rounded once: float32, ``(n,)``, in host memory.
+
+        The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale.
+        """
+        numbers = (*self.numbers(group, step), grad_scale)
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+    def update_by_torch(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+        *, piece_numel: int = PIECE_NUMEL,
+    ) -> None:  # fmt: skip
+        """Update by elementwise torch on any device, ``piece_numel`` elements at a time."""
+        layout, (*numbers, scale) = self.layout(weight.dtype), hyper.unbind()
+        for begin in range(0, weight.numel(), piece_numel):
+            part = slice(begin, min(begin + piece_numel, weight.numel()))
+            fields = layout.part(state, part.start, part.stop)
+            master = master_of(layout, weight[part], fields, eager=True)
+            scaled, moments = grad[part].to(torch.float32) * scale, layout.load_moments(fields)
+            master, *new = self.update(master, scaled, *moments, *numbers)
+            store_master(layout, master, weight_out[part], fields, eager=True)
+            layout.store_moments(fields, new)
+
+    @torch.no_grad()
+    def update_on_device(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor,
+        *, piece_numel: int = PIECE_NUMEL,
+    ) -> None:  # fmt: skip
+        """Update tensors on an accelerator in place, on the current stream; ``hyper`` is in host memory."""
+        layout = self.layout(weight.dtype)
+        kernel = elementwise_kernel(self.formula, layout, grad.dtype, weight.device)
+        if kernel is not None:
+            kernel(weight, grad, state, hyper)
+            return
+        # By kernels that fill it: a copy from host memory would wait for the stream.
+        there = torch.empty(len(hyper), device=weight.device)
+        for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
+            place.fill_(number)
+        self.update_by_torch(weight, grad, state, weight, there, piece_numel=piece_numel)

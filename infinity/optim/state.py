@@ -1,0 +1,233 @@
+"""What lies beside a weight: what makes it exact, and the moments of an update rule, in the forms they have.
+
+A state is what makes the weight exact, which depends on the compute dtype, and then the moments of the rule:
+
+| compute dtype | weight | exact (bytes per element) |
+|---------------|--------|---------------------------|
+| bfloat16      | 2      | remainder 2               |
+| float16       | 2      | master 4                  |
+| float32       | 4      | none                      |
+
+[Note: exact split] A float32 is split into the bfloat16 of its upper half and a signed 16-bit remainder, both
+taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up, ``weight = (bits +
+0x8000) >> 16``, makes the remainder fit for all 2**32 patterns: nothing is lost. (``Tensor.to(bfloat16)``
+differs only in sending ties to even.) Where rounding carries the largest finite values to infinity, the model
+computes with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come
+back with another payload.
+
+[Note: moments and fields] A rule has moments, fp32 values with a name. What is stored of one is its
+:class:`Form`: one field or more, each with a value of some dtype for so many elements. Bytes, extents,
+budgets, plans and copies follow from the fields; checkpoints and state dictionaries have the moments. Each
+field of a chunk begins on a block of the drive, so that it can be moved from where it lies.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infinity.core.nbytes import BLOCK_NBYTES, aligned
+from infinity.device.machine import compiling, rank_threads
+
+
+class StateField(NamedTuple):
+    """What is stored under a name: a value of a dtype for every ``per`` elements."""
+
+    name: str
+    dtype: torch.dtype
+    per: int = 1
+
+    def numel(self, elements: int) -> int:
+        return -(-elements // self.per)
+
+    def nbytes(self, elements: int) -> int:
+        """Return the bytes of a shard's or chunk's values, in whole blocks."""
+        return aligned(self.numel(elements) * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How fp32 values are stored: each rounded to ``dtype``."""
+
+    dtype: torch.dtype = torch.float32
+
+    def fields(self, name: str) -> tuple[StateField, ...]:
+        return (StateField(name, self.dtype),)
+
+    def load(self, fields: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 values, ``(n,)``; a view where they are stored so."""
+        return fields[0].float()
+
+    def store(self, values: Tensor, fields: Sequence[Tensor]) -> None:
+        fields[0].copy_(values)
+
+
+class Moment(NamedTuple):
+    """An fp32 value that a rule keeps of every element; zero before the first update."""
+
+    name: str
+    form: Form = Form()
+
+    @property
+    def fields(self) -> tuple[StateField, ...]:
+        return self.form.fields(self.name)
+
+
+_EXACT = {
+    torch.bfloat16: (StateField("remainder", torch.int16),),
+    torch.float16: (StateField("master", torch.float32),),
+    torch.float32: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """State that goes with weights of ``dtype``: its fields in the order of their bytes."""
+
+    dtype: torch.dtype
+    exact: tuple[StateField, ...]  # they make the weight exact
+    moments: tuple[Moment, ...]  # the update rule keeps them
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, moments: Sequence[Moment] = ()) -> "StateLayout":
+        """Return the layout for weights of ``dtype``; ValueError: there is none."""
+        if dtype not in _EXACT:
+            allowed = ", ".join(str(known) for known in _EXACT)
+            raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
+        return cls(dtype, _EXACT[dtype], tuple(moments))
+
+    @property
+    def fields(self) -> tuple[StateField, ...]:
+        return (*self.exact, *(field for moment in self.moments for field in moment.fields))
+
+    @property
+    def full_names(self) -> tuple[str, ...]:
+        """Names of the fp32 values that a state stands for: the master weight, then each moment."""
+        return "master", *(moment.name for moment in self.moments)
+
+    @property
+    def quantum(self) -> int:
+        """Elements of which every field, and 16-bit weights, are whole blocks."""
+        sizes = (BLOCK_NBYTES * field.per // field.dtype.itemsize for field in self.fields)
+        return math.lcm(BLOCK_NBYTES // 2, *sizes)
+
+    def only(self, *, exact: bool = False, moments: bool = False) -> "StateLayout":
+        """Return the layout of a part of the state."""
+        return StateLayout(self.dtype, self.exact if exact else (), self.moments if moments else ())
+
+    def moments_of(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the fields of moments among those of a whole state."""
+        return tuple(state[len(self.exact) :])
+
+    def load_moments(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return each moment as fp32, ``(n,)``; views where they are stored so."""
+        rest, values = list(self.moments_of(state)), list[Tensor]()
+        for moment in self.moments:
+            fields, rest = rest[: len(moment.fields)], rest[len(moment.fields) :]
+            values.append(moment.form.load(fields))
+        return tuple(values)
+
+    def store_moments(self, state: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
+        """Write each moment into the fields of a whole state; None: zeros."""
+        rest = list(self.moments_of(state))
+        for number, moment in enumerate(self.moments):
+            fields, rest = rest[: len(moment.fields)], rest[len(moment.fields) :]
+            if values is not None:
+                moment.form.store(values[number], fields)
+            for field in fields if values is None else ():
+                field.zero_()
+
+    def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the fp32 master and each moment as fp32, ``(n,)``; views where they are stored so."""
+        state = tuple(state)
+        return master_of(self, weight, state), *self.load_moments(state)
+
+    def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
+        """Return a state with zeros for the last fields, which a state that was never trained lacks."""
+        missing = self.fields[len(state) :]
+        zeros = (torch.zeros(f.numel(numel), dtype=f.dtype, device="cpu") for f in missing)
+        return *state, *zeros
+
+    def part(self, state: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the fields of elements ``[start, stop)``, which begin where every field has a new value."""
+        return tuple(
+            values[start // field.per : field.numel(stop)]
+            for values, field in zip(state, self.fields, strict=False)  # the last ones may be missing
+        )
+
+    def weight_nbytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def state_nbytes(self, numel: int) -> int:
+        return sum(field.nbytes(numel) for field in self.fields)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of weights and state of ``numel`` elements."""
+        return self.weight_nbytes(numel) + self.state_nbytes(numel)
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of weight and state, as in whole blocks."""
+        return self.nbytes(self.quantum) / self.quantum
+
+    def views(self, buffer: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """Return each field of ``numel`` elements in ``buffer``, uint8, ``(state_nbytes(numel),)``."""
+        views, begin = list[Tensor](), 0
+        for field in self.fields:
+            values = buffer.narrow(0, begin, field.numel(numel) * field.dtype.itemsize)
+            views.append(values.view(field.dtype))
+            begin += field.nbytes(numel)
+        return tuple(views)
+
+    def chunk_views(self, buffer: Tensor, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return views of weights and state of ``numel`` elements at the beginning of ``buffer``, uint8."""
+        middle, end = self.weight_nbytes(numel), self.nbytes(numel)
+        return buffer[:middle].view(self.dtype), self.views(buffer[middle:end], numel)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a float32 master into bfloat16 weight and int16 remainder, by torch, on any device."""
+    bits = master.view(torch.int32)
+    weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def master_of(
+    layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> Tensor:
+    """Return the float32 master of ``weight``, ``(n,)``, which is a view but for bfloat16."""
+    if layout.dtype != torch.bfloat16:
+        return state[0] if layout.dtype == torch.float16 else weight
+    if eager or weight.device.type != "cpu" or compiling():
+        return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
+    from infinity.optim import kernels
+
+    master = torch.empty(weight.numel(), device="cpu")
+    kernels.run(kernels.join_all, (weight, state[0], master), rank_threads())
+    return master
+
+
+def store_master(
+    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> None:
+    """Write exact values into ``weight`` and the fields of ``state`` that keep them, all ``(n,)``.
+
+    ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
+    """
+    if layout.dtype != torch.bfloat16:
+        weight.copy_(master)
+        if layout.dtype == torch.float16:
+            state[0].copy_(master)
+    elif master.dtype == torch.bfloat16:
+        weight.copy_(master)
+        state[0].zero_()
+    elif eager or weight.device.type != "cpu" or compiling():
+        for target, value in zip((weight, state[0]), split(master), strict=True):
+            target.copy_(value)
+    else:
+        from infinity.optim import kernels
+
+        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), rank_threads())

@@ -1,0 +1,185 @@
+"""Every rule: its forms give the bits of a plain reference, and its source says what it computes."""
+
+import ctypes
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.optim import formula
+from infinity.optim.cuda import elementwise_source
+from infinity.optim.formula import Formula, NotElementwiseError, root, sign, where
+from infinity.optim.rule import RULES, Rule
+from infinity.optim.rules import HostRule
+from infinity.optim.state import master_of, store_master
+from tests.helpers import reference
+from tests.helpers.reference import compute_weight
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUMEL, STEPS = 3000, 20
+
+#: By case: the rule, a group of it, its plain reference, and torch's own class.
+CASES: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
+    "adam": (
+        "adam", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, reference.adam_,
+        torch.optim.Adam,
+    ),
+    "lion": ("lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}, reference.lion_, None),
+    "sgd": (
+        "sgd", {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+        reference.sgd_, torch.optim.SGD,
+    ),
+    "momentum": (
+        "sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "nesterov": False},
+        reference.sgd_, torch.optim.SGD,
+    ),
+    "nesterov": (
+        "sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True},
+        reference.sgd_, torch.optim.SGD,
+    ),
+}  # fmt: skip
+
+
+def gradient(step: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def trained(rule: Rule, group: dict[str, Any], dtype: torch.dtype, *, by_torch: bool) -> list[Tensor]:
+    """Weights, exact masters and moments after some steps, updated in three slices."""
+    layout, placed = rule.layout(dtype), HostRule(rule, dtype)
+    weight, state = torch.empty(NUMEL, dtype=dtype), layout.complete((), NUMEL)
+    store_master(layout, gradient(0, torch.float32), weight, state)
+    for step in range(1, STEPS + 1):
+        hyper, grad = rule.hyper(group, step=step, grad_scale=0.7), gradient(step, dtype)
+        for start, stop in ((0, 256), (256, 2816), (2816, NUMEL)):
+            part = weight[start:stop], grad[start:stop], layout.part(state, start, stop), weight[start:stop]
+            (rule.update_by_torch if by_torch else placed.update)(*part, hyper)
+    return [weight, master_of(layout, weight, state), *layout.load_moments(state)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_form_gives_the_bits_of_the_plain_reference(case, dtype):
+    name, group, plain, _ = CASES[case]
+    rule = RULES[name]
+    p, *moments = gradient(0, torch.float32), *(torch.zeros(NUMEL) for _ in rule.moments)
+    for step in range(1, STEPS + 1):
+        plain(p, *moments, gradient(step, dtype).float() * torch.tensor(0.7), step, group)
+    wanted = [compute_weight(p, dtype), p, *moments]
+    assert rule.loop(dtype) is not None
+    for by_torch in (False, True):
+        for got, plainly in zip(trained(rule, group, dtype, by_torch=by_torch), wanted, strict=True):
+            assert torch.equal(got, plainly)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3]])
+def test_it_follows_torchs_own(case):
+    name, group, _, theirs = CASES[case]
+    parameter = torch.nn.Parameter(gradient(0, torch.float32))
+    optimizer = theirs([parameter], **group)
+    for step in range(1, STEPS + 1):
+        parameter.grad = gradient(step, torch.float32) * 0.7
+        optimizer.step()
+    weight, *_ = trained(RULES[name], group, torch.float32, by_torch=False)
+    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+HOST = """
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __global__
+#define asm(...)
+static struct { int x; } blockIdx, blockDim, threadIdx;
+static float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
+static float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
+static unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
+SOURCE
+extern "C" void all(CALLED, int n)
+{
+    blockDim.x = 1;
+    for (int i = 0; i < n; i++) { blockIdx.x = i; update(GIVEN, n); }
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", RULES)
+def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
+    """Compiled for the host, thread by thread, without fused multiply-adds."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    rule, layout = RULES[name], RULES[name].layout(dtype)
+    assert rule.formula is not None
+    source = elementwise_source(rule.formula, layout, dtype)
+    taken = source.partition("update(")[2].partition(", int n)")[0]
+    names = ", ".join(each.split()[-1].lstrip("*") for each in taken.split(","))
+    text = HOST.replace("SOURCE", source).replace("CALLED", taken).replace("GIVEN", names)
+    (tmp_path / "kernel.cpp").write_text(text)
+    out = tmp_path / "kernel.so"
+    command = [
+        "g++",
+        "-O1",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(out),
+        str(tmp_path / "kernel.cpp"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    hyper = rule.hyper({**rule.defaults, "lr": 0.1, "weight_decay": 0.1}, step=3, grad_scale=0.7)
+    results = []
+    for way in ("cuda", "cpu"):
+        weight, state, grad = torch.empty(NUMEL, dtype=dtype), layout.complete((), NUMEL), gradient(1, dtype)
+        store_master(layout, gradient(0, torch.float32), weight, state)
+        layout.store_moments(state, [gradient(2 + n, torch.float32).abs() for n in range(len(rule.moments))])
+        if way == "cpu":
+            HostRule(rule, dtype).update(weight, grad, state, weight, hyper)
+        else:
+            pointers = [ctypes.c_void_p(each.data_ptr()) for each in (weight, grad, *state)]
+            ctypes.CDLL(str(out)).all(*pointers, *hyper.view(torch.int32).tolist(), NUMEL)
+        results.append([weight, *state])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def exponential(weight, grad):
+    return (weight.exp(),)
+
+
+def with_all(weight, grad, m, lr):
+    """Every construct that is compiled."""
+    m = -m * 0.1 + grad
+    m -= 2 * lr
+    step = where(m >= 0.5, root(m * m), formula.sign(m))
+    return weight - lr * step, m
+
+
+def with_a_loop(weight, grad, lr):
+    for _ in range(2):
+        weight = weight - lr * grad
+    return (weight,)
+
+
+def test_every_construct_is_as_torch_has_it():
+    read = Formula.of(with_all)
+    space = {"sqrt": np.sqrt, "f32": np.float32}
+    exec(read.python("compiled"), space)
+    w, g, m = (gradient(n, torch.float32) for n in range(3))
+    wanted = with_all(w, g, m, torch.tensor(0.3))
+    for i in range(100):
+        got = space["compiled"](*(each.numpy()[i] for each in (w, g, m)), np.float32(0.3))
+        assert [float(each) for each in got] == [float(each[i]) for each in wanted]
+    assert "0.10000000149011612f" in read.cuda("step")
+
+
+def test_what_is_no_arithmetic_of_one_element_is_left_to_torch():
+    with pytest.raises(NotElementwiseError, match="for _ in range"):
+        Formula.of(with_a_loop)
+    with pytest.raises(NotElementwiseError, match=r"weight\.exp\(\)"):
+        Formula.of(exponential)
+    assert float(sign(torch.tensor(float("nan")))) == 0
