@@ -419,9 +419,23 @@ def _probe(args: argparse.Namespace) -> None:
         print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
 
 
-@_command()
+@_command(
+    _argument(
+        "--from",
+        "FILE",
+        "of DeepSpeed, Accelerate, Axolotl, LLaMA-Factory, torchtune, torchtitan or transformers' "
+        "TrainingArguments: write the recipe with the same settings, and say what it cannot have",
+        dest="source",
+    ),
+    _argument("--output", "FILE", "with --from: where to write it, such as recipe.yaml"),
+)
 def _recipe(args: argparse.Namespace) -> None:
-    """List every recipe key with type, default and meaning."""
+    """List every recipe key with type, default and meaning; or write a recipe from another tool's file."""
+    if args.source is not None:
+        _write_translated(args.source, args.output)
+        return
+    if args.output is not None:
+        raise RecipeError("--output is for --from")
     from rich.table import Table
     from rich.text import Text
 
@@ -433,6 +447,24 @@ def _recipe(args: argparse.Namespace) -> None:
     for row in recipe_table():
         table.add_row(*(Text(cell) for cell in row))
     _console(400).print(table)
+
+
+def _write_translated(source: str, name: str | None) -> None:
+    from infinity.recipes.translation import translate
+
+    output = None if name is None else _new_file(name)
+    if output is not None and output.exists():
+        raise RecipeError(f"--output {name}: exists; remove it, or name another file")
+    found = translate(source)
+    text = f"# from {source} ({found.tool})\n{found.recipe.to_yaml(found.keys)}"
+    if output is None:
+        print(text, end="", flush=True)
+    else:
+        with library_errors(RecipeError, f"--output {name}"):
+            output.write_text(text, encoding="utf-8")
+        print(f"wrote {name}; train it with: infinity train {name}")
+    for line in found.lines():
+        print(line, file=sys.stderr if output is None else sys.stdout)
 
 
 def _console(width: int = 160) -> Any:

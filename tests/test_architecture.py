@@ -274,7 +274,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 537,
+    "": 569,
     "activations": 2447,
     "api": 4407,
     "app": 1500,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2626,
     "planner": 2308,
     "predict": 5308,
-    "recipes": 2888,
+    "recipes": 3602,
     "shards": 3958,
 }
 

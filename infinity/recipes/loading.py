@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from infinity.core.config import SettingError, settings_of, shown
 from infinity.core.errors import RecipeError
 from infinity.core.files import read_file, user_path
-from infinity.recipes.other_names import near, tool_of, translated
+from infinity.recipes.other_tools import near, tool_of
 from infinity.recipes.recipe import Recipe, keys_of, plain, sections_of
 from infinity.recipes.text import ProblemError, parse, resolved
 
@@ -34,7 +34,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def named_keys(path: str | Path | None, overrides: Sequence[str]) -> frozenset[str]:
     """Return the keys that a file or overrides name; arguments and errors as of :func:`load_recipe`."""
-    given = {} if path is None else _read(user_path(path, "the recipe"), Recipe)
+    given = {} if path is None else read_sections(user_path(path, "the recipe"), Recipe)
     for override in overrides:
         _put(given, override, str(path))
     return frozenset(f"{section}.{name}" for section, values in given.items() for name in values or ())
@@ -43,7 +43,7 @@ def named_keys(path: str | Path | None, overrides: Sequence[str]) -> frozenset[s
 def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:
     """Load a dataclass whose fields are sections; arguments and errors are those of :func:`load_recipe`."""
     file = "the defaults" if path is None else str(path)
-    given = {} if path is None else _read(user_path(path, "the recipe"), cls)
+    given = {} if path is None else read_sections(user_path(path, "the recipe"), cls)
     overridden = [_put(given, override, file) for override in overrides]
     try:
         return _build(given, cls)
@@ -53,7 +53,7 @@ def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequ
         raise RecipeError(f"{f'{error.key} {where}' if error.key else file}: {error}") from error
 
 
-def _read(path: Path, cls: type) -> dict[str, Any]:
+def read_sections(path: Path, cls: type) -> dict[str, Any]:
     try:
         given = parse(read_file(path, _MOST_NBYTES).decode("utf-8"))
     except OSError as error:
@@ -98,7 +98,7 @@ def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
     merged = resolved(given)
     if cls is Recipe and (tool := tool_of(merged)):
         raise ProblemError(
-            f"this is a configuration of {tool}, not a recipe, which says it so: {translated(merged)}"
+            f"this is a configuration of {tool}, not a recipe; infinity recipe --from FILE writes one from it"
         )
     sections, parts, prefix = sections_of(cls), dict[str, Any](), ""
     if cls is Recipe:

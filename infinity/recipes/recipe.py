@@ -30,7 +30,7 @@ from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.models import ModelConfig
-from infinity.recipes.other_names import near
+from infinity.recipes.other_tools import near
 from infinity.recipes.text import written
 from infinity.shards.journal import DurabilityConfig
 

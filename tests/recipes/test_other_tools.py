@@ -1,23 +1,33 @@
-"""Configuration files of DeepSpeed and Accelerate given as a recipe."""
+"""Configuration files of other tools: refused as a recipe, and translated into one that loads."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from infinity import RecipeError, load_recipe
+from infinity.cli import main
+from infinity.recipes.other_tools import TOOLS, To, tool_of
+from infinity.recipes.recipe import Recipe, keys_of
+from infinity.recipes.translation import Translation, translate
 
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
     "zero_optimization": {
         "stage": 3,
         "offload_param": {"device": "nvme", "nvme_path": "/mnt/nvme0"},
         "stage3_prefetch_bucket_size": 1e7,
     },
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 90}},
     "aio": {"block_size": 1048576},
+    "curriculum_learning": {"enabled": True},
 }
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -26,32 +36,244 @@ ACCELERATE = {
     "mixed_precision": "bf16",
     "num_processes": 8,
 }
+AXOLOTL = {
+    "base_model": "NousResearch/Llama-3.2-1B",
+    "adapter": "qlora", "load_in_4bit": True,
+    "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True,
+    "datasets": [
+        {"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"},
+        {"path": "json", "data_files": ["my.jsonl"], "type": "alpaca", "field_output": "answer"},
+    ],
+    "val_set_size": 0.1, "sequence_len": 2048, "sample_packing": True, "num_epochs": 2,
+    "micro_batch_size": 2, "gradient_accumulation_steps": 4, "optimizer": "adamw_8bit",
+    "lr_scheduler": "cosine", "learning_rate": 0.0002, "bf16": "auto", "tf32": False,
+    "gradient_checkpointing": True, "flash_attention": True, "warmup_ratio": 0.1, "evals_per_epoch": 4,
+    "output_dir": "./out",
+}  # fmt: skip
+LLAMA_FACTORY = {
+    "model_name_or_path": "model", "stage": "sft", "do_train": True, "finetuning_type": "lora",
+    "lora_target": "all", "dataset": "identity,mine", "dataset_dir": "data", "template": "llama3",
+    "cutoff_len": 1024, "output_dir": "saves", "logging_steps": 10, "save_steps": 500,
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
+    "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_steps": 20, "bf16": True,
+    "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50, "max_samples": 1000,
+    "interleave_probs": "0.7,0.3", "report_to": "wandb",
+}  # fmt: skip
+ARGUMENTS = {
+    "output_dir": "out", "per_device_train_batch_size": 4, "max_steps": 200, "num_train_epochs": 3.0,
+    "learning_rate": 5e-5, "adam_beta2": 0.95, "warmup_ratio": 0.03, "lr_scheduler_type": "cosine",
+    "optim": "adafactor", "bf16": False, "fp16": True, "max_grad_norm": 0, "eval_strategy": "no",
+    "eval_steps": 10, "label_smoothing_factor": 0.0, "save_strategy": "epoch", "save_steps": 500,
+    "fsdp_config": {"min_num_params": 0}, "deepspeed": "ds.json",
+}  # fmt: skip
+TORCHTUNE = {
+    "output_dir": "/tmp/out",
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 2048},
+    "dataset": {
+        "_component_": "torchtune.datasets.instruct_dataset", "source": "csv", "data_files": "my.csv",
+        "column_map": {"input": "question", "output": "answer"}, "packed": True,
+    },
+    "model": {"_component_": "torchtune.models.x.lora_x", "lora_rank": 64, "lora_alpha": 128},
+    "checkpointer": {"checkpoint_dir": "model", "output_dir": "${output_dir}"},
+    "batch_size": 4, "epochs": 1, "seed": None, "dtype": "bf16", "compile": False,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+    "lr_scheduler": {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 100,
+    },
+}  # fmt: skip
+TORCHTITAN = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+hf_assets_path = "model"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+beta1 = 0.8
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 100
+dataset = "c4"
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+FILES = {
+    "ds_config.json": (json.dumps(DEEPSPEED), "DeepSpeed"),
+    "accelerate.yaml": (yaml.safe_dump(ACCELERATE), "Accelerate"),
+    "axolotl.yml": (yaml.safe_dump(AXOLOTL), "Axolotl"),
+    "llamafactory.yaml": (yaml.safe_dump(LLAMA_FACTORY), "LLaMA-Factory"),
+    "training_args.json": (json.dumps(ARGUMENTS), "transformers' TrainingArguments"),
+    "tune.yaml": (yaml.safe_dump(TORCHTUNE), "torchtune"),
+    "titan.toml": (TORCHTITAN, "torchtitan"),
+}
+SAYS: dict[str, dict[str, Any]] = {
+    "ds_config.json": {
+        "memory.nvme": ("/mnt/nvme0",), "train.accumulate": 4, "train.dtype": "bf16", "optim.lr": 2e-5,
+        "optim.betas": (0.9, 0.99), "optim.max_grad_norm": 1.0, "optim.schedule": "linear",
+        "optim.warmup_steps": 10, "train.steps": 90, "optim.weight_decay": 0.01,
+    },
+    "accelerate.yaml": {"train.dtype": "bf16"},
+    "axolotl.yml": {
+        "model.path": "NousResearch/Llama-3.2-1B", "model.seq_len": 2048, "lora.rank": 32, "lora.alpha": 16.0,
+        "data.files": ("teknium/GPT4-LLM-Cleaned", "my.jsonl"), "data.format": "alpaca",
+        "data.fields": {"output": "answer"}, "data.eval_fraction": 0.1, "data.packing": True,
+        "train.epochs": 2.0, "train.steps": None, "train.batch_size": 2, "train.accumulate": 4,
+        "optim.lr": 2e-4, "optim.min_lr_ratio": 0.0, "optim.weight_decay": 0.0, "train.dtype": "auto",
+        "lora.target_modules": (), "model.stored_as": None, "run.dir": "./out",
+    },
+    "llamafactory.yaml": {
+        "lora.rank": 8, "lora.alpha": 16.0, "lora.target_modules": (), "model.seq_len": 1024,
+        "train.eval_every": 50, "optim.warmup_steps": 20, "checkpoint.every": "500 steps",
+        "train.epochs": 3.0, "data.files": ("data/chats.json", "mine"),
+        "data.fields": {"conversations": "turns"},
+        "data.weights": (0.7, 0.3), "optim.betas": (0.9, 0.999), "optim.schedule": "cosine",
+    },
+    "training_args.json": {
+        "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_steps": 6,
+        "train.dtype": "fp16", "train.eval_every": None, "checkpoint.every": None, "optim.max_grad_norm": 1.0,
+    },
+    "tune.yaml": {
+        "model.path": "model", "model.seq_len": 2048, "data.files": ("my.csv",), "data.packing": True,
+        "data.fields": {"prompt": "question", "completion": "answer"}, "lora.rank": 64, "lora.alpha": 128.0,
+        "optim.schedule": "cosine", "optim.warmup_steps": 100, "train.epochs": 1.0, "run.dir": "/tmp/out",
+    },
+    "titan.toml": {
+        "model.path": "model", "optim.betas": (0.8, 0.95), "optim.warmup_steps": 200, "train.steps": 100,
+        "optim.schedule": "linear", "optim.min_lr_ratio": 0.0, "model.seq_len": 8192,
+    },
+}  # fmt: skip
+#: Keys of which a line says why they are not in the recipe.
+NOT_IN_IT = {
+    "ds_config.json": ["train_micro_batch_size_per_gpu", "zero_optimization.stage", "aio",
+                       "curriculum_learning"],
+    "accelerate.yaml": ["num_processes", "fsdp_config.fsdp_offload_params", "model.path", "data.files"],
+    "axolotl.yml": ["warmup_ratio", "quantization", "flash_attention", "evals_per_epoch",
+                    "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
+    "llamafactory.yaml": ["template", "max_samples", "report_to", "data.files=mine"],
+    "training_args.json": ["optim", "deepspeed"],
+    "tune.yaml": ["optimizer._component_"],
+    "titan.toml": ["training.dataset", "parallelism", "model.name"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/chats.json").write_text("[]")
+    info = {"identity": {"file_name": "chats.json", "columns": {"messages": "turns", "system": "system"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    for name, (text, _) in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_configuration_of_another_tool_becomes_a_recipe_that_loads(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", "--from", name, "--output", "made.yaml"]) == 0
+    recipe, found = load_recipe("made.yaml"), translate(name)
+    assert recipe == found.recipe
+    assert {key: recipe.value(key) for key in SAYS[name]} == SAYS[name]
+    said = capsys.readouterr().out
+    assert said.startswith("wrote made.yaml; train it with: infinity train made.yaml")
+    assert f"# from {name} ({FILES[name][1]})" in Path("made.yaml").read_text()
+    keys = {each.key for each in found.said}
+    assert keys >= set(NOT_IN_IT[name])
+    assert all(f"{key}" in said for key in keys)
+    assert main(["recipe", "--from", name, "--output", "made.yaml"]) == 1  # it exists
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "titan.toml"])
+def test_a_configuration_of_another_tool_is_no_recipe_and_the_error_says_what_to_do(
+    folder: Path, name: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(name)
+    assert f"{name}: this is a configuration of {FILES[name][1]}, not a recipe; " in str(raised.value)
+    assert "infinity recipe --from FILE writes one from it" in str(raised.value)
+
+
+def test_without_output_the_recipe_is_what_standard_output_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", "--from", "axolotl.yml"]) == 0
+    printed = capsys.readouterr()
+    Path("printed.yaml").write_text(printed.out)
+    assert load_recipe("printed.yaml") == translate("axolotl.yml").recipe
+    assert "without a counterpart:\n" in printed.err
+    assert "  flash_attention: attention is that of the checkpoint's config.json\n" in printed.err
+    assert "hf download --repo-type model NousResearch/Llama-3.2-1B --local-dir DIR" in printed.err
+
+
+def translated(given: dict[str, Any]) -> Translation:
+    Path("given.yaml").write_text(yaml.safe_dump(given))
+    return translate("given.yaml")
+
+
+def why(found: Translation, key: str) -> str:
+    return next(each.why.why for each in found.said if each.key == key)
+
+
+def test_keys_that_decide_together_are_combined(folder: Path) -> None:
+    whole = translated(AXOLOTL | {"adapter": None})
+    assert not whole.recipe.lora.active
+    on_drives = {"zero_optimization": {"offload_param": {"nvme_path": "/mnt"}}}
+    assert translated(on_drives).recipe.memory.nvme == ("/mnt",)
+    found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})
+    assert found.recipe.train.eval_every is None
+    assert why(found, "eval_strategy") == "train.eval_every is a number of steps"
+    assert "add model.stored_as=nf4 and memory.nvme=[DIR]" in why(found, "quantization")
+    assert translated(LLAMA_FACTORY | {"dataset_dir": "elsewhere"}).recipe.data.files == ("identity", "mine")
+
+
+def test_values_that_a_recipe_refuses_are_left_out_and_named(folder: Path) -> None:
+    found = translated(
+        ARGUMENTS | {"learning_rate": -1, "lr_scheduler_type": "polynomial", "adam_epsilon": "small",
+                     "save_steps": 0.1, "save_strategy": "steps", "warmup_steps": {"a": 1}, "nonsense": 3}
+    )  # fmt: skip
+    assert found.recipe.optim.lr == Recipe().optim.lr
+    assert why(found, "optim.lr") == "got -1; wanted float, 0 to 1,000,000"
+    assert "constant, cosine or linear, not polynomial" in why(found, "lr_scheduler_type")
+    assert "got 'small'; wanted float" in why(found, "optim.eps")
+    assert "'500 steps' or 2h" in why(found, "save_steps")
+    assert "got {'a': 1}, which is no value that is known here" in why(found, "warmup_steps")
+    assert why(found, "nonsense") == "no key here has this meaning"
 
 
 @pytest.mark.parametrize(
-    ("given", "tool", "places"),
+    ("name", "text", "message"),
     [
-        (DEEPSPEED, "DeepSpeed", [
-            "zero_optimization.offload_param -> memory.device, memory.host and memory.nvme",
-            "train_micro_batch_size_per_gpu -> train.batch_size", "gradient_clipping -> optim.max_grad_norm",
-            "gradient_accumulation_steps -> train.accumulate", "bf16 -> train.dtype=bf16",
-            "zero_optimization.stage -> nothing", "aio -> memory.engine",
-        ]),
-        (ACCELERATE, "Accelerate", [
-            "fsdp_config.fsdp_offload_params -> memory.device, memory.host and memory.nvme",
-            "mixed_precision -> train.dtype", "num_processes -> torchrun --nproc-per-node",
-        ]),
-        ({"zero_optimization": 3}, "DeepSpeed", ["zero_optimization -> nothing"]),
+        ("a.yaml", "a: 1\nb: 2", "wanted a configuration of DeepSpeed, .*, torchtitan; got the keys a, b"),
+        ("a.yaml", "- 1", r"wanted keys and values; got \[1\]"),
+        ("a.yaml", "a: [", "not valid YAML or JSON"),
+        ("a.toml", "a = ", "a.toml: cannot be read"),
+        ("none.yaml", None, "none.yaml: cannot be read"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("dump", [json.dumps, yaml.safe_dump])
-def test_a_configuration_of_another_tool_says_where_a_recipe_has_the_same(
-    tmp_path, given, tool, places, dump
-):
-    path = tmp_path / "config"
-    path.write_text(dump(given))
-    with pytest.raises(
-        RecipeError, match=f"config: this is a configuration of {tool}, not a recipe"
-    ) as error:
-        load_recipe(path)
-    assert all(place in str(error.value) for place in places)
+)
+def test_a_file_that_is_of_no_tool_is_an_error(folder: Path, name: str, text: str, message: str) -> None:
+    if text is not None:
+        Path(name).write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        translate(name)
+
+
+def test_output_needs_a_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "--output", "made.yaml"]) == 1
+    assert "--output is for --from" in capsys.readouterr().err
+
+
+def test_rows_name_keys_that_there_are_and_tools_are_told_apart() -> None:
+    known = {f"{section}.{each.name}" for section, each in keys_of(Recipe)}
+    for name, tool in TOOLS.items():
+        keys = {row.key for row in tool.rows.values() if isinstance(row, To)} - {""}
+        assert keys <= known, name
+        assert {key for key in tool.defaults if key[0] != "_"} <= known, name
+        assert tool.marks <= {key.partition(".")[0] for key in tool.rows}, name
+    assert tool_of({}) == tool_of({"train": {}, "data": {}}) == ""
+    assert tool_of({"zero_optimization": 3}) == "DeepSpeed"

@@ -1,0 +1,591 @@
+"""Configuration files of other tools as recipes: for each tool a table from its keys to a recipe's.
+
+A row says which key of a recipe has the same meaning, and how the value is converted; or that nothing has to
+be said here (``Needless``), or that nothing can be (``Missing``), and why. It covers the keys below its own.
+The same rows give the hint in an error about an unknown key of a recipe.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+
+class Needless(NamedTuple):
+    """A key that a recipe does not need."""
+
+    why: str
+
+
+class Missing(NamedTuple):
+    """A key, or a value of it, that no recipe can say."""
+
+    why: str
+
+
+Values: TypeAlias = dict[str, Any]
+#: Gives a value of a recipe's key, or several by their keys.
+Convert: TypeAlias = Callable[[Any], Any]
+
+
+class To(NamedTuple):
+    """A recipe's key, and its value; for several keys it is the nearest one, and the values are by key."""
+
+    key: str
+    convert: Convert = lambda value: value
+
+
+Row: TypeAlias = To | Needless | Missing
+
+_SHARDED = Needless("weights, gradients and states are always sharded over ranks")
+_BUDGETS = Needless("buffers follow from memory.device, memory.host and memory.nvme")
+_CHOSEN = Needless("memory.activations=auto keeps, stores or recomputes activations, as is fastest")
+_WORKERS = Needless("tokens are cached in data.cache, and read while the device computes")
+_COMMITTED = Needless("every step is committed, and an interrupted run goes on by itself")
+_COMPILED = Missing("models are not compiled by torch.compile; updates always are")
+_ATTENTION = Missing("attention is that of the checkpoint's config.json")
+_ITS_TEMPLATE = Missing("chats are rendered with the checkpoint's own chat template")
+_NO_OTHER = Missing("what is trained is adapters of LoRA, or all weights")
+_NO_CODE = Missing("no code of a checkpoint is run")
+_TORCHRUN = Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE")
+_ANSWERS = Missing("only answers count in the loss of chats and prompts; all of a text does")
+_DTYPES = Missing("train.dtype is bf16, fp16 or fp32")
+_TRACKERS = Missing("observe.tensorboard and observe.metrics are what there is")
+
+
+def _schedule(name: Any) -> Any:
+    known = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmuplr": "constant",
+             "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}  # fmt: skip
+    found = known.get(str(name).lower(), name)
+    if found in ("constant", "cosine", "linear"):
+        return found
+    return Missing(f"optim.schedule is constant, cosine or linear, not {name}")
+
+
+def _optimizer(name: Any) -> Row:
+    plain = str(name).lower().replace("_", "").replace("-", "").replace("paged", "")
+    if plain.startswith(("adamw", "adam", "torch.optim.adamw")) and "mini" not in plain:
+        exact = (
+            "; its states are exact fp32, which may be on NVMe" if "8bit" in plain or "4bit" in plain else ""
+        )
+        return Needless(f"the optimizer is AdamW{exact}")
+    return Missing(f"the optimizer is AdamW, not {name}")
+
+
+def _dtype(name: str) -> Convert:
+    return lambda on: "auto" if on == "auto" else name if _is_on(on) else {}
+
+
+def _reduced(name: str) -> str:
+    return "fp32" if name in ("fp32", "float32") else "compute"
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value.get("enabled", True) if isinstance(value, Mapping) else value)
+
+
+def _precision(name: Any) -> Any:
+    known = {"no": "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    found = known.get(str(name), name)
+    return (
+        found
+        if found in ("bf16", "fp16", "fp32")
+        else Missing(f"train.dtype is bf16, fp16 or fp32, not {name}")
+    )
+
+
+def _each(names: str, row: "Row") -> dict[str, "Row"]:
+    return dict.fromkeys(names.split(), row)
+
+
+def _positive(key: str) -> To:
+    """Return a row of a count, of which 0 and less mean none."""
+    return To(key, lambda value: value if isinstance(value, int | float) and value > 0 else {})
+
+
+def _warmup(value: Any) -> Any:
+    return {"_warmup_ratio": value} if isinstance(value, float) and value < 1 else int(value)
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, int) and value > 0:
+        return f"{value} steps"
+    return Missing("checkpoint.every takes steps or a time, such as '500 steps' or 2h") if value else {}
+
+
+def _every(value: Any) -> Any:
+    if isinstance(value, int) and value > 0:
+        return value
+    return Missing("it is a number of steps here") if value else {}
+
+
+def _texts(value: Any) -> Any:
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return {} if names in (["all"], ["all-linear"], None) else names
+
+
+def _fraction(value: Any) -> Any:
+    if isinstance(value, int | float) and 0 <= value < 1:
+        return float(value)
+    return Missing("data.eval_fraction is a share of the data, not a number of rows")
+
+
+def _quantized(form: str) -> Convert:
+    return lambda on: {"_stored_as": form} if on else {}
+
+
+def _reports(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else list(value or ())
+    others = [name for name in names if name not in ("tensorboard", "none", "all")]
+    if others:
+        return _TRACKERS
+    return {"observe.tensorboard": True} if "tensorboard" in names else {}
+
+
+def _axolotl_data(key: str) -> Convert:
+    """Return what converts a list of data sets, each with a path and a type."""
+
+    def convert(given: Any) -> Any:
+        files, formats, fields = list[str](), set[str](), dict[str, str]()
+        for each in given if isinstance(given, list) else [given]:
+            each = {"path": each} if isinstance(each, str) else dict(each)
+            found = each.get("data_files") or each.get("path")
+            files += [found] if isinstance(found, str) else list(found or ())
+            kind = each.get("type")
+            if isinstance(kind, Mapping):  # a prompt of its own, of which the columns can be kept
+                each, kind = each | dict(kind), "alpaca"
+            formats.add(_AXOLOTL_TYPES.get(str(kind).partition(".")[0], "auto"))
+            fields |= {ours: each[theirs] for theirs, ours in _AXOLOTL_FIELDS.items() if each.get(theirs)}
+        changed = {ours: theirs for ours, theirs in fields.items() if ours != theirs}
+        values: Values = {key: files} | ({"data.fields": changed} if changed else {})
+        return values | ({"data.format": formats.pop()} if len(formats) == 1 else {})
+
+    return convert
+
+
+_AXOLOTL_TYPES = {"alpaca": "alpaca", "alpaca_chat": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
+_AXOLOTL_FIELDS = {
+    "field_instruction": "instruction", "field_input": "input", "field_output": "output",
+    "field_system": "system", "field_messages": "messages", "field": "text",
+}  # fmt: skip
+
+
+def _names(value: Any) -> Any:
+    return {"_names": _texts(value)}
+
+
+#: Keys that transformers' ``TrainingArguments`` has, and so Axolotl and LLaMA-Factory.
+_TRAINER: dict[str, Row] = {
+    "output_dir": To("run.dir"),
+    "run_name": To("run.name"),
+    "seed": To("run.seed", lambda seed: {"run.seed": seed, "data.seed": seed}),
+    "data_seed": To("data.seed"),
+    "per_device_train_batch_size": To("train.batch_size"),
+    "gradient_accumulation_steps": To("train.accumulate"),
+    "max_steps": _positive("train.steps"),
+    "num_train_epochs": _positive("train.epochs"),
+    "learning_rate": To("optim.lr"),
+    "lr_scheduler_type": To("optim.schedule", _schedule),
+    "lr_scheduler_kwargs.min_lr_rate": To("optim.min_lr_ratio"),
+    "warmup_steps": To("optim.warmup_steps", _warmup),
+    "warmup_ratio": To("optim.warmup_steps", lambda ratio: {"_warmup_ratio": ratio}),
+    "weight_decay": To("optim.weight_decay"),
+    "adam_beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
+    "adam_beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
+    "adam_epsilon": To("optim.eps"),
+    "max_grad_norm": _positive("optim.max_grad_norm"),
+    "optim": To("", _optimizer),
+    "bf16": To("train.dtype", _dtype("bf16")),
+    "fp16": To("train.dtype", _dtype("fp16")),
+    "pure_bf16": To("train.dtype", _dtype("bf16")),
+    "tf32": _DTYPES,
+    "gradient_checkpointing": _CHOSEN,
+    "activation_checkpointing": _CHOSEN,
+    "logging_steps": To("train.log_every", _every),
+    "eval_strategy": To("", lambda name: {"_eval": name}),
+    "evaluation_strategy": To("", lambda name: {"_eval": name}),
+    "eval_steps": To("train.eval_every", _every),
+    "eval_on_start": To("train.eval_first"),
+    "save_strategy": To("", lambda name: {"_save": name}),
+    "save_steps": To("checkpoint.every", _steps),
+    "save_total_limit": To("checkpoint.keep"),
+    "report_to": To("observe.tensorboard", _reports),
+    "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
+    "deepspeed": Missing("it is a file of its own: infinity recipe --from FILE"),
+    "fsdp": _SHARDED,
+    "resume_from_checkpoint": _COMMITTED,
+    "save_only_model": _COMMITTED,
+    "torch_compile": _COMPILED,
+    "neftune_noise_alpha": Missing("there is no noise on embeddings"),
+    "label_smoothing_factor": Missing("the loss is the plain cross entropy"),
+    "push_to_hub": Missing("nothing is uploaded: infinity export, and hf upload"),
+    "hub_model_id": Missing("nothing is uploaded: infinity export, and hf upload"),
+    "load_best_model_at_end": Missing("the last step's model is kept"),
+    "use_liger_kernel": Needless("logits are computed in slices where they are large (memory.logits)"),
+    **_each(
+        "do_train do_eval do_predict overwrite_output_dir logging_strategy logging_first_step "
+        "log_level per_device_eval_batch_size prediction_loss_only remove_unused_columns "
+        "fsdp_config ddp_timeout ddp_find_unused_parameters ddp_backend save_safetensors "
+        "accelerator_config average_tokens_across_devices gradient_checkpointing_kwargs "
+        "local_rank disable_tqdm log_level_replica log_on_each_node logging_nan_inf_filter "
+        "eval_do_concat_batches eval_delay hub_strategy hub_token include_for_metrics "
+        "restore_callback_states_from_checkpoint include_num_input_tokens_seen length_column_name "
+        "train_sampling_strategy skip_memory_metrics save_on_each_node optim_args project "
+        "trackio_space_id dataloader_drop_last debug",
+        Needless("it changes no number here"),
+    ),
+    **_each(
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
+        "dataloader_persistent_workers preprocessing_num_workers dataset_processes "
+        "overwrite_cache dataset_prepared_path dataloader_in_order",
+        _WORKERS,
+    ),
+}  # fmt: skip
+
+_LORA: dict[str, Row] = {
+    "lora_r": To("lora.rank"),
+    "lora_rank": To("lora.rank"),
+    "lora_alpha": To("lora.alpha"),
+    "lora_dropout": To("lora.dropout"),
+    "lora_target_modules": To("lora.target_modules", _texts),
+    "lora_target": To("lora.target_modules", _texts),
+    "lora_target_linear": Needless("without lora.target_modules all linear layers get adapters"),
+    "lora_modules_to_save": To("lora.modules_to_save"),
+    "additional_target": To("lora.modules_to_save", _texts),
+    "use_rslora": To("lora.rslora"),
+    "peft_use_rslora": To("lora.rslora"),
+    "use_dora": To("lora.dora"),
+    "peft_use_dora": To("lora.dora"),
+    "loraplus_lr_ratio": To("lora.lr_ratio"),
+}
+
+_TRAINER_DEFAULTS: Values = {
+    "optim.lr": 5e-5, "optim.betas": [0.9, 0.999], "optim.weight_decay": 0.0, "optim.schedule": "linear",
+    "optim.min_lr_ratio": 0.0, "train.batch_size": 8, "train.epochs": 3.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool's rows, keys that only its files have, and what its defaults are where a recipe's differ."""
+
+    marks: frozenset[str]
+    rows: Mapping[str, Row]
+    defaults: Values = field(default_factory=dict)
+
+
+_DEEPSPEED: dict[str, Row] = {
+    "train_micro_batch_size_per_gpu": To("train.batch_size"),
+    "train_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
+    "gradient_accumulation_steps": To("train.accumulate"),
+    "gradient_clipping": _positive("optim.max_grad_norm"),
+    "steps_per_print": To("train.log_every"),
+    "bf16": To("train.dtype", _dtype("bf16")),
+    "bfloat16": To("train.dtype", _dtype("bf16")),
+    "fp16": To("train.dtype", _dtype("fp16")),
+    "fp16.initial_scale_power": To("optim.loss_scale", lambda power: 2.0**power),
+    "optimizer.type": To("", _optimizer),
+    "optimizer.params.lr": To("optim.lr"),
+    "optimizer.params.betas": To("optim.betas"),
+    "optimizer.params.eps": To("optim.eps"),
+    "optimizer.params.weight_decay": To("optim.weight_decay"),
+    "scheduler.type": To("optim.schedule", _schedule),
+    "scheduler.params.warmup_max_lr": To("optim.lr"),
+    "scheduler.params.warmup_num_steps": To("optim.warmup_steps"),
+    "scheduler.params.total_num_steps": To("train.steps"),
+    "scheduler.params.cos_min_ratio": To("optim.min_lr_ratio"),
+    "scheduler.params": Needless("the rate rises from 0"),
+    "zero_optimization.offload_param.nvme_path": To("memory.nvme", _texts),
+    "zero_optimization.offload_optimizer.nvme_path": To("memory.nvme", _texts),
+    "zero_optimization.offload_param": _BUDGETS,
+    "zero_optimization.offload_optimizer": _BUDGETS,
+    "zero_optimization.stage": _SHARDED,
+    "zero_optimization": _BUDGETS,
+    "aio": Needless("I/O engine and queues are chosen by the machine (memory.engine)"),
+    "activation_checkpointing": _CHOSEN,
+    "wall_clock_breakdown": To("observe.timeline"),
+    "tensorboard": To("observe.tensorboard", _is_on),
+    "wandb": _TRACKERS,
+    "communication_data_type": To(
+        "partition.reduce_dtype", lambda name: "fp32" if name == "fp32" else "compute"
+    ),
+    "data_types": Needless("gradients are summed in fp32 (partition.reduce_dtype)"),
+    "zero_allow_untested_optimizer": Needless("the optimizer is AdamW"),
+    "zero_force_ds_cpu_optimizer": Needless("updates run where they are faster (memory.updates)"),
+}
+
+_ACCELERATE: dict[str, Row] = {
+    "mixed_precision": To("train.dtype", _precision),
+    "gradient_accumulation_steps": To("train.accumulate"),
+    "gradient_clipping": _positive("optim.max_grad_norm"),
+    "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
+    "deepspeed_config.gradient_accumulation_steps": To("train.accumulate"),
+    "deepspeed_config.gradient_clipping": _positive("optim.max_grad_norm"),
+    "deepspeed_config.offload_param_nvme_path": To("memory.nvme", _texts),
+    "deepspeed_config.offload_optimizer_nvme_path": To("memory.nvme", _texts),
+    "deepspeed_config.deepspeed_config_file": Missing("it is a file of its own: infinity recipe --from FILE"),
+    "deepspeed_config": _BUDGETS,
+    "fsdp_config.fsdp_offload_params": _BUDGETS,
+    "fsdp_config.fsdp_activation_checkpointing": _CHOSEN,
+    "fsdp_config": _SHARDED,
+    "distributed_type": _SHARDED,
+    "num_processes": _TORCHRUN,
+    "num_machines": _TORCHRUN,
+    **_each(
+        "machine_rank main_process_ip main_process_port main_training_function rdzv_backend "
+        "same_network compute_environment gpu_ids debug downcast_bf16 enable_cpu_affinity",
+        Needless("torchrun, or the device, says it"),
+    ),
+    "dynamo_config": _COMPILED,
+}  # fmt: skip
+
+_AXOLOTL: dict[str, Row] = {
+    **_TRAINER,
+    **_LORA,
+    "base_model": To("model.path"),
+    "tokenizer_config": To("data.tokenizer"),
+    "sequence_len": To("model.seq_len"),
+    "datasets": To("data.files", _axolotl_data("data.files")),
+    "pretraining_dataset": To("data.files", _axolotl_data("data.files")),
+    "test_datasets": To("data.eval_files", lambda given: _axolotl_data("")(given)[""]),
+    "val_set_size": To("data.eval_fraction", _fraction),
+    "sample_packing": To("data.packing", lambda on: bool(on)),
+    "shuffle_merged_datasets": To("data.shuffle"),
+    "micro_batch_size": To("train.batch_size"),
+    "num_epochs": _positive("train.epochs"),
+    "optimizer": To("", _optimizer),
+    "lr_scheduler": To("optim.schedule", _schedule),
+    "cosine_min_lr_ratio": To("optim.min_lr_ratio"),
+    "adapter": To(
+        "", lambda name: {"_lora": bool(name)} | ({"_stored_as": "nf4"} if name == "qlora" else {})
+    ),
+    "lora_model_dir": To("lora.adapter"),
+    "load_in_4bit": To("model.stored_as", _quantized("nf4")),
+    "load_in_8bit": To("model.stored_as", _quantized("int8")),
+    "chat_template": _ITS_TEMPLATE,
+    "special_tokens": Missing("tokens are those of the tokenizer's own files"),
+    "tokens": Missing("tokens are those of the tokenizer's own files"),
+    "train_on_inputs": _ANSWERS,
+    "trust_remote_code": _NO_CODE,
+    "flash_attention": _ATTENTION,
+    "attn_implementation": _ATTENTION,
+    "sdp_attention": _ATTENTION,
+    "xformers_attention": _ATTENTION,
+    "evals_per_epoch": Missing("train.eval_every is a number of steps"),
+    "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),
+    "rl": Missing("this file is for supervised fine-tuning"),
+    "torch_compile": _COMPILED,
+    "plugins": Missing("there are no plugins"),
+    "wandb_project": _TRACKERS,
+    "mlflow_experiment_name": _TRACKERS,
+    **_each(
+        "pad_to_sequence_len group_by_length eval_sample_packing model_type tokenizer_type strict "
+        "is_llama_derived_model lora_fan_in_fan_out excess_length_strategy",
+        Needless("it follows from the checkpoint and data.packing"),
+    ),
+}  # fmt: skip
+
+_LLAMA_FACTORY: dict[str, Row] = {
+    **_TRAINER,
+    **_LORA,
+    "model_name_or_path": To("model.path"),
+    "adapter_name_or_path": To("lora.adapter"),
+    "stage": To("", lambda name: {} if name == "sft" else Missing("only stage sft is translated")),
+    "finetuning_type": To(
+        "",
+        lambda name: (
+            {"_lora": name == "lora"} if name in ("lora", "full") else Missing("lora or all weights")
+        ),
+    ),
+    "dataset": To("data.files", _names),
+    "dataset_dir": To("data.files", lambda folder: {"_names_in": folder}),
+    "eval_dataset": To("data.eval_files", _texts),
+    "val_size": To("data.eval_fraction", _fraction),
+    "cutoff_len": To("model.seq_len"),
+    "packing": To("data.packing"),
+    "neat_packing": To("data.packing", lambda on: True if on else {}),
+    "interleave_probs": To(
+        "data.weights", lambda text: [float(each) for each in str(text).split(",")] if text else {}
+    ),
+    "mix_strategy": Needless("data.weights mixes; without, every sequence comes once an epoch"),
+    "template": _ITS_TEMPLATE,
+    "quantization_bit": To(
+        "model.stored_as",
+        lambda bits: {"_stored_as": {4: "nf4", 8: "int8"}[bits]} if bits in (4, 8) else Missing("4 or 8"),
+    ),
+    "quantization_method": Needless("model.stored_as is nf4 or int8, as bitsandbytes and compressed-tensors"),
+    "train_on_prompt": _ANSWERS,
+    "mask_history": Missing("all answers of a chat count in the loss"),
+    "max_samples": Missing("all rows are read: give a smaller file"),
+    "trust_remote_code": _NO_CODE,
+    "flash_attn": _ATTENTION,
+    "plot_loss": Needless("metrics.jsonl has the losses (observe.metrics)"),
+    "lora_target": To("lora.target_modules", _texts),
+}
+
+#: Columns of torchtune's input and output data.
+_OF_TUNE: dict[str, str] = {"input": "prompt", "output": "completion"}
+_TORCHTUNE: dict[str, Row] = {
+    "checkpointer.checkpoint_dir": To("model.path"),
+    "checkpointer": Needless("model.path says it"),
+    "tokenizer.max_seq_len": To("model.seq_len"),
+    "tokenizer": Needless("the tokenizer is that of model.path"),
+    "dataset.data_files": To("data.files", _texts),
+    "dataset.source": To("data.files", lambda name: {} if name in ("json", "csv", "parquet") else [name]),
+    "dataset.column_map": To("data.fields", lambda names: {_OF_TUNE.get(k, k): v for k, v in names.items()}),
+    "dataset.packed": To("data.packing"),
+    "dataset.train_on_input": _ANSWERS,
+    "dataset": Needless("data.files and the columns of rows say it"),
+    "batch_size": To("train.batch_size"),
+    "epochs": To("train.epochs"),
+    "max_steps_per_epoch": Missing("train.steps counts the steps of the whole run"),
+    "gradient_accumulation_steps": To("train.accumulate"),
+    "clip_grad_norm": _positive("optim.max_grad_norm"),
+    "optimizer._component_": To("", lambda name: _optimizer(str(name).rpartition(".")[2])),
+    "optimizer.lr": To("optim.lr"),
+    "optimizer.betas": To("optim.betas"),
+    "optimizer.eps": To("optim.eps"),
+    "optimizer.weight_decay": To("optim.weight_decay"),
+    "optimizer.fused": Needless("updates are fused"),
+    "lr_scheduler._component_": To(
+        "optim.schedule", lambda name: "cosine" if "cosine" in name else _schedule(name)
+    ),
+    "lr_scheduler.num_warmup_steps": To("optim.warmup_steps"),
+    "model.lora_rank": To("lora.rank", lambda rank: {"lora.rank": rank, "_lora": True}),
+    "model.lora_alpha": To("lora.alpha"),
+    "model.lora_dropout": To("lora.dropout"),
+    "model.lora_attn_modules": To("lora.target_modules", _texts),
+    "model.apply_lora_to_mlp": Missing("lora.target_modules lists all layers: add up_proj and so on"),
+    "model.use_dora": To("lora.dora"),
+    "model": Needless("model.path has the architecture"),
+    "dtype": To("train.dtype", _precision),
+    "seed": To("run.seed", lambda seed: {} if seed is None else {"run.seed": seed, "data.seed": seed}),
+    "shuffle": To("data.shuffle"),
+    "device": To("train.device", lambda name: name if name == "cpu" else {}),
+    "output_dir": To("run.dir"),
+    "log_every_n_steps": To("train.log_every"),
+    "enable_activation_checkpointing": _CHOSEN,
+    "enable_activation_offloading": _CHOSEN,
+    "compile": _COMPILED,
+    "resume_from_checkpoint": _COMMITTED,
+    **_each(
+        "loss metric_logger log_peak_memory_stats profiler optimizer_in_bwd log_level "
+        "fsdp_cpu_offload fsdp_sharding_strategy save_adapter_weights_only dataset_val",
+        Needless("it changes no number here"),
+    ),
+}  # fmt: skip
+
+_TORCHTITAN: dict[str, Row] = {
+    "job.dump_folder": To("run.dir"),
+    "job": Needless("run.name says it"),
+    "model.hf_assets_path": To("model.path"),
+    "model": Missing("the model is a checkpoint's (model.path), or a GPT of the sizes in section model"),
+    "optimizer.name": To("", _optimizer),
+    "optimizer.lr": To("optim.lr"),
+    "optimizer.beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
+    "optimizer.beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
+    "optimizer.eps": To("optim.eps"),
+    "optimizer.weight_decay": To("optim.weight_decay"),
+    "optimizer": Needless("updates are fused"),
+    "lr_scheduler.warmup_steps": To("optim.warmup_steps"),
+    "lr_scheduler.decay_type": To("optim.schedule", _schedule),
+    "lr_scheduler.min_lr_factor": To("optim.min_lr_ratio"),
+    "lr_scheduler.decay_ratio": Missing("the rate decays from the end of the warm-up to the last step"),
+    "training.local_batch_size": To("train.batch_size"),
+    "training.batch_size": To("train.batch_size"),
+    "training.global_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
+    "training.seq_len": To("model.seq_len"),
+    "training.max_norm": To("optim.max_grad_norm"),
+    "training.steps": To("train.steps"),
+    "training.dataset_path": To("data.files", lambda name: [name] if name else {}),
+    "training.dataset": Missing("it names a data set of the tool: give its files in data.files"),
+    "training.mixed_precision_param": To("train.dtype", _precision),
+    "training.mixed_precision_reduce": To("partition.reduce_dtype", _reduced),
+    "training.compile": _COMPILED,
+    "training.seed": To("run.seed"),
+    "checkpoint.interval": To("checkpoint.every", _steps),
+    "checkpoint.keep_latest_k": _positive("checkpoint.keep"),
+    "checkpoint": Needless("every step is committed; checkpoint.every writes portable checkpoints beside"),
+    "activation_checkpoint": _CHOSEN,
+    "compile": _COMPILED,
+    "parallelism": Missing("ranks share all weights and split the batch; there is no other parallelism"),
+    "float8": _DTYPES,
+    "quantize": _DTYPES,
+    "metrics.log_freq": To("train.log_every"),
+    "metrics.enable_tensorboard": To("observe.tensorboard"),
+    "metrics.enable_wandb": Missing("observe.tensorboard and observe.metrics are what there is"),
+    "metrics": Needless("metrics.jsonl is in the run's folder"),
+    "profiling": Needless("observe.timeline writes a trace"),
+    "comm": Needless("partition.timeout_s is the time limit of ranks"),
+    "validation": Missing("train.eval_every, data.eval_files and data.eval_fraction evaluate"),
+}
+
+#: The tools, of whose marks a file has one; of several, the tool is that of which it has the most keys.
+TOOLS = {
+    "DeepSpeed": Tool(
+        frozenset({
+            "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
+            "bf16", "fp16", "aio", "activation_checkpointing", "wall_clock_breakdown",
+        }),
+        _DEEPSPEED,
+    ),
+    "Accelerate": Tool(
+        frozenset({"compute_environment", "distributed_type", "fsdp_config", "mixed_precision"}), _ACCELERATE
+    ),
+    "Axolotl": Tool(
+        frozenset({"micro_batch_size", "sequence_len", "sample_packing", "val_set_size"}),
+        _AXOLOTL,
+        _TRAINER_DEFAULTS | {"optim.schedule": "cosine", "train.batch_size": 1, "train.epochs": 1.0,
+                             "model.seq_len": 512, "data.eval_fraction": 0.0},
+    ),
+    "LLaMA-Factory": Tool(
+        frozenset({"finetuning_type", "cutoff_len"}), _LLAMA_FACTORY,
+        _TRAINER_DEFAULTS | {"model.seq_len": 2048, "data.eval_fraction": 0.0, "_eval": "no"},
+    ),
+    "transformers' TrainingArguments": Tool(
+        frozenset({"per_device_train_batch_size", "num_train_epochs"}), _TRAINER,
+        _TRAINER_DEFAULTS | {"_eval": "no"},
+    ),
+    "torchtune": Tool(
+        frozenset({"checkpointer"}), _TORCHTUNE,
+        {"optim.betas": [0.9, 0.999], "optim.weight_decay": 0.01, "optim.max_grad_norm": None,
+         "optim.min_lr_ratio": 0.0, "train.epochs": 1.0, "data.eval_fraction": 0.0},
+    ),
+    "torchtitan": Tool(
+        frozenset({"job", "parallelism", "activation_checkpoint"}), _TORCHTITAN,
+        {"optim.lr": 8e-4, "optim.betas": [0.9, 0.95], "optim.schedule": "linear",
+         "optim.warmup_steps": 200, "optim.min_lr_ratio": 0.0,
+         "train.steps": 10_000, "model.seq_len": 2048, "data.eval_fraction": 0.0},
+    ),
+}  # fmt: skip
+
+#: The key of a recipe by its name in any tool.
+KNOWN_AS = {
+    name.rpartition(".")[2]: row.key
+    for tool in TOOLS.values()
+    for name, row in tool.rows.items()
+    if isinstance(row, To) and row.key
+}
+
+
+def tool_of(given: Mapping[str, Any]) -> str:
+    """Return the name of the tool whose configuration this is; empty: of none of them."""
+    known = {
+        name: sum(key in tool.rows or any(each.startswith(f"{key}.") for each in tool.rows) for key in given)
+        for name, tool in TOOLS.items()
+        if tool.marks & given.keys()
+    }
+    return max(known, key=lambda name: known[name], default="")
+
+
+def near(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
+    """Return a question that suggests a key in place of an unknown one; empty: none is near."""
+    section, _, name = key.rpartition(".")
+    siblings = [other for other in known if other.startswith(f"{section}.")]
+    near = (
+        [other for other in known if other.endswith(f".{name}")]
+        or [other for other in known if other == KNOWN_AS.get(name or key)]
+        or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+        or difflib.get_close_matches(key, [] if siblings else [*known, *sections], n=1, cutoff=0.6)
+    )
+    return f"did you mean {near[0]}?" if near else ""
