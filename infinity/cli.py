@@ -196,6 +196,20 @@ def _train(args: argparse.Namespace) -> None:
     train(recipe)
 
 
+@_command(
+    _argument("recipe", "RECIPE", "a YAML file, as in configs/"),
+    _overrides("such as data.files=[chat.jsonl] data.fields='{prompt: question}'"),
+)
+def _data(args: argparse.Namespace) -> None:
+    """Show what a recipe's data becomes: examples with their mask, lengths, and what is left out.
+
+    Tokens are made and cached as infinity train would. No weight of a model is read.
+    """
+    from infinity.app.data import show_data
+
+    show_data(args.recipe, args.overrides, _console())
+
+
 @_command(_RUN, _overrides("such as memory.host=16GiB; what changes a run's numbers must stay"))
 def _resume(args: argparse.Namespace) -> None:
     """Go on with a run that was interrupted, after its last committed step.

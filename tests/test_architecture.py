@@ -274,10 +274,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 569,
+    "": 583,
     "activations": 2447,
     "api": 4407,
-    "app": 1500,
+    "app": 1628,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2626,
     "planner": 2308,
     "predict": 5308,
-    "recipes": 3602,
+    "recipes": 3619,
     "shards": 3958,
 }
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     )  # fmt: skip
     seen = Seen()
     try:
-        Loop(of, model, optimizer, {"": Data(iter(batches), None, packed=data.packed)}, View(seen)).run()
+        Loop(of, model, optimizer, {"": replace(data, train=iter(batches), held_out=None)}, View(seen)).run()
     finally:
         optimizer.close()
     plain, losses = Reference(factory(), DTYPES[dtype], rule), []

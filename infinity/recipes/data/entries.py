@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.recipes.data.formats import COLUMNS, SUPERVISED, Reading
 from infinity.recipes.data.sources import find_files
-from infinity.recipes.data.tokenizer import DataError, open_tokenizer
+from infinity.recipes.data.tokenizer import DataError, Tokenizer, open_tokenizer
 from infinity.recipes.data.tokens import Tokens, open_tokens
 
 
@@ -96,6 +96,7 @@ class Sources:
     """Tokens of the entries of ``data.files`` or ``data.eval_files``, and the part of each entry."""
 
     key: str
+    tokenizer: Tokenizer
     tokens: Tokens
     parts: list[Part]
 
@@ -144,7 +145,7 @@ def open_sources(
             files, tokenizer, Path(config.cache), reading=config.reading(),
             skip_malformed=config.skip_malformed, log=log,
         )  # fmt: skip
-        return Sources(key, tokens, parts_of(tokens, names, ends))
+        return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends))
 
     held_out = opened("data.eval_files", config.eval_files) if config.eval_files else None
     train = opened("data.files", config.files)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.recipes.data.entries import DataConfig, Part, open_sources
+from infinity.recipes.data.entries import DataConfig, Part, Sources, open_sources
 from infinity.recipes.data.tokenizer import DataError
 from infinity.recipes.data.tokens import Tokens
 
@@ -360,16 +360,6 @@ class HeldOut:
             yield self.sequences.batch(self.shape.share(together), together)
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Training and held-out data of a run."""
-
-    train: TokenLoader
-    held_out: HeldOut | None
-    packed: bool = False  # sequences hold several documents each, which must not attend to each other
-    notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
-
-
 class Layout(NamedTuple):
     """How documents become sequences: packed, one in each, or (null) as one stream."""
 
@@ -391,6 +381,18 @@ class Layout(NamedTuple):
             )
         found = token_stream(tokens.values[part.begin : part.end], self.seq_len)
         return replace(found, values=tokens.values, starts=found.starts + part.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Training and held-out data of a run."""
+
+    train: TokenLoader
+    held_out: HeldOut | None
+    packed: bool  # sequences hold several documents each, which must not attend to each other
+    sources: Sources  # what train is of
+    layout: Layout
+    notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
 
 
 def open_data(
@@ -441,7 +443,7 @@ def open_data(
         notes += _notes_on(mixture, parts)
     loader = TokenLoader(sequences, shape, config.seed, config.shuffle, identity, mixture)
     held_data = None if held_sequences is None else HeldOut(held_sequences, shape)
-    return Data(loader, held_data, packing is True, tuple(notes))
+    return Data(loader, held_data, packing is True, train, layout, tuple(notes))
 
 
 def _notes_on(mixture: Mixture, parts: Sequence[Part]) -> Iterator[str]:

@@ -88,6 +88,10 @@ class Tokenizer:
         """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
         raise NotImplementedError
 
+    def decode(self, tokens: NDArray[Any]) -> str:
+        """Return the text of tokens, those of special ones, too."""
+        raise NotImplementedError
+
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         """Encode a chat with the tokenizer's template, as one document or one per answer.
 
@@ -108,6 +112,9 @@ class BytesTokenizer(Tokenizer):
     def encode(self, text: str) -> NDArray[Any]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
+    def decode(self, tokens: NDArray[Any]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if chat.tools:
             raise MalformedError("'tools': the bytes tokenizer has no template for them")
@@ -127,6 +134,7 @@ class FileTokenizer(Tokenizer):
     """Tokenizer of a ``tokenizer.json``, without a chat template."""
 
     _ids: Callable[[str], list[int]]  # of a text
+    _text: Callable[[list[int]], str]  # of its tokens
 
     def __init__(self, path: Path) -> None:
         try:
@@ -140,12 +148,17 @@ class FileTokenizer(Tokenizer):
             found = (library.token_to_id(token) for token in _SEPARATORS)
             self.separator = next((each for each in found if each is not None), None)
         self._ids = lambda text: library.encode(text, add_special_tokens=False).ids
+        self._text = lambda ids: library.decode(ids, skip_special_tokens=False)
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
         with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
             return self._array(self._ids(text))
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot decode tokens"):
+            return self._text(tokens.tolist())
 
     def _array(self, ids: list[int]) -> NDArray[Any]:
         """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
@@ -186,6 +199,7 @@ class DirectoryTokenizer(FileTokenizer):
                 ) from error
             self.vocab_size, self.separator = len(library), library.eos_token_id
             self._ids = lambda text: library(text, add_special_tokens=False, verbose=False).input_ids
+            self._text = lambda ids: library.decode(ids, clean_up_tokenization_spaces=False)
             bos = library.bos_token_id
             self.opening = bos if bos is not None and library("").input_ids[:1] == [bos] else None
             self._array([each for each in (self.opening, self.separator) if each is not None])
