@@ -77,8 +77,9 @@ def loaded(factory: Any, dtype: str, adapters: Path) -> Any:
     return peft.PeftModel.from_pretrained(model, str(adapters), is_trainable=True)
 
 
-#: Those whose adapters are read in another way; how they began is not read again.
-READ = ("patterns", "rslora", "dora", "embedding", "tokens", "embedded")
+#: Those whose adapters are read in another way; how they began is not read again. Of patterns, rslora and an
+#: embedding's adapters test_a_run_with_every_setting_goes_on_to_the_bit_after_an_interruption reads them all.
+READ = ("dora", "tokens", "embedded")
 
 
 @pytest.mark.parametrize("name", few(READ, SETTINGS))

@@ -159,7 +159,7 @@ def test_a_step_of_so_many_tokens_is_divided_and_one_that_cannot_be_is_an_error(
 def test_estimates_that_do_not_fit_by_their_own_record_are_followed_by_the_next_or_an_error_with_its_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe, on = given("train.batch_size=1", "train.accumulate=4"), machine("hgx-h100")
+    recipe, on = given("train.batch_size=1", "train.accumulate=2"), machine("hgx-h100")
     whole, seen = module.dry_run, list[Recipe]()
 
     def too_large(recipe: Recipe, *args: Any, **kwargs: Any) -> DryRun:
@@ -170,6 +170,7 @@ def test_estimates_that_do_not_fit_by_their_own_record_are_followed_by_the_next_
         return run
 
     monkeypatch.setattr(module, "dry_run", too_large)
+    monkeypatch.setattr(module, "_TILES", ())  # of which each would be tried
     best = find_best(recipe, on, 1, set())
     assert best.planned.recipe == seen[1] != seen[0]
     with pytest.raises(BudgetError, match=r"lacks .* of device memory: it fits with devices.memory=\d+GiB"):

@@ -146,8 +146,7 @@ CASES = {
 #: Each way that units, homes and budgets are decided, once; the others are long tests.
 FEW = (
     "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
-    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed", "experts-fp32",
-    "experts-fp16", "experts-lora",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed", "experts-lora",
 )  # fmt: skip
 
 
@@ -389,11 +388,11 @@ def test_tiles_of_experts_are_planned_to_be_read_twice_whatever_the_number_of_mi
 
 @pytest.mark.parametrize("activations", ["offload", pytest.param("keep", marks=pytest.mark.slow)])
 def test_what_blocks_return_is_planned_where_it_waits(activations: str, tmp_path: Path) -> None:
-    more = ["model.n_layers=5", "model.d_model=128", "model.n_heads=2", "model.seq_len=256"]
-    more += ["train.batch_size=4", "train.schedule=layer", f"memory.activations={activations}"]
+    more = ["model.n_layers=3", "model.d_model=128", "model.n_heads=2", "model.seq_len=256"]
+    more += ["train.batch_size=2", "train.schedule=layer", f"memory.activations={activations}"]
     more += ["train.dtype=fp32"]  # some machines multiply bf16 50 times slower
-    value = 4 * 256 * 128 * 4
-    for accumulate in (2, 5):
+    value = 2 * 256 * 128 * 4  # the least that leaves
+    for accumulate in (2, 4):
         recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
         planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
         on_their_way = 8 * value * (activations == "offload")  # if drives are slow
@@ -401,7 +400,7 @@ def test_what_blocks_return_is_planned_where_it_waits(activations: str, tmp_path
         assert planned.passing is not None
         assert planned.passing.nbytes == value
         cost = play_step(planned.trace, planned.setup)
-        moves = 5 * accumulate * (activations == "offload") * directly_moved_nbytes(value)
+        moves = 3 * accumulate * (activations == "offload") * directly_moved_nbytes(value)
         weights = real.moved
         assert cost.nbytes["NVMe write"] - weights[1] == 2 * moves
         assert cost.nbytes["NVMe read"] - weights[0] == 3 * moves  # a value for the next block, too

@@ -115,7 +115,7 @@ PUBLISHED = [("DeepSeek-V3", "fp8"), ("gpt-oss", "mxfp4"), ("Llama 3", "nf4"), (
 PUBLISHED += [("DeepSeek-V3", "INT4"), ("Llama 3", "GPTQ"), ("Qwen3", "AWQ")]
 
 
-@pytest.mark.parametrize(("family", "form"), few([PUBLISHED[0], *PUBLISHED[4:]], PUBLISHED))
+@pytest.mark.parametrize(("family", "form"), few(PUBLISHED[4:6], PUBLISHED))
 def test_a_frozen_base_is_planned_by_its_stored_bytes_with_and_without_its_weights(
     tmp_path: Path, family: str, form: str
 ) -> None:
@@ -200,7 +200,7 @@ def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it
             assert model is not None
 
 
-@pytest.mark.parametrize("on", ["vm-2core", "hgx-h100"])
+@pytest.mark.parametrize("on", few(("hgx-h100",), ("vm-2core", "hgx-h100")))
 def test_the_least_host_memory_without_drives_is_what_the_error_names(on: str, tmp_path: Path) -> None:
     """Also where most of the model is frozen: it is built with room for training all of it."""
     for model in ([], [llama(tmp_path), "lora.rank=2"]):
@@ -289,7 +289,7 @@ CHANGED: dict[str, tuple[str, int, list[str], set[str]]] = {
 
 
 @pytest.mark.parametrize("every", few((False,), (False, True)))
-@pytest.mark.parametrize("case", CHANGED)
+@pytest.mark.parametrize("case", few(("layers", "host memory"), CHANGED))
 def test_a_change_gains_what_the_plan_with_its_keys_says(case: str, every: bool) -> None:
     on, ranks, given, wanted = CHANGED[case]
     found = list(changes(planned_with("", on, ranks, *given)))
@@ -368,7 +368,7 @@ def test_a_plan_for_activations_keeps_the_budget_and_stores_what_it_says() -> No
     )
 
 
-@pytest.mark.parametrize("policy", ["keep", "offload"])
+@pytest.mark.parametrize("policy", few(("offload",), ("keep", "offload")))
 def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [
         *SMALL, "train.batch_size=16", "model.seq_len=128", f"memory.activations={policy}",

@@ -280,7 +280,8 @@ LOOPS = [
 
 
 #: Of loops that differ in the place only, and of those that other tests kill, no step in the fast suite.
-ALIKE = (Loop, Lambda, OneCycle, Frozen, Forgetting, Resized, Durable, Rare, RareHost)
+#: Nor of Unused, whose parameters tests/test_unused.py leaves out, and Plateau, which is another scheduler.
+ALIKE = (Loop, Lambda, OneCycle, Plateau, Frozen, Forgetting, Unused, Resized, Durable, Rare, RareHost)
 
 
 @pytest.mark.parametrize(
