@@ -123,9 +123,10 @@ def _sizes(recipe: Recipe) -> tuple[int, int, int] | None:
             width, layers, vocab_size = (
                 int(config[name]) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
             )
-            hidden = int(config.get("intermediate_size") or 4 * width) * int(
-                config.get("num_experts_per_tok") or 1
-            )
+            active = config.get("num_experts_per_tok") or 0
+            of_expert = config.get("moe_intermediate_size") if active else None
+            hidden = int(of_expert or config.get("intermediate_size") or 4 * width)
+            hidden *= max(1, int(active)) + int(config.get("n_shared_experts") or 0)
         except (InfinityError, OSError, KeyError, TypeError, ValueError):
             return None
         weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))

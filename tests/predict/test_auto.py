@@ -97,6 +97,28 @@ def test_a_model_that_cannot_run_as_chosen_is_told_how_to_do_without(
     assert not any("auto chose" in note for note in getattr(caught.value, "__notes__", []))
 
 
+def test_a_micro_batch_of_a_mixture_has_the_activations_of_the_experts_that_a_token_uses(
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    (tmp_path / "model.safetensors").write_bytes(bytes(8))
+    recipe, found = load_recipe(None, [f"model.path={tmp_path}", "lora.rank=2"]), []
+    for more in (
+        {"intermediate_size": 16 * 5},
+        {
+            "intermediate_size": 1024,
+            "moe_intermediate_size": 16,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+        },
+        {"intermediate_size": 16, "num_experts_per_tok": 5},  # as Mixtral has it
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | more))
+        found.append(auto._sizes(recipe))
+    assert found[0] is not None
+    assert found[0] == found[1] == found[2]
+
+
 class _StopError(Exception):
     pass
 

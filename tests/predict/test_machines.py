@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 def test_every_shipped_file_is_a_machine_and_lies_in_configs_too() -> None:
     names = machine_names()
     assert names == [
-        "desktop-4090", "desktop-4090-64g", "dgx-2", "dgx-a100", "gh200", "hgx-h100", "hgx-h200", "vm-2core",
+        "desktop-4090", "desktop-4090-64g", "dgx-2", "dgx-a100", "gh200", "hgx-h100", "hgx-h200",
+        "server-4090-800g", "vm-2core",
     ]  # fmt: skip
     assert sorted(path.stem for path in (ROOT / "configs/hardware").glob("*.yaml")) == names
     for name in names:
