@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2626,
     "planner": 2308,
     "predict": 5309,
-    "recipes": 3619,
+    "recipes": 3622,
     "shards": 3958,
 }
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from infinity.core.config import SettingError, shown
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import read_file, user_path
-from infinity.recipes.data.sources import READERS
+from infinity.recipes.data.sources import may_be_of_hub
 from infinity.recipes.other_tools import TOOLS, Missing, Needless, Row, To, Tool, Values, tool_of
 from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved
@@ -172,7 +172,7 @@ def _not_here(values: Values) -> Iterator[Said]:
             if path.exists() or "*" in name:
                 continue
             why = "there is no such file here"
-            if name.count("/") == 1 and name[0] not in "./~" and path.suffix not in READERS:
+            if may_be_of_hub(name):
                 fetch = f"hf download --repo-type {kind} {name} --local-dir DIR"
                 why += f"; of the hub: {fetch}, and DIR in its place"
             yield Said(f"{key}={name}", Missing(why))

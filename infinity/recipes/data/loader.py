@@ -276,12 +276,11 @@ class Mixture:
         found, places = [], []
         begins = np.cumsum((0, *self.rows[:-1]))
         for source, (begin, number, count) in enumerate(zip(begins, self.rows, self.counts)):
-            taken = np.arange(epoch * count, (epoch + 1) * count)
-            which: Ints = taken % number
-            for turn in np.unique(taken // number) if shuffle else ():
-                among = taken // number == turn
-                order = np.random.default_rng((seed, turn, source)).permutation(number)
-                which[among] = order[which[among]]
+            first, stop = int(epoch * count), int((epoch + 1) * count)
+            which: Ints = np.arange(first, stop) % number
+            for turn in range(first // number, -(-stop // number)) if shuffle else ():
+                among = slice(max(0, turn * number - first), (turn + 1) * number - first)
+                which[among] = np.random.default_rng((seed, turn, source)).permutation(number)[which[among]]
             found.append(begin + which)
             places.append((np.arange(count) + 0.5) / max(1, count))
         if shuffle:

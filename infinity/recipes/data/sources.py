@@ -5,6 +5,7 @@ Other files are text. Memory does not grow with a file, but for a JSON array.
 """
 
 import csv
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ _STDLIB_EXCEPT = {"site-packages", "dist-packages", "test", "tests", "__pycache_
 _ENDS = ("\n", "\r")  # of a line
 #: Files that describe a saved data set, the last one several.
 _ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
-#: Parts of names of files that are not for training, where others are.
+#: First words of names of files that are not for training, where others are.
 _TRAIN, _HELD_OUT = {"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval"}
 
 
@@ -60,8 +61,13 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     return tuple(found)
 
 
+def may_be_of_hub(name: str) -> bool:
+    """Return whether a name without a file has the form of those of the Hugging Face hub."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not re.search(r"\.[A-Za-z]\w*$", name)
+
+
 def _hint(name: str) -> str:
-    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
+    if may_be_of_hub(name):
         return (
             f"nothing is downloaded: of a data set of the hub, run hf download --repo-type dataset {name} "
             f"--local-dir DIR, and give DIR"
@@ -71,11 +77,9 @@ def _hint(name: str) -> str:
 
 def _parts(files: Sequence[Path]) -> str:
     """Say which files are not for training, if there are those that are; empty: all are alike."""
-    words = [{*file.stem.lower().replace("_", "-").replace(".", "-").split("-")} for file in files]
-    if not any(each & _TRAIN for each in words):
-        return ""
-    others = [file.name for file, each in zip(files, words) if each & _HELD_OUT]
-    return f"train and {others[0]}" if others else ""
+    words = [re.split(r"[-_.]", file.stem.lower())[0] if has_rows(file) else "" for file in files]
+    others = [file.name for file, word in zip(files, words) if word in _HELD_OUT]
+    return f"train and {others[0]}" if others and _TRAIN & {*words} else ""
 
 
 def _matches(name: str, path: Path) -> list[Path]:

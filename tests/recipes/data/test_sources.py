@@ -110,12 +110,18 @@ def test_a_directory_with_files_to_test_is_refused_and_not_trained_on(tmp_path: 
     with pytest.raises(DataError, match=r"has files of train and test-00000-of-00001\.jsonl: give those to"):
         find_files([str(tmp_path)])
     assert len(find_files([str(tmp_path / "data/train*")])) == 2
+    for name in ("train.txt", "test.txt", "on-train.jsonl"):  # texts, and another first word, are no parts
+        (tmp_path / "data" / "texts").mkdir(exist_ok=True)
+        (tmp_path / "data" / "texts" / name).write_text("{}")
+    assert len(find_files([str(tmp_path / "data/texts")])) == 3
 
 
 def test_a_name_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="hf download --repo-type dataset tatsu-lab/alpaca --local-dir DIR"):
         find_files(["tatsu-lab/alpaca"])
+    with pytest.raises(DataError, match="give a path, glob or 'stdlib'"):
+        find_files(["data/chat.jsonl"])
 
 
 @pytest.mark.parametrize(
