@@ -492,7 +492,6 @@ class Prefetcher:
             self._start_tile(tile, *self._first(tile))
         first = room.items[tile] if room.items[tile] in residents else tile
         residents.spare[first] = None
-        residents.present.move_to_end(first)
         nearest = [tile, *following[: room.slots - 1]]
         if not room.keeps_decoded:
             residents.release([each for each in room.decoded if each not in nearest])
@@ -544,10 +543,11 @@ class Prefetcher:
         return self.nbytes[tile] - self.residents.present[self.room.items[tile]]
 
     def _to_go(self) -> Iterator[Item]:
-        """Yield what is present in the order of release: without a plan, ordinary units before tiles."""
-        if self.running.plan is None:
-            yield from [item for item in self.residents if _unit_of(item) not in self.routed]
-        yield from self.residents.to_go()
+        """Yield what is present in the order of release.
+
+        Without a plan that is the order in which tiles came, and others were used last.
+        """
+        yield from self.residents if self.running.plan is None else self.residents.to_go()
 
     def _start(self, item: Item, nbytes: int) -> None:
         self.residents.add(item, nbytes)

@@ -351,6 +351,14 @@ def test_before_there_is_a_plan_units_of_earlier_layers_go_before_the_tiles_of_t
     assert sorted(started) == sorted(prefetcher.routed), "each of them once"
 
 
+def test_before_there_is_a_plan_tiles_of_blocks_go_before_what_each_micro_batch_uses_after_them():
+    prefetcher, mover = routed(7, head=5)
+    forward(prefetcher)
+    for _ in range(4):
+        visit(prefetcher, range(18, 23))
+    assert [unit for unit in mover.starts() if unit >= 18] == [*range(18, 23)], "each of them once"
+
+
 def test_what_the_plan_fetches_comes_after_the_tiles_that_the_router_chose():
     prefetcher, mover = routed(9)
     for _ in range(2):
