@@ -44,7 +44,7 @@ from infinity.core.plan import FOLDER, PLAN, Planning
 from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
-from infinity.recipes.data.loader import Batch
+from infinity.recipes.data.sequences import Batch
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
 

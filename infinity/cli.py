@@ -280,6 +280,7 @@ def _verify(args: argparse.Namespace) -> None:
         "quantize the weights again, in the files and the form (such as FP8) of the checkpoint that "
         "the run trained (model.path), and say how far they are from the trained ones",
     ),
+    _flag("--best", "the model of the best evaluation (train.keep_best), in place of the last one"),
     _flag("--merge", "merge adapters into the weights of their base; RUN may be a directory of adapters"),
     _flag(
         "--per-expert",
@@ -300,14 +301,25 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.base is not None and not (args.merge or args.per_expert):
         raise RecipeError("--base is for --merge and --per-expert")
-    which = {"base": args.base, "adapter": args.adapter}
+    which = {"base": args.base, "adapter": args.adapter, "best": args.best}
     if args.per_expert:
         if args.merge or args.stored:
             raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
-        _report(f"exported {publish_per_expert(args.run, args.out, **which)} to {args.out}")
+        _say_once(f"exported {publish_per_expert(args.run, args.out, **which)} to {args.out}")
         return
     what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, **which)
-    _report(f"exported {what} to {args.out}")
+    _say_once(f"exported {what} to {args.out}")
+
+
+@_command(_RUN, _argument("--output", "FILE", "the page to write (default: report.html in the run's folder)"))
+def _report(args: argparse.Namespace) -> None:
+    """Write a page about a run: one HTML file, which needs no network.
+
+    It has curves, memory beside budgets, bytes, the plan beside what was measured, samples and the recipe.
+    """
+    from infinity.app.report import write_report
+
+    print(f"wrote {write_report(args.run, args.output)}")
 
 
 @_command(
@@ -323,7 +335,7 @@ def _quantize(args: argparse.Namespace) -> None:
     """
     import infinity
 
-    _report(f"{args.out}: {infinity.quantize(args.model, args.out, args.form)}")
+    _say_once(f"{args.out}: {infinity.quantize(args.model, args.out, args.form)}")
 
 
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))
@@ -335,10 +347,10 @@ def _save(args: argparse.Namespace) -> None:
     """
     from infinity.app.export import save_run
 
-    _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
+    _say_once(f"saved {save_run(args.run, args.dir)} to {args.dir}")
 
 
-def _report(line: str) -> None:
+def _say_once(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun come here
         print(line)
 

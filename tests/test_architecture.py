@@ -274,10 +274,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 583,
+    "": 595,
     "activations": 2447,
-    "api": 4407,
-    "app": 1628,
+    "api": 4409,
+    "app": 2313,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2293,
@@ -285,12 +285,12 @@ ROOM_BUDGETS = {
     "engine": 3781,
     "integrations": 686,
     "nvme": 1228,
-    "observe": 798,
+    "observe": 973,
     "optim": 1313,
     "partition": 2626,
     "planner": 2308,
     "predict": 5309,
-    "recipes": 3622,
+    "recipes": 4254,
     "shards": 3958,
 }
 

@@ -127,7 +127,10 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "DIR")
     write_tokenizer(tmp_path / "DIR")
     record = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    (tmp_path / "chat.jsonl").write_text(record * 400, encoding="utf-8")
+    for name, count in (("chat", 400), ("code", 8), ("math", 8)):
+        (tmp_path / f"{name}.jsonl").write_text(record * count, encoding="utf-8")
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    (tmp_path / "pairs.jsonl").write_text(pair * 40, encoding="utf-8")
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 400, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -179,7 +182,8 @@ def run_infinity(words: list[str]) -> None:
 def small_train(words: list[str]) -> list[str]:
     is_new = not any(word.startswith("model.path=") for word in words)
     steps = max([2, *(steps for word, steps in STEPS.items() if word in words)])
-    return [*words, *TRAIN, f"train.steps={steps}", *(NEW_MODEL if is_new else [])]
+    watched = ["train.eval_every=1"] if any("keep_best" in word for word in words) else []
+    return [*words, *TRAIN, *watched, f"train.steps={steps}", *(NEW_MODEL if is_new else [])]
 
 
 def run_torchrun(words: list[str]) -> None:

@@ -46,6 +46,8 @@ _LISTS = {"target_modules": True, "target_parameters": False, "modules_to_save":
 _HEADS = "classifier", "score"
 #: Ways to set the first values that leave the base as it is.
 _INITS = (True, False, "gaussian", "orthogonal")
+#: What peft calls the task of a model, by the end of its name; of one that scores texts it trains the head.
+_TASKS = ("ForCausalLM", "CAUSAL_LM"), ("ForSequenceClassification", "SEQ_CLS")
 #: The most keys of a kind that an error names.
 _MOST_NAMED = 4
 #: Settings that say that adapters are wanted.
@@ -129,7 +131,7 @@ class LoraConfig(Config):
             init_lora_weights=True if self.init == "default" else self.init,
             modules_to_save=list(self.modules_to_save) or None,
             trainable_token_indices=list(self.trainable_token_indices) or None,
-            task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+            task_type=next((task for end, task in _TASKS if type(model).__name__.endswith(end)), None),
         )  # fmt: skip
         from infinity.api.expert_lora import check_parameters, name_experts
 

@@ -54,7 +54,7 @@ def _examples(data: Data, coloured: bool) -> Iterator[Text]:
         part, turn = parts[number % len(parts)], number // len(parts)
         if turn >= len(part.documents):
             continue
-        begin, end, _ = map(int, part.documents[turn * len(part.documents) // _EXAMPLES])
+        begin, end, *_ = map(int, part.documents[turn * len(part.documents) // _EXAMPLES])
         shown = min(end, begin + _MOST_TOKENS)
         yield Text.assemble((f"example {number + 1}", "bold"), f" of {part.name}, {end - begin:,} tokens")
         text = Text()

@@ -13,6 +13,7 @@ from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import split_experts
 from infinity.app import runs
+from infinity.app.best import best_of
 from infinity.app.train import built, process_group, set_threads, tokenizer_of, write_model
 from infinity.checkpoint.directory import read_json_object, tokenizer_files
 from infinity.checkpoint.model import read_config
@@ -27,9 +28,11 @@ from infinity.recipes.recipe import Recipe
 
 def publish_run(
     path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
-    base: str | Path | None = None, adapter: str | None = None,
+    base: str | Path | None = None, adapter: str | None = None, best: bool = False,
 ) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
+
+    ``best``: those of the best evaluation (``train.keep_best``), in place of the last ones.
 
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
     call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
@@ -53,18 +56,21 @@ def publish_run(
     stored_as = recipe.model.path if recipe is not None and stored else None
     if recipe is not None and (why := _why_plain(recipe, stored, merge)):
         raise CheckpointError(f"{folder} trained {why}")
-    alone, after = not merge and (folder / ADAPTERS_FOLDER).is_dir(), ""
-    if runs.is_interrupted(folder):
+    source = best_of(folder) if best else folder
+    alone, after = not merge and (source / ADAPTERS_FOLDER).is_dir(), ""
+    if best:
+        after = f" after step {source.name.removeprefix('step-')}, the best"
+    if not best and runs.is_interrupted(folder):
         with _last_commit(folder) as (now, model, _, step):
             now = _of_adapter(now, adapter)
             result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
     elif rank() == 0 and merge and recipe is not None:
-        adapters = saved_folder(folder) / (adapter or "")
+        adapters = saved_folder(source) / (adapter or "")
         trained_on = _base_of(adapters, recipe.model.path)
         result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
     elif rank() == 0:
-        result = export_run(path, out, stored_as, adapter)
+        result = export_run(source, out, stored_as, adapter)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
     what = f"the {kind} of {path}{after}"
     return what if result is None else f"{what} ({result})"
@@ -81,8 +87,9 @@ def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Re
 
 
 def publish_per_expert(
-    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None
-) -> str:
+    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None,
+    best: bool = False,
+) -> str:  # fmt: skip
     """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
 
     See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
@@ -94,12 +101,13 @@ def publish_per_expert(
         trained = _of_adapter(trained, adapter, "--per-expert")
     if trained is not None and not trained.lora.active:
         raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
-    if trained is not None and runs.is_interrupted(folder):
+    if trained is not None and not best and runs.is_interrupted(folder):
         with _last_commit(folder) as (_, model, _, step):
             infinity.save_lora(model, target, per_expert=True, name=adapter)
         return f"the adapters of {path} after step {step}"
     if rank() == 0:
-        source = folder if trained is None else saved_folder(folder) / (adapter or "")
+        kept = best_of(folder) if best else folder
+        source = kept if trained is None else saved_folder(kept) / (adapter or "")
         config = read_config(_base_of(source, base))
         copy_saved(source, target, lambda copied: split_experts(copied, config))
     return f"the adapters of {path}"
@@ -181,5 +189,6 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         set_threads(recipe.train)
         model, optimizer = stack.enter_context(built(recipe, folder.name, View(), before=folder, keep=True))
         unused = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # there is no loop
-        optimizer.follow(loop=unused, scheduler=unused)
+        follows = recipe.train.keep_best is not None or recipe.train.patience is not None
+        optimizer.follow(loop=unused, scheduler=unused, **({"best": unused} if follows else {}))
         yield recipe, model, optimizer, infinity.resume(model, optimizer)

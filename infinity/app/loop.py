@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity.api.checkpoints import Checkpoints
+from infinity.app.best import Best
+from infinity.app.reference import Reference, parts_of
 from infinity.comm.ranks import world_size
 from infinity.core.errors import (
     BudgetError,
@@ -27,8 +29,9 @@ from infinity.core.errors import (
 from infinity.engine.schedule import LayerSchedule
 from infinity.observe.metrics import AdapterReport, Evaluation, StepReport, View
 from infinity.optim.rules import OptimConfig
-from infinity.recipes.data.loader import Batch, Data, join
-from infinity.recipes.models import CausalLoss
+from infinity.recipes.data.loader import Data, HeldOut
+from infinity.recipes.data.sequences import Batch, join
+from infinity.recipes.objectives import OBJECTIVES, TaskLoss
 from infinity.recipes.recipe import Recipe
 
 
@@ -58,22 +61,38 @@ class Loop:
 
     def __init__(
         self, recipe: Recipe, model: Any, optimizer: Any, data: Mapping[str, Data], views: View,
-        folder: Path | None = None,
+        folder: Path | None = None, best: Best | None = None,
     ) -> None:  # fmt: skip
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self.tasks = [Task(name, each, data[name]) for name, each in recipe.tasks.items()]
-        self.loss = BatchLoss(model, recipe, packed=any(task.data.packed for task in self.tasks))
-        self._mean = RankMean(optimizer, recipe.partition.timeout_s)
+        packed = any(task.data.packed for task in self.tasks)
+        mean = RankMean(optimizer, recipe.partition.timeout_s)
+        self.loss = BatchLoss(model, recipe, packed=packed, mean=mean)
         self.step = 0  # the last one that has begun
         self.before = self.division  # the interruption
         by_name = {task.name: task for task in self.tasks}
         own = [by_name[group.get("adapter", "")] for group in optimizer.param_groups]
         self._scheduler = LambdaLR(optimizer, [task.lr_factor for task in own])
-        optimizer.follow(loop=self, scheduler=self._scheduler)
-        if not infinity.resume(model, optimizer) and recipe.checkpoint.load is not None:
-            self._load(Path(recipe.checkpoint.load))
+        self.best = best
+        optimizer.follow(loop=self, scheduler=self._scheduler, **({} if best is None else {"best": best}))
+        if not infinity.resume(model, optimizer):
+            if best is not None:
+                best.begin()
+            if recipe.checkpoint.load is not None:
+                self._load(Path(recipe.checkpoint.load))
         for task, group in zip(own, optimizer.param_groups):  # train.steps may be another one now
             group["lr"] = group["initial_lr"] * task.lr_factor(self.step)
+        if OBJECTIVES[recipe.train.task].reference:
+            parts = [
+                part for task in self.tasks
+                for part in parts_of(
+                    task.name, task.data, (recipe.steps - self.step) * recipe.train.accumulate,
+                    recipe.train.eval_batches,
+                )
+            ]  # fmt: skip
+            reference = Reference(recipe, model, self.loss.log_probs, self._mean.total, views.log)
+            reference.fill(parts, folder, step=self.step)
+            optimizer.report()  # excludes its time and bytes from the first step's report
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
@@ -87,6 +106,11 @@ class Loop:
                 model, len(names), self.loss.sum, adapters=names if recipe.adapters else None
             )
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
+
+    @property
+    def _mean(self) -> "RankMean":
+        assert self.loss.mean is not None
+        return self.loss.mean
 
     @property
     def division(self) -> "Division":
@@ -121,6 +145,8 @@ class Loop:
             self._evaluate(0)
         first = self.step + 1
         for step in range(first, self._recipe.steps + 1):
+            if self.best is not None and self.best.is_over:
+                break
             self.step = step
             batches = [[*islice(task.data.train, train.accumulate)] for task in self.tasks]
             losses = [self._mean(loss) for loss in self._step(batches)]
@@ -180,32 +206,62 @@ class Loop:
             for task, loss, count in zip(self.tasks, losses, tokens, strict=True)
             if task.name
         }  # fmt: skip
-        return replace(report, step=step, adapters=adapters)
+        return replace(report, step=step, adapters=adapters, metrics=self._metrics())
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        losses, counts = dict[str, float](), list[int]()
+        losses, counts, metrics = dict[str, float](), list[int](), dict[str, float]()
+        sets = dict[str, list[tuple[float, int]]]()
+        self.loss.metrics()  # those of a step before
         self._model.eval()
         try:
             for task in self.tasks:
-                if (held_out := task.data.held_out) is None:
+                of_task = [
+                    (name, *self._evaluated(task, held_out)) for name, held_out in task.data.evaluated.items()
+                ]
+                if not of_task:
                     continue
-                total, count = 0.0, 0
-                with task.within(self._model):
-                    for batch in held_out.batches(self._recipe.train.eval_batches):
-                        with enough_memory(self._recipe):
-                            total += self.loss.value(self.loss(batch))
-                        count += batch.target_count
-                losses[task.name] = self._mean(total) * world_size() / count
-                counts.append(count)
+                for name, loss, count, more in of_task:
+                    begin = "".join(f"{each}/" for each in (task.name, name) if each)
+                    metrics |= {f"{begin}{key}": value for key, value in more.items()}
+                    if name:
+                        sets.setdefault(name, []).append((loss, count))
+                examples = [count for _, _, count, _ in of_task]
+                losses[task.name] = mean_of([loss for _, loss, *_ in of_task], examples)
+                counts.append(sum(examples))
         finally:
             self._model.train()
         if not losses:
             return
+        metrics |= {f"{name}/loss": mean_of(*zip(*found)) for name, found in sets.items()}
         self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
         loss = mean_of([*losses.values()], counts)
         losses.pop("", None)
-        self._views.evaluated(Evaluation(step, loss, losses))
+        per_token = OBJECTIVES[self._recipe.train.task].data is None
+        found = Evaluation(step, loss, losses, metrics, per_token)
+        self._views.evaluated(found)
+        if self.best is not None and step > 0:
+            self.best.seen(found)
+            self._optimizer.report()
+
+    def _evaluated(self, task: Task, held_out: HeldOut) -> tuple[float, int, dict[str, float]]:
+        """Return the mean loss over held-out data, its examples, and the means of metrics."""
+        total, count = 0.0, 0
+        with task.within(self._model):
+            for batch in held_out.batches(self._recipe.train.eval_batches):
+                with enough_memory(self._recipe):
+                    total += self.loss.value(self.loss(batch))
+                count += batch.target_count
+        return self._mean(total) * world_size() / count, count, self._metrics()
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the mean of each metric over the examples of all ranks, since this was last called."""
+        found = self.loss.metrics()
+        if not found:
+            return {}
+        totals = self._mean.of(torch.stack([*found.values()]).double())
+        means = {name: float(total / count) for name, (total, count) in zip(found, totals)}
+        return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def mean_of(losses: Sequence[float], targets: Sequence[int]) -> float:
@@ -214,23 +270,39 @@ def mean_of(losses: Sequence[float], targets: Sequence[int]) -> float:
 
 
 class BatchLoss:
-    """Loss of one micro-batch, copied to the model's device; ``packed``: sequences hold several documents."""
+    """Loss of one micro-batch, copied to the model's device; ``packed``: sequences hold several documents.
 
-    def __init__(self, model: Any, recipe: Recipe, *, packed: bool) -> None:
-        self._recipe, self._sum = recipe, CausalLoss(model, packed=packed)
+    ``mean`` takes the mean over ranks; None: there is one.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, *, packed: bool, mean: "RankMean | None" = None) -> None:
+        self._recipe, self.mean = recipe, mean
+        how: dict[str, Any] = {"packed": packed} | ({} if mean is None else {"over_ranks": mean.of})
+        self._of_task = TaskLoss(model, OBJECTIVES[recipe.train.task], recipe.train, **how)
         self.device = next(model.parameters()).device
         self._has_run = recipe.model.path is None  # the first forward shows whether a config.json works
         self._copied: list[torch.Tensor] = []  # page-locked sources of copies that may be in flight
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Return the loss summed over this rank's targets; does not wait for an accelerator."""
+        """Return the loss summed over this rank's examples; does not wait for an accelerator."""
         with self.first_forward():
             return self.sum(batch)
 
     def sum(self, batch: Batch) -> torch.Tensor:
         """Return the loss as a call does, in a :meth:`first_forward` of the caller's."""
-        positions, mask = (each if each is None else self._to_device(each) for each in batch[2:4])
-        return self._sum(self._to_device(batch.tokens), self._to_device(batch.targets), positions, mask)
+        return self._of_task(self._on_device(batch))
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each document of each row, on the CPU, ``(rows, documents)``."""
+        with self.first_forward():
+            found = self._of_task.documents(self._on_device(batch))[0].cpu()
+        self._copied.clear()
+        return found
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Return sum and count of each metric of the micro-batches since this was last called."""
+        found, self._of_task.metrics = self._of_task.metrics, {}
+        return {name: seen.cpu() for name, seen in found.items()}
 
     @contextmanager
     def first_forward(self) -> Iterator[None]:
@@ -248,6 +320,11 @@ class BatchLoss:
         value = float(loss)
         self._copied.clear()
         return value
+
+    def _on_device(self, batch: Batch) -> Batch:
+        tensors = {name: each for name, each in batch._asdict().items() if isinstance(each, torch.Tensor)}
+        moved: dict[str, Any] = {name: self._to_device(each) for name, each in tensors.items()}
+        return batch._replace(**moved)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -290,14 +367,22 @@ class RankMean:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def __call__(self, value: float) -> float:
+        return float(self.of(torch.tensor(value, dtype=torch.float64, device="cpu")))
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean of each value; of one rank ``values`` themselves."""
+        return values if self._group is None else self.total(values) / world_size()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each value over all ranks."""
         if self._group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+            return values
+        total = values.to("cpu", copy=True)
         try:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
             raise self._optimizer.runtime.peer_error("the mean of the loss over ranks", error) from error
-        return float(total) / world_size()
+        return total.to(values.device)
 
 
 def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:

@@ -24,6 +24,7 @@ from infinity.api.export import (
     check_room_for,
 )
 from infinity.app import runs
+from infinity.app.best import Best
 from infinity.app.loop import Loop
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
@@ -31,6 +32,7 @@ from infinity.checkpoint.model import is_ours, longest_sequence, model_class, re
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
 from infinity.core.choice import Choice
+from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, save_measured
@@ -38,15 +40,21 @@ from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.observe import metrics
 from infinity.observe.metrics import View
+from infinity.observe.sinks import SINKS
 from infinity.observe.timeline import write_trace
-from infinity.recipes.data.loader import BatchShape, Data, open_data
+from infinity.recipes.data.loader import Data, open_data
+from infinity.recipes.data.sequences import BatchShape
 from infinity.recipes.models import GPT, require_causal
-from infinity.recipes.recipe import Recipe, TrainConfig, with_values
+from infinity.recipes.objectives import OBJECTIVES
+from infinity.recipes.recipe import Recipe, TrainConfig, keys_of, with_values
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
 #: The folder in which a run keeps the adapters of lora.adapter.
 _GIVEN = "given-adapters"
+#: Parameters that a checkpoint of another task lacks, or has, where the model scores documents.
+_NEW_IN_HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler.*")
+_NOT_IN_HEADS = ("lm_head.*", "cls.*", "vocab_*")
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
 
@@ -77,7 +85,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
-        loop = Loop(recipe, model, optimizer, data, views, folder)
+        best = _best(recipe, data, model, folder, views)
+        loop = Loop(recipe, model, optimizer, data, views, folder, best)
         if rank() == 0:
             runs.write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             for note in _notes_on(run, loop):
@@ -185,8 +194,12 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
-    if recipe.observe.tensorboard:
-        views.add(metrics.TensorBoard(folder / "tensorboard", after=after))
+    settings = {
+        f"{section}.{each.name}": recipe.value(f"{section}.{each.name}") for section, each in keys_of(Recipe)
+    }
+    for key, sink in SINKS.items():
+        if getattr(recipe.observe, key):
+            views.add(sink(folder, after=after, settings=settings, say=views.log))
 
 
 def _predicted(recipe: Recipe, total_s: float, optimizer: Any) -> metrics.PredictedStep | None:
@@ -218,7 +231,7 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
     for count, most, what, advice in (
         (numel, host, f"{weights} of model.d_model={model.d_model}", "model.d_model, vocab_size or d_ff"),
         (
-            train.batch_size * model.seq_len * width,
+            recipe.rows * model.seq_len * width,
             host if device.type == "cpu" else memory_nbytes(device)[1],
             f"{outputs} of {batch}",
             "train.batch_size or model.seq_len",
@@ -273,12 +286,20 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> dict[str, Data]
 
 
 def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
+    objective, padding = OBJECTIVES[recipe.train.task], 0
+    if objective.head and (recipe.model.path is None or is_ours(Path(recipe.model.path))):
+        raise RecipeError(
+            f"train.task={recipe.train.task} scores whole documents, with a model of transformers: give its "
+            "directory as model.path"
+        )
     seq_len, config, vocab_size = recipe.model.seq_len, recipe.data, recipe.model.vocab_size
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
         model_config, longest = read_config(path), longest_sequence(path)
-        if not is_ours(path):
+        if not is_ours(path) and not objective.head:
             require_causal(model_class(model_config), model_config)
+        elif objective.head:
+            padding = scores_documents(recipe)["pad_token_id"]
         elif longest is not None and seq_len > longest:
             raise RecipeError(
                 f"model.seq_len={seq_len}: the model in {path} was built for at most {longest} tokens per "
@@ -288,9 +309,29 @@ def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
         if config.tokenizer is None and is_ours(path) and not tokenizer_files(path):
             config = replace(config, tokenizer="bytes")  # a GPT that was exported without a tokenizer
     shape = BatchShape(
-        seq_len=seq_len, batch_size=recipe.train.batch_size, rank=rank(), world_size=world_size()
-    )
-    return open_data(config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log)
+        seq_len=seq_len, batch_size=recipe.train.batch_size, rank=rank(), world_size=world_size(),
+        padding=padding,
+    )  # fmt: skip
+    data = open_data(
+        config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log, kind=objective.data,
+        all_tokens=objective.all_tokens,
+    )  # fmt: skip
+    labels = scores_documents(recipe)["num_labels"] if recipe.train.task == "classify" else data.labels
+    if data.labels > labels:
+        raise RecipeError(
+            f"model.num_labels: the data has labels up to {data.labels - 1}, and the model {labels} labels "
+            f"(null: those of its config.json); set model.num_labels={data.labels}"
+        )
+    return data
+
+
+def scores_documents(recipe: Recipe) -> dict[str, Any]:
+    """Return what the config of a model that scores documents has beside that of its checkpoint."""
+    config = read_config(Path(str(recipe.model.path)))
+    ends = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    tokens = [each[0] if isinstance(each, list) and each else each for each in ends]
+    labels = 1 if recipe.train.task == "reward" else recipe.model.num_labels or config.num_labels
+    return {"num_labels": labels, "pad_token_id": next((each for each in tokens if type(each) is int), 0)}
 
 
 def notes_on_commits(every: int) -> Iterator[str]:
@@ -363,11 +404,18 @@ def built(
             model: Any = GPT(recipe.model)
     else:
         torch.manual_seed(recipe.run.seed)  # for parameters that the checkpoint lacks
+        model_of, new, ignore = dict[str, Any](), recipe.model.new, recipe.model.ignore
+        if OBJECTIVES[recipe.train.task].head:
+            from transformers import AutoModelForSequenceClassification
+
+            model_of = {"auto_class": AutoModelForSequenceClassification, **scores_documents(recipe)}
+            new, ignore = (*new, *_NEW_IN_HEADS), (*ignore, *_NOT_IN_HEADS)
         model = infinity.from_pretrained(
             recipe.model.path,
             recipe,
-            new=recipe.model.new,
-            ignore=recipe.model.ignore,
+            **model_of,
+            new=new,
+            ignore=ignore,
             frozen=recipe.trains_adapters,
             stored_as=recipe.model.stored_as,
             on_progress=views.progress,
@@ -409,6 +457,28 @@ def _optimizer(recipe: Recipe, model: Any) -> infinity.AdamW:
 
 def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
+
+
+def _best(recipe: Recipe, data: Mapping[str, Data], model: Any, folder: Path, views: View) -> Best | None:
+    """Return what follows the metric of ``train.keep_best``; None: nothing asks for it."""
+    train = recipe.train
+    if train.keep_best is None and train.patience is None:
+        return None
+    key = "train.patience" if train.keep_best is None else "train.keep_best"
+    sets = {"/".join(filter(None, (name, each))) for name, own in data.items() for each in own.evaluated}
+    if train.eval_every is None or not sets:
+        wanted = "null without evaluations: set train.eval_every, and data.eval_files or data.eval_fraction"
+        raise SettingError(key, recipe.value(key), wanted)
+    more = OBJECTIVES[train.task].metric_names(train)
+    known = ["loss", *(more if "" in sets else ())]
+    known += [f"{name}/{metric}" for name in sorted(sets - {""}) for metric in ("loss", *more)]
+    if train.keep_best not in (None, *known):
+        raise SettingError(key, train.keep_best, f"null, or a metric of evaluations: {', '.join(known)}")
+
+    def write(out: Path) -> None:
+        write_model(recipe, model, out / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER))
+
+    return Best(recipe, folder, write, leads=rank() == 0, say=views.log)
 
 
 def write_model(

@@ -1,4 +1,4 @@
-"""Figures of each step, their views (progress, ``metrics.jsonl``, TensorBoard), and the summary of a run."""
+"""Figures of each step, their views (progress, ``metrics.jsonl``), and the summary of a run."""
 
 import json
 import math
@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.core.config import Config, option
-from infinity.core.errors import InfinityError
 from infinity.core.files import append_file, open_regular, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
@@ -34,6 +33,8 @@ class ObserveConfig(Config):
 
     metrics: bool = option(True, "write metrics.jsonl, one line per step")
     tensorboard: bool = option(False, "write TensorBoard events (extra: tensorboard)")
+    wandb: bool = option(False, "log to Weights & Biases, also with WANDB_MODE=offline (extra: wandb)")
+    mlflow: bool = option(False, "log to MLflow, to MLFLOW_TRACKING_URI (extra: mlflow)")
     progress: bool = option(True, "show progress and the final summary")
     timeline: bool = option(False, "write timeline.json, for Perfetto and chrome://tracing")
 
@@ -73,6 +74,7 @@ class StepReport:
     tiles_used: int = 0  # those of them that some rank's batches were routed to
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
     adapters: dict[str, AdapterReport] = field(default_factory=dict)  # by name, if there are several
+    metrics: dict[str, float] = field(default_factory=dict)  # of the task, means over its examples
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,11 +101,16 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The held-out loss after ``step`` steps, the mean over the tokens of all ranks; of each adapter, too."""
+    """The held-out loss after ``step`` steps, the mean over the examples of all ranks; of each adapter, too.
+
+    Metrics of one of several held-out sets have names such as ``code/loss``.
+    """
 
     step: int
     loss: float
     adapters: dict[str, float] = field(default_factory=dict)  # by name, if there are several
+    metrics: dict[str, float] = field(default_factory=dict)  # of the task, and losses of sets
+    per_token: bool = True  # the loss, so that there is a perplexity; else of examples
 
 
 class View:
@@ -193,10 +200,9 @@ class ProgressDisplay(View):
             self.log(f"step {report.step}/{self._steps}  {describe(report)}")
 
     def evaluated(self, found: Evaluation) -> None:
-        self.log(
-            f"step {found.step}/{self._steps}  held-out loss {found.loss:.4f}{_each(found.adapters)}  "
-            f"perplexity {perplexity(found.loss):,.2f}"
-        )
+        text = f"step {found.step}/{self._steps}  held-out loss {found.loss:.4f}{_each(found.adapters)}"
+        text += f"  perplexity {perplexity(found.loss):,.2f}" if found.per_token else ""
+        self.log("  ".join([text, *(f"{name} {value:.4g}" for name, value in found.metrics.items())]))
 
     def log(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
@@ -253,7 +259,8 @@ class MetricsFile(View):
         self._write({"kind": "step", **asdict(report), **derived})
 
     def evaluated(self, found: Evaluation) -> None:
-        self._write({"kind": "evaluation", **asdict(found), "perplexity": perplexity(found.loss)})
+        derived = {"perplexity": perplexity(found.loss)} if found.per_token else {}
+        self._write({"kind": "evaluation", **asdict(found), **derived})
 
     def close(self) -> None:
         self._file.close()
@@ -296,11 +303,12 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
         given = json.loads(text)
         if given["kind"] == "step":
             own = {name: AdapterReport(**each) for name, each in given.get("adapters", {}).items()}
-            given |= {"adapters": own}  # older versions wrote none
+            given |= {"adapters": own, "metrics": given.get("metrics", {})}  # older versions wrote none
             line = StepReport(**{each.name: given[each.name] for each in fields(StepReport)})
         else:
             each = {name: _number(loss) for name, loss in given.get("adapters", {}).items()}
-            line = Evaluation(given["step"], _number(given["loss"]), each)
+            more = given.get("metrics", {}), given.get("per_token", True)
+            line = Evaluation(given["step"], _number(given["loss"]), each, *more)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return line if type(line.step) is int else None
@@ -308,52 +316,6 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
 
 def _number(loss: float | None) -> float:
     return math.nan if loss is None else loss
-
-
-class TensorBoard(View):
-    """View that writes scalars for TensorBoard to ``folder``, and drops those ``after`` a step."""
-
-    def __init__(self, folder: Path, *, after: int = -1) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InfinityError(
-                "observe.tensorboard needs a package: pip install 'infinity-offload[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1)
-
-    def step(self, report: StepReport) -> None:
-        scalars = {
-            "loss/train": report.loss,
-            "optimizer/lr": report.lr,
-            "optimizer/grad_norm": report.grad_norm,
-            "speed/tokens_per_s": report.tokens_per_s,
-            "speed/step_s": report.step_s,
-            "bytes/read": report.nbytes_read,
-            "bytes/written": report.nbytes_written,
-            **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
-            **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
-        }
-        for name, each in report.adapters.items():
-            scalars |= {f"loss/train/{name}": each.loss, f"optimizer/lr/{name}": each.lr}
-            scalars[f"optimizer/grad_norm/{name}"] = each.grad_norm
-        self._add(report.step, scalars)
-
-    def evaluated(self, found: Evaluation) -> None:
-        for name, loss in {"": found.loss, **found.adapters}.items():
-            end = f"/{name}" if name else ""
-            self._add(
-                found.step, {f"loss/held_out{end}": loss, f"perplexity/held_out{end}": perplexity(loss)}
-            )
-
-    def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def finite(value: Any) -> Any:
@@ -427,6 +389,7 @@ class Summary(LossSummary):
     stall_share: float
     bottleneck: str
     adapters: Mapping[str, LossSummary] = field(default_factory=dict)  # by name, if there are several
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
     activations: ActivationSummary | None = None  # None: all were kept
     predicted: PredictedStep | None = None  # None: the run was short
     dtype: str | None = None  # compute dtype
@@ -453,7 +416,7 @@ class _Losses:
     def __init__(self) -> None:
         self.train: list[float] = []
         self.held_out: list[float] = []
-        self.skipped = 0
+        self.skipped, self.per_token = 0, True
 
     def add(self, report: StepReport | AdapterReport) -> None:
         self.skipped += report.skipped
@@ -466,7 +429,8 @@ class _Losses:
             held_out = self.held_out[at] if self.held_out else None
             found[f"{end}_loss"] = self.train[at] if self.train else None
             found[f"{end}_held_out"] = held_out
-            found[f"{end}_perplexity"] = None if held_out is None else perplexity(held_out)
+            known = held_out if self.per_token else None
+            found[f"{end}_perplexity"] = None if known is None else perplexity(known)
         return found
 
 
@@ -482,6 +446,7 @@ class SummaryBuilder(View):
         self._peak: dict[str, int] = {}
         self._losses = defaultdict[str, _Losses](_Losses)  # of each adapter, and of all by ""
         self._ends: list[StepReport] = []  # the first and the last
+        self._metrics: Mapping[str, float] = {}  # of the last evaluation
 
     def step(self, report: StepReport) -> None:
         self._ends[1:] = [report]
@@ -502,7 +467,8 @@ class SummaryBuilder(View):
 
     def evaluated(self, found: Evaluation) -> None:
         for name, loss in {"": found.loss, **found.adapters}.items():
-            self._losses[name].held_out[1:] = [loss]
+            self._losses[name].held_out[1:], self._losses[name].per_token = [loss], found.per_token
+        self._metrics = found.metrics
 
     def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
         """Add the metrics of steps made before this process."""
@@ -530,6 +496,7 @@ class SummaryBuilder(View):
             **others,
             **losses.pop(""),
             adapters={name: LossSummary(**each) for name, each in losses.items()},
+            metrics=dict(self._metrics),
             steps=sums["steps"],
             first_step=first.step if first else 1,
             steps_off_plan=int(sum(off_plan)),
@@ -567,7 +534,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
-        ("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)),
+        *_perplexity_rows(summary),
+        *((f"held-out {name}", f"{value:,.4f}") for name, value in summary.metrics.items()),
         *((name, _adapter_row(each)) for name, each in summary.adapters.items()),
         ("read per step", _with_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
         ("written per step", _with_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
@@ -601,6 +569,12 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
     return rows
+
+
+def _perplexity_rows(summary: LossSummary) -> list[tuple[str, str]]:
+    if summary.first_perplexity is None and summary.first_held_out is not None:  # of examples there is none
+        return []
+    return [("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2))]
 
 
 def _adapter_row(figures: LossSummary) -> str:

@@ -209,7 +209,7 @@ class DryRun(Layout):
         self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None
     ) -> None:
         super().__init__(model, recipe, machine)
-        self._sequences = sequences or recipe.train.batch_size
+        self._sequences = sequences or recipe.rows
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
             self.trace, recorded = self._record()
@@ -409,7 +409,7 @@ class DryRun(Layout):
             model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
-        more = train.batch_size / self._sequences
+        more = self.recipe.rows / self._sequences
         if more != 1:
             trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
         return trace, functools.partial(record.profile, times.tolist())
@@ -446,7 +446,7 @@ class DryRun(Layout):
         recipe, head = self.recipe, find_head(self.model.module)
         if recipe.memory.logits != "auto" or head is None:
             return None
-        rows, width = recipe.train.batch_size * recipe.model.seq_len, cast(int, head.out_features)
+        rows, width = recipe.rows * recipe.model.seq_len, cast(int, head.out_features)
         least = least_nbytes(rows, width, DTYPES[self.model.dtype].itemsize, trains=True)
         of_pass = self.device_nbytes  # what a pass may take beside units, as in the runtime's executor
         if self.policy == "plan" and self.budget.device_nbytes is not None:

@@ -79,6 +79,9 @@ class ModelConfig(GPTConfig):
     ignore: tuple[str, ...] = setting(
         (), "patterns of checkpoint keys to ignore, which the model does not have"
     )
+    num_labels: int | None = setting(
+        None, "labels of train.task=classify; null: as the checkpoint's config.json says", Valid(1, 10**6)
+    )
     stored_as: Literal["fp8", "int8", "mxfp4", "nvfp4", "nf4"] | None = setting(
         None,
         "form in which the linear layers of a frozen base are kept, encoded once into memory.nvme; null: as "
@@ -283,6 +286,24 @@ class CausalLoss:
         model's config asks for it), multiplied by the number of targets. ``positions`` are those of tokens in
         their documents; None: every sequence is one document. The mask is 0 for padding.
         """
+        logits, balance = self._logits(tokens, positions, mask)
+        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        if balance is not None:
+            loss = loss + balance * (targets >= 0).sum()
+        return loss
+
+    def log_probs(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | float]:
+        """Return each target's log-probability, ``(b, s)``, 0 where it is -100; and the auxiliary loss."""
+        logits, balance = self._logits(tokens, positions, mask)
+        each = -F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+        return each, 0.0 if balance is None else balance
+
+    def _logits(
+        self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logits in fp32, ``(b * s, vocabulary)``, and in training the weighted auxiliary loss."""
         given: dict[str, Any] = {"tokens": tokens, "positions": positions}
         if not self._is_gpt:
             # Training needs no cache of keys, and transformers separates packed documents only without one.
@@ -290,12 +311,11 @@ class CausalLoss:
             known = zip(names, (tokens, positions, mask, False))
             given = {name: x for name, x in known if x is not None and name in self._accepted}
         output = self._model(**given)
-        logits = output.logits.float().flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
         balance = getattr(output, "aux_loss", None)
-        if balance is not None and self._aux_share and self._model.training:
-            loss = loss + self._aux_share * balance * (targets >= 0).sum()
-        return loss
+        if balance is not None:
+            trains = self._aux_share and self._model.training
+            balance = self._aux_share * balance if trains else None
+        return output.logits.float().flatten(0, 1), balance
 
 
 def require_causal(cls: Any, config: Any) -> None:

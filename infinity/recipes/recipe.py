@@ -30,6 +30,7 @@ from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.models import ModelConfig
+from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.other_tools import near
 from infinity.recipes.text import written
 from infinity.shards.journal import DurabilityConfig
@@ -79,13 +80,23 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """The training loop."""
 
+    task: Literal["sft", "pretrain", "dpo", "kto", "reward", "classify"] = setting(
+        "sft",
+        "what is learned: chats, prompts with completions and texts (sft), every token of them (pretrain), "
+        "preferences (dpo), judged completions (kto), a reward model of preferences, or labels of texts",
+    )
+    beta: float = setting(0.1, "how strongly dpo and kto keep to the reference", Valid(1e-6, 1e6))
+    desirable_weight: float = setting(1.0, "kto: weight of desirable completions", Valid(0, 1e6))
+    undesirable_weight: float = setting(1.0, "kto: weight of undesirable completions", Valid(0, 1e6))
     steps: int | None = option(
         None, "optimizer steps; null: as train.epochs says, or 1000 without it", Valid(1, 10**9)
     )
     epochs: float | None = option(
         None, "times that the data is gone through, in place of train.steps", Valid(above=0, most=10**6)
     )
-    batch_size: int = option(8, "sequences per rank and micro-batch", Valid(1, 10**6))
+    batch_size: int = option(
+        8, "sequences per rank and micro-batch; of pairs that are not packed, pairs", Valid(1, 10**6)
+    )
     accumulate: int = option(1, "micro-batches per step", Valid(1, 10**6))
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto",
@@ -100,6 +111,16 @@ class TrainConfig(Config):
     eval_every: int | None = option(100, "steps between held-out evaluations; null: never", Valid(1, 10**9))
     eval_first: bool = option(False, "evaluate before the first step, too")
     eval_batches: int = option(8, "micro-batches per rank in one evaluation", Valid(1, 10**6))
+    keep_best: str | None = setting(
+        None,
+        "keep the model of the best evaluation, by its loss, a metric such as accuracy, or NAME/loss of one "
+        "of data.eval_sets; infinity export --best publishes it; null: none",
+    )
+    patience: int | None = setting(
+        None,
+        "end training after so many evaluations without a better train.keep_best (null: loss); null: never",
+        Valid(1, 10**9),
+    )
     schedule: Literal["auto", "step", "layer"] = setting(
         "auto",
         "micro-batches one by one, or all through a block before the next: weights are read twice; auto: the "
@@ -209,7 +230,16 @@ class Recipe:
     def packing(self) -> bool | None:
         """Return ``data.packing`` of the task that packs most."""
         given = [task.data.packing for task in self.tasks.values()]
+        examples = OBJECTIVES[self.train.task].data
+        if examples is not None:
+            return not examples.whole and given != [False] * len(given)
         return True if True in given else False if False in given else None
+
+    @property
+    def rows(self) -> int:
+        """Return the sequences of a micro-batch on a rank: of pairs that are not packed, both documents."""
+        examples = OBJECTIVES[self.train.task].data
+        return self.train.batch_size * (1 if examples is None or self.packing else examples.documents)
 
     @property
     def clips(self) -> bool:
@@ -291,6 +321,8 @@ def _absolute(value: Any, setting: str) -> Any:
     """Return absolute paths, without ``..`` at the beginning; inside, one may follow a link."""
     if isinstance(value, tuple):
         return tuple(_absolute(each, setting) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _absolute(each, setting) for name, each in value.items()}
     if value is None or value == _NO_PATHS.get(setting):
         return value
     path = Path(value)

@@ -16,7 +16,6 @@ from infinity.observe.metrics import (
     StepReport,
     Summary,
     SummaryBuilder,
-    TensorBoard,
     describe,
     last_step,
     read_metrics,
@@ -59,7 +58,8 @@ def test_every_step_is_a_line_on_disk_when_it_ends(tmp_path: Path) -> None:
     assert line["peak_nbytes"] == REPORT.peak_nbytes
     metrics.evaluated(Evaluation(2, 3.5))
     metrics.close()
-    end = {"kind": "evaluation", "step": 2, "loss": 3.5, "adapters": {}, "perplexity": math.exp(3.5)}
+    end = {"kind": "evaluation", "step": 2, "loss": 3.5, "adapters": {}, "metrics": {}, "per_token": True}
+    end |= {"perplexity": math.exp(3.5)}
     assert lines(path)[1] == end
 
 
@@ -123,43 +123,6 @@ def test_a_summary_says_from_which_step_on_it_knows_the_figures(tmp_path: Path) 
     summary = builder.result(folder=tmp_path, world_size=1, budgets={})
     assert (summary.first_step, summary.steps) == (8, 2)
     assert dict(summary_rows(summary))["steps"] == "2 after step 7 on 1 rank"
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_drops_what_a_run_goes_on_before(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for after, loss in ((-1, 5.0), (2, 4.0), (-1, 3.0)):
-        board = TensorBoard(tmp_path, after=after)
-        for step in range(max(after, 0) + 1, max(after, 0) + 4):
-            board.step(replace(REPORT, step=step, loss=loss))
-        board.close()
-        events = EventAccumulator(str(tmp_path)).Reload()
-        shown = [(event.step, event.value) for event in events.Scalars("loss/train")]
-        wanted = {
-            2: [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0)],
-            -1: [(1, loss), (2, loss), (3, loss)],
-        }
-        assert shown == wanted[after]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(tmp_path)
-    board.step(REPORT)
-    board.evaluated(Evaluation(2, 3.5))
-    board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
-    assert values["loss/train"] == 3.25
-    assert values["loss/held_out"] == 3.5
-    assert values["perplexity/held_out"] == pytest.approx(math.exp(3.5))
-    assert values["stall_s/read"] == 0.25
-    assert values["peak_bytes/nvme"] == 2**30
 
 
 def test_a_progress_line_has_loss_speed_stall_with_cause_and_bytes() -> None:
@@ -298,5 +261,13 @@ def test_a_perplexity_beyond_floats_is_infinite_and_its_line_still_json(tmp_path
     metrics.evaluated(Evaluation(1, 1e4))
     metrics.close()
     assert lines(tmp_path / "m.jsonl") == [
-        {"kind": "evaluation", "step": 1, "loss": 1e4, "adapters": {}, "perplexity": None}
+        {
+            "kind": "evaluation",
+            "step": 1,
+            "loss": 1e4,
+            "adapters": {},
+            "metrics": {},
+            "per_token": True,
+            "perplexity": None,
+        }
     ]

@@ -16,7 +16,8 @@ from infinity.app.loop import Loop
 from infinity.app.train import train
 from infinity.comm.ranks import rank, world_size
 from infinity.observe.metrics import Evaluation, StepReport, View
-from infinity.recipes.data.loader import Batch, BatchShape, Data, open_data
+from infinity.recipes.data.loader import Data, open_data
+from infinity.recipes.data.sequences import Batch, BatchShape
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe

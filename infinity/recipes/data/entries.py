@@ -10,10 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
+from infinity.recipes.data.examples import Kind
 from infinity.recipes.data.formats import COLUMNS, SUPERVISED, Reading
 from infinity.recipes.data.sources import find_files
 from infinity.recipes.data.tokenizer import DataError, Tokenizer, open_tokenizer
 from infinity.recipes.data.tokens import Tokens, open_tokens
+
+#: Keys of data, the last one followed by a name.
+TRAIN, HELD_OUT, EVAL_SETS = "data.files", "data.eval_files", "data.eval_sets."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,9 @@ class DataConfig(Config):
     )
     eval_files: tuple[str, ...] = option(
         (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
+    )
+    eval_sets: Mapping[str, tuple[str, ...]] | None = option(
+        None, "further held-out files, by a name, each evaluated by itself: {code: [code.jsonl]}", path=True
     )
     eval_fraction: float = setting(
         0.01, "fraction at the end of the data that is held out", Valid(least=0, below=1)
@@ -71,6 +78,10 @@ class DataConfig(Config):
             raise SettingError("fields", unknown, wanted + (f"; did you mean {near[0]}?" if near else ""))
         if self.tokenizer == "":
             raise SettingError("tokenizer", self.tokenizer, "bytes, a path, or null")
+        for name, files in (self.eval_sets or {}).items():
+            if not files or not name or "/" in name:
+                wanted = "names without / of held-out sets, each with files: {code: [code.jsonl]}"
+                raise SettingError("eval_sets", self.eval_sets, wanted)
 
     def reading(self, accepted: Sequence[str] = SUPERVISED) -> Reading:
         """Return how rows are read, of those formats that are ``accepted``."""
@@ -121,8 +132,11 @@ def open_sources(
     vocab_size: int,
     model_path: str | None,
     log: Callable[[str], object] = lambda line: None,
-) -> tuple[Sources, Sources | None]:
-    """Tokenize training data and held-out files, each if it is not cached.
+    kind: Kind | None = None,
+    *,
+    all_tokens: bool = False,
+) -> dict[str, Sources]:
+    """Tokenize training data and held-out files, each if it is not cached; return them by their keys.
 
     Arguments are those of ``open_data``.
     """
@@ -137,30 +151,36 @@ def open_sources(
     def opened(key: str, names: Sequence[str]) -> Sources:
         files, ends = list[Path](), list[int]()
         for name in names:
-            found = [path for path in find_files([name], key=key) if path not in seen]
+            others = seen if key == TRAIN else set(files)  # held-out sets may have files in common
+            found = [path for path in find_files([name], key=key) if path not in others]
             files += found
             seen.update(found)
             ends.append(len(files))
         tokens = open_tokens(
-            files, tokenizer, Path(config.cache), reading=config.reading(),
-            skip_malformed=config.skip_malformed, log=log,
+            files, tokenizer, Path(config.cache),
+            reading=config.reading(SUPERVISED if kind is None else (kind.format,)),
+            skip_malformed=config.skip_malformed, log=log, encode=None if kind is None else kind.encode,
         )  # fmt: skip
+        tokens = tokens.all_counted() if all_tokens else tokens
         return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends))
 
-    held_out = opened("data.eval_files", config.eval_files) if config.eval_files else None
-    train = opened("data.files", config.files)
+    sets = {f"{EVAL_SETS}{name}": files for name, files in (config.eval_sets or {}).items()}
+    held_out = {HELD_OUT: config.eval_files, **sets}
+    found = {key: opened(key, files) for key, files in held_out.items() if files}
+    train = opened(TRAIN, config.files)
+    found = {TRAIN: train, **found}
     if not len(train.tokens.sources):
         raise DataError(
             f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
             "is left to train on; name others, or hold a part of them out with data.eval_fraction"
         )
-    largest = max(train.tokens.largest, -1 if held_out is None else held_out.tokens.largest)
+    largest = max(each.tokens.largest for each in found.values())
     if largest >= vocab_size:
         raise DataError(
             f"the data contains the token {largest}; the model in {model_path} has {vocab_size} tokens; "
             "data.tokenizer=null selects the model's own tokenizer"
         )
-    return train, held_out
+    return found
 
 
 def parts_of(tokens: Tokens, names: Sequence[str], ends: Sequence[int]) -> list[Part]:

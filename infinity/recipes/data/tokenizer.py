@@ -67,6 +67,7 @@ class Encoded(NamedTuple):
     tokens: NDArray[Any]
     loss_mask: NDArray[np.bool_]
     last: bool = True  # the document ends with this part
+    label: int = 0  # of the document, in data that has labels
 
 
 class Rendered(NamedTuple):

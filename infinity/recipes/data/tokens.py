@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,7 +38,9 @@ READ = Reading()
 #: Gets a line for people.
 Log: TypeAlias = Callable[[str], object]
 
-_FORMAT = 4
+_FORMAT = 5
+#: Yields the documents of a source, or the errors of its malformed rows; its name is a part of the cache's.
+Encode: TypeAlias = Callable[[Path, Tokenizer, Reading], Iterator[Encoded | DataError]]
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
@@ -51,12 +53,18 @@ class Tokens:
 
     values: NDArray[Any]  # (tokens,)
     loss_mask: NDArray[np.bool_] | None  # (tokens,), True where one counts in the loss; None: all count
-    documents: NDArray[np.int64]  # (documents, 3): first token, end (exclusive), tokens that count
+    documents: NDArray[np.int64]  # (documents, 4): first token, end (exclusive), tokens that count, label
     largest: int  # of values; -1 if there are none
     digest: str  # of the contents
     malformed: tuple[int, str] = (0, "")  # rows that were skipped, and the error of the first of them
     #: Of each source the end of its documents and of its tokens, and the rows that were skipped.
     sources: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+
+    def all_counted(self) -> "Tokens":
+        """Return the same tokens, of which all count in the loss."""
+        documents = np.array(self.documents)
+        documents[:, 2] = documents[:, 1] - documents[:, 0]
+        return replace(self, loss_mask=None, documents=documents, digest=f"{self.digest}:all")
 
 
 def open_tokens(
@@ -67,14 +75,17 @@ def open_tokens(
     reading: Reading = READ,
     skip_malformed: bool = False,
     log: Log = lambda line: None,
+    encode: Encode | None = None,
 ) -> Tokens:
     """Return the tokens of ``sources`` in order, mapped from ``cache``; tokenize them first if needed.
 
-    Memory does not grow with the sources. If ``skip_malformed``, malformed rows are counted, not raised.
+    ``encode`` yields the documents of a source, in place of :func:`encode_documents`. Memory does not grow
+    with the sources. If ``skip_malformed``, malformed rows are counted, not raised.
     While this process writes tokens, ``log`` gets a line every ten seconds.
     """
     seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
-    seen += [reading.formats, dict(reading.fields)]
+    encode = encode or encode_documents
+    seen += [reading.formats, dict(reading.fields), encode.__name__]
     for source in sources:
         with readable(source):
             for file in files_of(source):
@@ -84,7 +95,8 @@ def open_tokens(
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            _write_once(path, lambda folder: _write(sources, tokenizer, reading, folder, skip_malformed, log))
+            read = ((source, encode(source, tokenizer, reading)) for source in sources)
+            _write_once(path, lambda folder: _write(read, len(sources), folder, skip_malformed, log))
         own_directory(path)  # no other user writes or reads the tokens
         return _read_entry(path, tokenizer.encode("").dtype)
     except UnsafePathError as error:
@@ -107,7 +119,7 @@ def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
         return Tokens(
             values=mapped(_TOKENS, dtype, count),
             loss_mask=mapped(_LOSS_MASK, np.dtype(np.bool_), count) if about["counted"] else None,
-            documents=mapped(_DOCUMENTS, np.dtype(np.int64), about["documents"], 3),
+            documents=mapped(_DOCUMENTS, np.dtype(np.int64), about["documents"], 4),
             largest=about["largest"],
             digest=about["digest"],
             sources=np.array(about["sources"], np.int64).reshape(-1, 3),
@@ -136,8 +148,8 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _write(
-    sources: Sequence[Path], tokenizer: Tokenizer, reading: Reading, folder: Path, skip_malformed: bool,
-    log: Log,
+    sources: Iterator[tuple[Path, Iterator[Encoded | DataError]]], count: int, folder: Path,
+    skip_malformed: bool, log: Log,
 ) -> None:  # fmt: skip
     digest, logged_s = hashlib.sha256(), time.monotonic()
     about: dict[str, Any] = {"tokens": 0, "documents": 0, "largest": -1, "counted": False}
@@ -149,14 +161,14 @@ def _write(
             for name in (_TOKENS, _LOSS_MASK, _DOCUMENTS)
         }
 
-        def append(name: str, values: NDArray[Any]) -> None:
+        def append(name: str, values: NDArray[Any], more: Sequence[int] = ()) -> None:
             content = values.tobytes()
             digest.update(content)
-            opened[name].write(content)
+            opened[name].write(content + np.array(more, np.int64).tobytes())
 
-        for number, source in enumerate(sources, start=1):
+        for number, (source, chunks) in enumerate(sources, start=1):
             skipped = about["malformed"]
-            for chunk in encode_documents(source, tokenizer, reading):
+            for chunk in chunks:
                 if isinstance(chunk, DataError):
                     if not skip_malformed:
                         raise DataError(f"{chunk}; data.skip_malformed=true skips such rows") from chunk
@@ -170,12 +182,14 @@ def _write(
                 about["tokens"] += len(chunk.tokens)
                 targets += int(chunk.loss_mask.sum())
                 if chunk.last:
-                    append(_DOCUMENTS, np.array([begin, about["tokens"], targets], np.int64))
+                    append(_DOCUMENTS, np.array([begin, about["tokens"], targets], np.int64), [chunk.label])
+                    if chunk.label:  # else the digest is that of older versions
+                        digest.update(chunk.label.to_bytes(8, "little"))
                     begin, targets = about["tokens"], 0
                     about["documents"] += 1
                 if time.monotonic() - logged_s >= LINES_EVERY_S:
                     logged_s = time.monotonic()
-                    log(f"tokenizing {source}, {number} of {len(sources)}: {about['tokens']:,} tokens so far")
+                    log(f"tokenizing {source}, {number} of {count}: {about['tokens']:,} tokens so far")
             about["sources"].append([about["documents"], about["tokens"], about["malformed"] - skipped])
     if not about["counted"]:
         (folder / _LOSS_MASK).unlink()  # every token counts

@@ -13,15 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.loader import (
-    Batch,
-    BatchShape,
-    Data,
-    HeldOut,
-    TokenLoader,
-    open_data,
-    token_stream,
-)
+from infinity.recipes.data.loader import Data, HeldOut, TokenLoader, open_data
+from infinity.recipes.data.sequences import Batch, BatchShape, token_stream
 from infinity.recipes.data.tokenizer import DataError
 from tests.helpers.cases import examples
 

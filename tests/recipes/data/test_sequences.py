@@ -10,16 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.loader import (
+from infinity.recipes.data.loader import Data, TokenLoader, open_data
+from infinity.recipes.data.sequences import (
     Batch,
     BatchShape,
-    Data,
     Sequences,
-    TokenLoader,
     best_fit,
     document_rows,
     join,
-    open_data,
     token_stream,
 )
 from infinity.recipes.data.tokenizer import DataError

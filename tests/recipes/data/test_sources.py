@@ -13,7 +13,8 @@ import pytest
 from infinity.recipes.data import sources
 from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.data.formats import Reading
-from infinity.recipes.data.loader import BatchShape, Data, open_data
+from infinity.recipes.data.loader import Data, open_data
+from infinity.recipes.data.sequences import BatchShape
 from infinity.recipes.data.sources import find_files, rows
 from infinity.recipes.data.tokenizer import BytesTokenizer, DataError, MalformedError
 from infinity.recipes.data.tokens import Tokens, open_tokens

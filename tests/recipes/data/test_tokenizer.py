@@ -172,7 +172,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 )
 def test_any_messages_are_tokens_or_malformed(shared: Tokenizer, messages: list[Message]) -> None:
     with suppress(MalformedError):
-        for tokens, counts, _ in shared.encode_chat(Chat(messages, None)):
+        for tokens, counts, *_ in shared.encode_chat(Chat(messages, None)):
             assert len(tokens) == len(counts)
             assert tokens.max(initial=0) < shared.vocab_size
 

@@ -34,7 +34,7 @@ def read(path: Path, tokenizer: str = "bytes", **how: bool) -> Tokens:
 
 
 def documents(tokens: Tokens) -> list[bytes]:
-    return [bytes(tokens.values[start:stop]) for start, stop, _ in tokens.documents]
+    return [bytes(tokens.values[start:stop]) for start, stop, *_ in tokens.documents]
 
 
 def test_kinds_of_lines_may_be_mixed_and_only_answers_count_in_the_loss(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_no_mask_is_stored_if_every_token_counts(tmp_path: Path) -> None:
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     tokens = read(write(tmp_path / "a.txt", "one\n\ntwo"))
-    assert tokens.documents.tolist() == [[0, 9, 9]]
+    assert tokens.documents.tolist() == [[0, 9, 9, 0]]
 
 
 def test_a_tokenizers_opening_precedes_texts_and_prompts(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""``infinity report``: one page about a run, without a network: curves, memory, bytes, plan and recipe."""
+
+import html
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from infinity.app import runs
+from infinity.app.best import BEST_FOLDER, best_steps
+from infinity.core.errors import RecipeError
+from infinity.core.files import read_file, user_path, write_file
+from infinity.core.nbytes import format_nbytes
+from infinity.observe.metrics import Evaluation, StepReport, finite, read_metrics
+from infinity.recipes.objectives import OBJECTIVES
+from infinity.recipes.recipe import Recipe
+
+#: The page in the run's folder, where nothing else is said.
+REPORT = "report.html"
+#: The most points of a curve; of more, neighbours are averaged.
+_MOST_POINTS = 1500
+#: The longest summary that is read (bytes).
+_MOST_SUMMARY_NBYTES = 2**24
+
+Points = list[tuple[float, float]]
+
+
+class Curves:
+    """Collects figures by step, in memory that does not grow with the run.
+
+    Where a curve gets too many points, each two neighbours become their mean, and later ones as many steps.
+    """
+
+    def __init__(self) -> None:
+        self._points = defaultdict[str, list[tuple[float, float, int]]](list)  # step, mean, of how many
+        self._every = defaultdict[str, int](lambda: 1)
+
+    def add(self, name: str, step: int, value: float | None) -> None:
+        points, every = self._points[name], self._every[name]
+        if value is None or finite(value) is None:
+            return
+        if points and points[-1][2] < every:
+            _, mean, count = points.pop()
+            points.append((step, (mean * count + value) / (count + 1), count + 1))
+        else:
+            points.append((step, value, 1))
+        if len(points) > 2 * _MOST_POINTS:
+            pairs = zip(points[::2], points[1::2])
+            self._points[name] = [
+                (b[0], (a[1] * a[2] + b[1] * b[2]) / (a[2] + b[2]), a[2] + b[2]) for a, b in pairs
+            ] + points[len(points) // 2 * 2 :]
+            self._every[name] = 2 * every
+
+    def __getitem__(self, name: str) -> Points:
+        return [(step, value) for step, value, _ in self._points.get(name, [])]
+
+    def names(self, begin: str) -> list[str]:
+        return [name for name in self._points if name.startswith(begin)]
+
+
+def write_report(path: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of the run in a folder, and return its path; RecipeError: there is no run."""
+    folder = user_path(path, "RUN")
+    recipe = runs.recipe_of(folder)
+    out = folder / REPORT if output is None else user_path(output, "--output")
+    if out.is_dir() or not out.parent.is_dir():
+        raise RecipeError(f"--output {output}: wanted a file's path, in a folder that exists")
+    data = json.dumps(finite_all(describe(folder, recipe)), allow_nan=False).replace("<", "\\u003c")
+    page = files("infinity.app").joinpath("report.html").read_text("utf-8")
+    page = page.replace("TITLE", html.escape(folder.resolve().name), 1).replace("DATA", data, 1)
+    write_file(out, page)
+    return out
+
+
+def finite_all(value: Any) -> Any:
+    """Replace floats that JSON cannot represent with None, also inside lists and dicts."""
+    if isinstance(value, (list, tuple)):
+        return [finite_all(each) for each in value]
+    if isinstance(value, dict):
+        return {key: finite_all(each) for key, each in value.items()}
+    return finite(value)
+
+
+def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return what the page shows, as it shows it."""
+    curves, stall_s, peaks = Curves(), defaultdict[str, float](float), dict[str, int]()
+    total_s, last, sets = 0.0, None, {*(recipe.data.eval_sets or {}), *recipe.adapters}
+    for line, _ in read_metrics(folder / runs.METRICS, 10**12):
+        if isinstance(line, Evaluation):
+            _add_evaluation(curves, line, sets)
+            continue
+        _add_step(curves, line)
+        last, total_s = line, total_s + line.step_s
+        for cause, waited_s in line.stall_s.items():
+            stall_s[cause] += waited_s
+        for tier, nbytes in line.peak_nbytes.items():
+            peaks[tier] = max(nbytes, peaks.get(tier, 0))
+    summary = _summary(folder / runs.SUMMARY)
+    state, whole = runs.state_of(folder), recipe.to_yaml()
+    compute_s = max(0.0, total_s - sum(stall_s.values()))
+    waits = sorted(
+        ((f"waiting: {cause}", each) for cause, each in stall_s.items()), key=lambda item: -item[1]
+    )
+    return {
+        "name": folder.resolve().name,
+        "state": state,
+        "about": _about(recipe, summary, last),
+        "tiles": [*_tiles(curves, recipe, last, folder)],
+        "charts": [*_charts(curves)],
+        "memory": [
+            {"tier": tier, "peak": peak, "budget": summary.get("budgets", {}).get(tier)}
+            for tier, peak in peaks.items() if peak
+        ],
+        "time": [("computing", compute_s), *(each for each in waits if each[1] >= 0.001 * total_s)]
+        if total_s else [],
+        "plan": [*_plan(summary)],
+        "advice": _advice(summary),
+        "samples": [],
+        "notes": summary.get("notes", []),
+        "recipe": recipe.to_yaml(keys=()),
+        "whole_recipe": whole,
+        "footer": f"infinity {version('infinity-offload')} · {folder}",
+    }  # fmt: skip
+
+
+def _add_step(curves: Curves, report: StepReport) -> None:
+    figures: dict[str, float | None] = {
+        "loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm,
+        "tokens_per_s": report.tokens_per_s, "step_s": report.step_s, "read": report.nbytes_read,
+        "written": report.nbytes_written, "planned read": report.planned_nbytes_read,
+        "planned written": report.planned_nbytes_written,
+        **{f"metric:{name}:training": value for name, value in report.metrics.items()},
+    }  # fmt: skip
+    if report.adapters:
+        figures |= {f"adapter:{name}": each.loss for name, each in report.adapters.items()}
+    for name, value in figures.items():
+        curves.add(name, report.step, value)
+
+
+def _add_evaluation(curves: Curves, found: Evaluation, sets: Collection[str]) -> None:
+    curves.add("held-out", found.step, found.loss)
+    for name, loss in found.adapters.items():
+        curves.add(f"adapter:{name}, held-out", found.step, loss)
+    for name, value in found.metrics.items():
+        part, _, metric = name.rpartition("/") if name.endswith("/loss") else _of_set(name, sets)
+        if metric == "loss":
+            curves.add(f"set:{part}", found.step, value)
+        else:
+            curves.add(f"metric:{metric}:{part or 'held-out'}", found.step, value)
+
+
+def _of_set(name: str, sets: Collection[str]) -> tuple[str, str, str]:
+    """Return set and metric of the name of an evaluation's metric, such as ``code/rewards/margins``."""
+    begin, _, rest = name.partition("/")
+    return (begin, "/", rest) if begin in sets else ("", "", name)
+
+
+def _charts(curves: Curves) -> Iterator[dict[str, Any]]:
+    """Yield each chart: title, format, and its lines."""
+
+    def line(name: str, of: str, **how: Any) -> dict[str, Any]:
+        return {"name": name, "points": curves[of], **how}
+
+    sets = [line(name.removeprefix("set:"), name, dots=True) for name in curves.names("set:")]
+    only = len(sets) == 1 and sets[0]["points"] == curves["held-out"]
+    held_out = [] if only else [line("held-out", "held-out", dots=True)]
+    loss = [line("training", "loss", noisy=True), *held_out, *sets]
+    yield {"title": "Loss", "format": "number", "wide": True, "series": loss}
+    adapters = [line(name.removeprefix("adapter:"), name) for name in curves.names("adapter:")]
+    if adapters:
+        yield {"title": "Loss of each adapter", "format": "number", "wide": True, "series": adapters}
+    for metric in dict.fromkeys(name.split(":")[1] for name in curves.names("metric:")):
+        parts = sorted(curves.names(f"metric:{metric}:"), key=lambda name: not name.endswith(":training"))
+        series = [
+            line(of, name, noisy=of == "training", dots=of != "training")
+            for name in parts for of in [name.rpartition(":")[2]]
+        ]  # fmt: skip
+        yield {"title": _titled(metric), "format": "number", "series": series}
+    for title, of, shown in (
+        ("Tokens per second", "tokens_per_s", "number"), ("Seconds of a step", "step_s", "seconds"),
+        ("Learning rate", "lr", "number"), ("Norm of the gradient", "grad_norm", "number"),
+    ):  # fmt: skip
+        yield {"title": title, "format": shown, "series": [line(title, of, noisy=of not in ("lr",))]}
+    moved = [
+        line(name, name, colour=colour, dashed="planned" in name, noisy="planned" not in name)
+        for colour, name in ((0, "read"), (1, "written"), (0, "planned read"), (1, "planned written"))
+    ]
+    if any(value for each in moved for _, value in each["points"]):
+        yield {"title": "Bytes that a rank moves in a step", "format": "bytes", "wide": True, "series": moved}
+
+
+def _titled(metric: str) -> str:
+    return metric.replace("_", " ").replace("/", ", ").capitalize()
+
+
+def _about(recipe: Recipe, summary: Mapping[str, Any], last: StepReport | None) -> str:
+    model = recipe.model.path or f"a new model of {recipe.model.numel:,} parameters"
+    trained = "adapters" if recipe.trains_adapters else "all weights"
+    parts = [f"{recipe.train.task} of {trained}", str(model), f"{recipe.train.dtype}"]
+    if ranks := summary.get("world_size"):
+        parts.append(f"{ranks} rank{'s' if ranks > 1 else ''}")
+    of = "" if recipe.train.steps is None else f" of {recipe.train.steps:,}"
+    parts.append(f"step {last.step if last else 0:,}{of}")
+    return " · ".join(parts)
+
+
+def _tiles(
+    curves: Curves, recipe: Recipe, last: StepReport | None, folder: Path
+) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and remark of the figures that are looked for first."""
+    per = OBJECTIVES[recipe.train.task].example
+    for name, of in (("training loss", "loss"), ("held-out loss", "held-out")):
+        if points := curves[of]:
+            yield name, f"{points[-1][1]:.4f}", f"per {per}; at first {points[0][1]:.4f}"
+    if best := best_steps(folder / BEST_FOLDER):
+        yield "best model", f"step {best[-1]:,}", f"by {recipe.train.keep_best}; export --best"
+    for name, of, shown in (("tokens per second", "tokens_per_s", ",.0f"), ("a step takes", "step_s", ".3g")):
+        if values := sorted(value for _, value in curves[of][1:] or curves[of]):
+            unit = " s" if of == "step_s" else ""
+            yield name, f"{values[len(values) // 2]:{shown}}{unit}", "median"
+    if last is not None:
+        moved = last.nbytes_read + last.nbytes_written
+        yield "moved in a step", format_nbytes(moved), "read and written by a rank"
+
+
+def _plan(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, planned and measured value, and their difference."""
+    predicted, measured_s = summary.get("predicted"), summary.get("step_s")
+    if predicted and measured_s:
+        yield "a step", *_beside(predicted["step_s"], measured_s, lambda value: f"{value:.3g} s")
+    for name, of in (("read in a step", "nbytes_read"), ("written in a step", "nbytes_written")):
+        planned = summary.get(f"planned_{of}")
+        if planned is not None and (planned or summary[of]):
+            yield name, *_beside(planned, summary[of], format_nbytes)
+    cache = summary.get("activations") or {}
+    if cache.get("predicted") and cache.get("measured"):
+        one, other = cache["predicted"], cache["measured"]
+        yield "a micro-batch", *_beside(one["step_s"], other["step_s"], lambda value: f"{value:.3g} s")
+        yield "activations at their peak", *_beside(one["peak_nbytes"], other["peak_nbytes"], format_nbytes)
+
+
+def _beside(planned: float, measured: float, shown: Any) -> tuple[str, str, str]:
+    off = "" if not planned else f"{measured / planned - 1:+.1%}"
+    return shown(planned), shown(measured), off
+
+
+def _advice(summary: Mapping[str, Any]) -> str:
+    predicted = summary.get("predicted") or {}
+    bound = f"Bound by {predicted['bottleneck']}." if predicted.get("bottleneck") else ""
+    return f"{bound} To be faster: {predicted['advice']}." if predicted.get("advice") else bound
+
+
+def _summary(path: Path) -> Mapping[str, Any]:
+    """Return the summary of a run; empty: it is not finished, or has none that can be read."""
+    try:
+        found = json.loads(read_file(path, _MOST_SUMMARY_NBYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

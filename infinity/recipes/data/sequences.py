@@ -1,0 +1,358 @@
+"""Sequences of equal length: documents cut anywhere, or rows of whole documents or examples.
+
+Rows are laid out once, from the lengths of documents alone, so every rank computes the same layout.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infinity.recipes.data.examples import Kind
+from infinity.recipes.data.tokens import Tokens
+
+Ints = NDArray[np.int64]
+
+#: A target that is ignored by the losses of torch and transformers.
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Sequence length, sequences per rank and micro-batch, and this rank's place among all ranks."""
+
+    seq_len: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    padding: int = 0  # the token after a document's end
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one micro-batch of all ranks together."""
+        return self.batch_size * self.world_size
+
+    def share(self, together: Ints) -> Ints:
+        """Return this rank's slice of a micro-batch of all ranks."""
+        return together[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+
+
+class Batch(NamedTuple):
+    """Sequences of one rank, each tensor ``(batch_size, seq_len)``, int64, on the CPU.
+
+    If sequences hold several documents, which must not attend to each other, ``positions`` are those of
+    tokens in their documents. Counts are of this micro-batch on all ranks together.
+    """
+
+    tokens: Tensor
+    targets: Tensor  # the next tokens; -100 where they do not count in the loss
+    positions: Tensor | None = None
+    mask: Tensor | None = None  # 0 for padding; None: there is none, or positions separate it
+    token_count: int = 0  # inputs without padding
+    target_count: int = 0  # that count in the loss; or examples, whose documents are compared or labelled
+    #: Of data of examples: which of its row's documents a token is of, (batch_size, seq_len), if these are
+    #: several; and for each of them, (batch_size, documents), its label, -1 where there is none, and the
+    #: log-probability that the reference gives it.
+    segments: Tensor | None = None
+    labels: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Rows of pieces: row ``i`` holds the pieces ``firsts[i]`` to ``firsts[i + 1]`` (exclusive).
+
+    A piece is a document, a part of one, or a sequence of a stream, and is predicted from its own beginning.
+    A target is the token after its input, so a piece has one more token than inputs.
+    """
+
+    values: NDArray[Any]
+    loss_mask: NDArray[np.bool_] | None
+    seq_len: int
+    starts: Ints  # the first token of each piece, (pieces,)
+    sizes: Ints  # its inputs
+    firsts: Ints
+    token_counts: Ints  # inputs of each row, (rows,); or of the rows of each example
+    target_counts: Ints  # its targets that count in the loss, or examples
+    packing: bool  # rows hold several pieces; else their padding is masked
+    identity: str  # of the layout, given the tokens
+    documents: int = 1
+    truncated: int = 0  # documents that were longer than a row
+    empty: int = 0  # pieces without a target that counts in the loss
+    examples: "Examples | None" = None  # what pieces are of; None: each is a document
+
+    def __len__(self) -> int:
+        return len(self.token_counts)
+
+    @property
+    def first_pieces(self) -> Ints:
+        """Return the first piece of each sequence."""
+        return self.firsts[: -1 : self.examples.height if self.examples else 1]
+
+    def rows(self, which: Ints) -> Ints:
+        """Return the rows of sequences: of examples that have one for each document, several."""
+        height = 1 if self.examples is None else self.examples.height
+        return (which[:, None] * height + np.arange(height)).ravel()
+
+    def pieces(self, which: Ints) -> Ints:
+        """Return the pieces of the rows of examples, ``(rows, documents)``; -1: there is none."""
+        assert self.examples is not None
+        rows, places = self.rows(which), np.arange(self.examples.width)
+        there = places < np.diff(self.firsts)[rows, None]
+        return np.where(there, self.firsts[rows, None] + places, -1)
+
+    def batch(self, which: Ints, together: Ints) -> Batch:
+        """Return the sequences ``which`` of this rank; ``together`` are those of all ranks."""
+        of, rows = self.examples, self.rows(which)
+        shape = (len(rows), self.seq_len)
+        tokens, targets = np.full(shape, of.padding if of else 0, np.int64), np.full(shape, IGNORED, np.int64)
+        positions, segments, used = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(len(rows))
+        for row, index in enumerate(rows):
+            filled = 0
+            for number, piece in enumerate(range(self.firsts[index], self.firsts[index + 1])):
+                start, size = self.starts[piece], self.sizes[piece]
+                place, following = slice(filled, filled + size), slice(start + 1, start + 1 + size)
+                tokens[row, place] = self.values[start : start + size]
+                if of is None or not of.whole:
+                    targets[row, place] = self.values[following]
+                    if self.loss_mask is not None:
+                        targets[row, place][~self.loss_mask[following]] = IGNORED
+                positions[row, place], segments[row, place] = np.arange(size), number
+                filled += size
+            positions[row, filled:] = np.arange(self.seq_len - filled)  # padding attends only to itself
+            used[row] = filled
+        several = bool((np.diff(self.firsts)[rows] > 1).any())
+        padded = not self.packing and bool((used < self.seq_len).any())
+        found = Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(targets),
+            positions=torch.from_numpy(positions) if several else None,
+            mask=torch.from_numpy(np.arange(self.seq_len) < used[:, None]).long() if padded else None,
+            token_count=int(self.token_counts[together].sum()),
+            target_count=int(self.target_counts[together].sum()),
+        )
+        if of is None:
+            return found
+        pieces, split = self.pieces(which), torch.from_numpy(segments) if self.packing else None
+        labels = torch.from_numpy(np.where(pieces < 0, -1, of.labels[pieces]))
+        reference = torch.from_numpy(np.where(pieces < 0, np.float32(0), of.reference[pieces]))
+        return found._replace(segments=split, labels=labels, reference=reference)
+
+    def __str__(self) -> str:
+        slots, pieces = max(1, len(self) * self.seq_len), len(self.starts)
+        used, targets = int(self.token_counts.sum()), int(self.target_counts.sum())
+        if (of := self.examples) is not None:
+            text = (
+                f"{int(self.target_counts.sum()):,} examples of {of.documents} documents in {len(self):,} "
+                f"rows ({used / (slots * of.height):.0%} full)"
+            )
+            text += f"; {self.truncated:,} truncated documents" if self.truncated else ""
+            return text + (f"; {self.empty:,} skipped, of which nothing counts" if self.empty else "")
+        cut = f"{self.documents:,} documents, {pieces:,} pieces,"
+        text = (
+            f"{cut if pieces > self.documents else f'{pieces:,} documents'} in {len(self):,} sequences of "
+            f"{self.seq_len:,} ({used / slots:.0%} full, {targets / max(1, used):.0%} of tokens in the loss)"
+        )
+        if self.truncated:
+            text += f"; {self.truncated:,} longer ones truncated"
+        if self.empty:
+            text += f"; {self.empty:,} skipped, since none of their tokens counts in the loss"
+        return text
+
+
+def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
+    """Cut documents, end to end, into sequences, each of which begins where the last one ends."""
+    count = max(0, (len(values) - 1) // seq_len)
+    sizes, numbers = np.full(count, seq_len), np.arange(count + 1)
+    return Sequences(
+        values=values, loss_mask=None, seq_len=seq_len, starts=numbers[:-1] * seq_len, sizes=sizes,
+        firsts=numbers, token_counts=sizes, target_counts=sizes, packing=False, identity=str(len(values)),
+    )  # fmt: skip
+
+
+def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
+    """Assign documents to rows of ``seq_len`` inputs, padded at the end.
+
+    With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that each of
+    its tokens is predicted once; without, a row holds one document. Documents with tokens that do not count
+    in the loss (prompts, chats) are truncated, not cut: an answer without its question would train the model
+    to guess.
+    """
+    documents, mask = tokens.documents, tokens.loss_mask
+    begins, ends, counted = documents[documents[:, 1] - documents[:, 0] > 1, :3].T
+    inputs, cut = ends - begins - 1, packing & (counted == ends - begins)
+    targets = counted - (1 if mask is None else mask[begins])  # the first token is never a target
+    parts = np.where(cut, -(-inputs // seq_len), 1)
+    source = np.repeat(np.arange(len(parts)), parts)
+    offsets = (np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
+    starts, left, cut = begins[source] + offsets, inputs[source] - offsets, cut[source]
+    sizes = np.minimum(left, seq_len)
+    targets = np.where(cut, sizes, targets[source])
+    truncated = np.flatnonzero((left > seq_len) & ~cut)
+    for at in truncated:
+        first = starts[at] + 1
+        targets[at] = seq_len if mask is None else mask[first : first + seq_len].sum()
+    used = np.flatnonzero(targets > 0)
+    rows = best_fit(sizes[used], seq_len) if packing else np.arange(len(used))
+    order = used[np.argsort(rows, kind="stable")]
+    firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
+    return Sequences(
+        values=tokens.values,
+        loss_mask=mask,
+        seq_len=seq_len,
+        starts=starts[order],
+        sizes=sizes[order],
+        firsts=firsts,
+        token_counts=np.add.reduceat(sizes[order], firsts[:-1]),
+        target_counts=np.add.reduceat(targets[order], firsts[:-1]),
+        packing=packing,
+        identity=f"{'packed' if packing else 'single'}:{len(documents)}",
+        documents=len(documents),
+        truncated=len(truncated),
+        empty=len(documents) - len(begins) + len(starts) - len(used),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """What the pieces of :class:`Sequences` are, if ``documents`` of them in turn are an example."""
+
+    documents: int
+    height: int  # rows of an example, one for each document; or 1: a row holds whole examples
+    width: int  # the most documents of a row
+    whole: bool  # nothing is predicted from the documents but what they are
+    padding: int  # the token after a document's end
+    labels: Ints  # of each piece
+    reference: NDArray[np.float32]  # log-probability of each piece; NaN: not known yet
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Examples]") -> "Examples":
+        labels, reference = (
+            np.concatenate([getattr(each, name) for each in parts]) for name in ("labels", "reference")
+        )
+        return replace(parts[0], width=max(each.width for each in parts), labels=labels, reference=reference)
+
+
+def example_rows(tokens: Tokens, shape: BatchShape, kind: Kind, *, packing: bool) -> Sequences:
+    """Assign the documents of examples to rows: examples, as many as fit, with ``packing``, else one each.
+
+    Documents that are too long are truncated: to ``seq_len`` inputs, with packing such that an example fits
+    a row. Examples of which a document has no target that counts in the loss are left out. Documents that are
+    ``whole`` are inputs to their end, and have no targets.
+    """
+    seq_len, documents, whole = shape.seq_len, kind.documents, kind.whole
+    given, mask = tokens.documents[: len(tokens.documents) // documents * documents], tokens.loss_mask
+    begins, inputs, counted = given[:, 0], given[:, 1] - given[:, 0] - (not whole), given[:, 2]
+    sizes = np.minimum(inputs, seq_len)
+    if packing:
+        long = sizes.reshape(-1, documents).sum(1).repeat(documents) > seq_len
+        sizes = np.where(long, np.minimum(sizes, seq_len // documents), sizes)
+    good = sizes > 0
+    if not whole:
+        good &= counted > (1 if mask is None else mask[begins])  # the first token is never a target
+        for at in np.flatnonzero(good & (sizes < inputs)):
+            good[at] = mask is None or mask[begins[at] + 1 : begins[at] + 1 + sizes[at]].any()
+    used = np.flatnonzero(good.reshape(-1, documents).all(1))
+    totals = sizes.reshape(-1, documents).sum(1)[used]
+    rows = best_fit(totals, seq_len) if packing else np.arange(len(used))
+    order = used[np.argsort(rows, kind="stable")]
+    pieces = (order[:, None] * documents + np.arange(documents)).ravel()
+    counts = np.bincount(rows) if len(rows) else np.zeros(0, np.int64)  # examples of each row
+    ends = np.cumsum(counts * documents) if packing else np.arange(1, len(pieces) + 1)
+    return Sequences(
+        values=tokens.values,
+        loss_mask=mask,
+        seq_len=seq_len,
+        starts=begins[pieces],
+        sizes=sizes[pieces],
+        firsts=np.concatenate([[0], ends]).astype(np.int64),
+        token_counts=np.bincount(rows, totals, len(counts)).astype(np.int64),
+        target_counts=counts,
+        packing=packing,
+        identity=f"{'packed' if packing else 'single'}:{documents} of {len(given)}",
+        documents=len(given),
+        truncated=int((sizes < inputs)[pieces].sum()),
+        empty=len(given) // documents - len(used),
+        examples=Examples(
+            documents=documents, height=1 if packing else documents, whole=whole, padding=shape.padding,
+            width=int(counts.max(initial=0)) * documents if packing else 1,
+            labels=given[pieces, 3], reference=np.zeros(len(pieces), np.float32),
+        ),
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[Sequences]) -> Sequences:
+    """Return the rows of several sequences of the same tokens, one after the other."""
+    first, *others = parts
+    if not others:
+        return first
+
+    begins = np.cumsum([0, *(len(each.starts) for each in parts[:-1])])
+    ends = [each.firsts[1:] + begin for each, begin in zip(parts, begins)]
+    more: dict[str, Any] = {
+        name: np.concatenate([getattr(each, name) for each in parts])
+        for name in ("starts", "sizes", "token_counts", "target_counts")
+    }
+    more |= {name: sum(getattr(each, name) for each in parts) for name in ("documents", "truncated", "empty")}
+    identity = ";".join(each.identity for each in parts)
+    if of := [each.examples for each in parts if each.examples is not None]:
+        more["examples"] = Examples.joined(of)
+    return replace(first, firsts=np.concatenate([[0], *ends]), identity=identity, **more)
+
+
+def best_fit(sizes: Ints, capacity: int) -> Ints:
+    """Assign each size to one of few rows, none above ``capacity``, by best-fit decreasing.
+
+    Equal sizes are placed together, so the time grows with the number of different sizes.
+    """
+    rows = np.empty(len(sizes), dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    opened, with_room, rooms = 0, defaultdict[int, list[int]](list), list[int]()
+    for run in np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1) if len(sizes) else ():
+        size = int(sizes[run[0]])
+        while len(run):
+            at = bisect_left(rooms, size)
+            if at == len(rooms):
+                new = -(-len(run) // (capacity // size))
+                with_room[capacity] = list(range(opened, opened + new))
+                opened += new
+                rooms.append(capacity)
+            room = rooms[at]
+            chosen = with_room[room][: len(run)]
+            rows[run[: len(chosen)]] = chosen
+            run = run[len(chosen) :]
+            del with_room[room][: len(chosen)]
+            if not with_room[room]:
+                rooms.pop(at)
+            if room > size:
+                if not with_room[room - size]:
+                    insort(rooms, room - size)
+                with_room[room - size] += chosen
+    return rows
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Concatenate micro-batches along the batch dimension."""
+
+    def together(parts: Sequence[Tensor | None], default: Tensor) -> Tensor | None:
+        if all(part is None for part in parts):
+            return None
+        return torch.cat([default if part is None else part for part in parts])
+
+    tokens, targets, positions, masks, token_counts, target_counts, *more = zip(*batches)
+    places = torch.arange(tokens[0].shape[1], device="cpu").expand_as(tokens[0])
+    return Batch(
+        torch.cat(tokens),
+        torch.cat(targets),
+        together(positions, places),
+        together(masks, torch.ones_like(places)),
+        sum(token_counts),
+        sum(target_counts),
+        *(together(parts, parts[0]) for parts in more),  # in all of them, or in none
+    )
