@@ -5,6 +5,8 @@ Backward computes experts again, and then their gradients: all of their weights 
 and again for the second. So they run in parts, ranges of experts whose tiles memory holds together. A part's
 products run again, then come its gradients, and then another part. What experts compute exists for one part.
 
+Experts that are whole run in parts, too, if they are frozen.
+
 A part gets the rows of its experts in the order of these, each with one expert and a weight of one. Then rows
 are multiplied by their weights, put in order and added: what transformers' grouped experts do. So the results
 are theirs to the bit, in any parts.
@@ -23,10 +25,12 @@ these run twice, in forward and in their own backward.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -37,6 +41,8 @@ from infinity.partition.unit import Unit
 
 #: The share of the room for tiles of one part that a tile takes.
 Share = Callable[[Unit], float]
+#: Parts of experts that are not in tiles.
+_PARTS = 8
 #: Reads what parts are made of when the gradients of all have been taken.
 _LAST = -1
 
@@ -140,7 +146,7 @@ def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
     """Return the parts that have rows, on some rank; ``chosen`` are the experts of all rows, sorted."""
     tiled = tiles(experts)
     if not tiled:
-        return [Part(0, len(chosen), [], [])]
+        return _of_whole(experts, chosen)
     common = set.intersection(*({segment.rows.stop for _, segment in each.places} for each in tiled))
     count = max(common)
     if tiled[0].without_values:
@@ -167,6 +173,24 @@ def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
             taken = sum(map(share, used))
         first = stop
     return parts or [Part(0, len(chosen), [], [])]
+
+
+def _of_whole(experts: nn.Module, chosen: Tensor) -> list[Part]:
+    """Return the parts of experts that are not in tiles, in which they take less memory.
+
+    All ranks have as many, some of them without rows. Of experts that are trained there is one part, as each
+    would give gradients of all.
+    """
+    rows, count = len(chosen), next(len(param) for each in experts.modules() for param in packed(each))
+    if any(param.requires_grad for param in experts.parameters()):
+        return [Part(0, rows, [], [])]
+    number = min(_PARTS, count)
+    firsts = [count * each // number for each in range(1, number)]
+    if isinstance(chosen, FakeTensor):
+        stops = [rows * first // count for first in firsts]
+    else:
+        stops = torch.searchsorted(chosen, chosen.new_tensor(firsts)).tolist()
+    return [Part(begin, end, [], []) for begin, end in pairwise([0, *stops, rows])]
 
 
 class _Kept:
