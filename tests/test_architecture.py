@@ -282,7 +282,7 @@ ROOM_BUDGETS = {
     "comm": 843,
     "core": 2293,
     "device": 1063,
-    "engine": 3781,
+    "engine": 3805,
     "integrations": 686,
     "nvme": 1228,
     "observe": 973,
