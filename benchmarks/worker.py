@@ -150,7 +150,9 @@ class Infinity:
         recipe = infinity.load_recipe(overrides=[*where, *job.overrides])
         with torch.device(job.device), infinity.Init(recipe):
             self.model = llama.make(shape)
-        self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
+        self.optimizer = infinity.optim.Optimizer(
+            self.model, recipe.optim.name, lr=job.lr, max_grad_norm=job.clip
+        )
         self.report: Any = None
         self.micro_rows, self.api = job.micro_rows, infinity
         self.backward = self.layer_by_layer if job.schedule == "layer" else self.one_by_one

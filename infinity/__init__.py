@@ -13,7 +13,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api.adamw import AdamW as AdamW
     from infinity.api.export import export as export
     from infinity.api.export import stream_weights as stream_weights
     from infinity.api.init import Init as Init
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from infinity.api.lora import add_lora as add_lora
     from infinity.api.lora import lora_groups as lora_groups
     from infinity.api.offload_activations import offload_activations as offload_activations
+    from infinity.api.optimizer import AdamW as AdamW
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
     from infinity.api.quantize import quantize as quantize
@@ -51,7 +51,7 @@ _HOMES = {
     name: f"infinity.{module}"
     for module, names in {
         "integrations.accelerate": "Accelerator",
-        "api.adamw": "AdamW",
+        "api.optimizer": "AdamW",
         "api.export": "export stream_weights",
         "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
         "api.lora": "add_lora lora_groups",

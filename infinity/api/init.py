@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from infinity.api.adamw import AdamW
+from infinity.api import optimizer as own
 from infinity.api.quantize import quantized_base
 from infinity.api.several import adapter, check_adapter
 from infinity.checkpoint.directory import Checkpoint, readable
@@ -65,7 +65,7 @@ register_optimizer_step_pre_hook(_refuse_other_optimizers)
 register_module_module_registration_hook(_refuse_wrappers)
 
 
-def resume(model: nn.Module, optimizer: AdamW) -> int:
+def resume(model: nn.Module, optimizer: "own.Optimizer") -> int:
     """Restore the last committed step of the run that the recipe names, and return its number (0: a new run).
 
     Weights, optimizer states, learning rates, loss scale, buffers, random generators, and what the optimizer
@@ -78,8 +78,10 @@ def resume(model: nn.Module, optimizer: AdamW) -> int:
         DiskError: States cannot be read.
     """
     runtime = runtime_of(model)
-    if not isinstance(optimizer, AdamW) or optimizer.runtime is not runtime:
-        raise StateError("infinity.resume(model, optimizer): wanted the model's infinity.AdamW")
+    if not isinstance(optimizer, own.Optimizer) or optimizer.runtime is not runtime:
+        raise StateError(
+            "infinity.resume(model, optimizer): wanted the model's optimizer, such as infinity.AdamW"
+        )
     saved = runtime.resume()
     if saved is None:
         return 0

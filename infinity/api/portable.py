@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from infinity.api.adamw import AdamW
+from infinity.api.optimizer import Optimizer
 from infinity.checkpoint.directory import Stored
 from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint
 from infinity.checkpoint.load import named_targets
@@ -47,6 +47,7 @@ from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.engine.runtime import Runtime, runtime_of
+from infinity.optim.rule import Rule
 from infinity.partition.unit import Segment, Unit
 
 #: The most elements of a record.
@@ -54,8 +55,6 @@ BOX_NUMEL = 4 * 2**20
 #: The most that torch.save adds to the values of a record (bytes).
 _AROUND_NBYTES = 2048
 OPTIMIZER = "optimizer"
-#: Names of the hyperparameters that are loaded.
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 
 #: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, in ascending chunks: the
 #: first element in the shard, and the fields, valid until the next chunk is asked for.
@@ -68,7 +67,7 @@ Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
 
 
 def save_checkpoint(
-    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool = False,
+    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, background: bool = False,
     trained_only: bool = False,
 ) -> "PortableSave":  # fmt: skip
     """Write weights, moments and hyperparameters to a new directory of ``torch.distributed.checkpoint``.
@@ -103,7 +102,7 @@ def save_checkpoint(
 
 
 def begin_save(
-    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, background: bool,
+    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, background: bool,
     then: Callable[[], object] = lambda: None, trained_only: bool = False,
 ) -> "PortableSave":  # fmt: skip
     """Begin :func:`save_checkpoint`; ``then`` is called on rank 0 when it is published."""
@@ -117,7 +116,7 @@ def begin_save(
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: AdamW | None, path: str | Path, *, trained_only: bool = False
+    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, trained_only: bool = False
 ) -> int:
     """Load weights and the optimizer's state from a directory of ``torch.distributed.checkpoint``.
 
@@ -171,7 +170,7 @@ class Contents:
     """Lists the values of a checkpoint of one model, the same on every rank."""
 
     def __init__(
-        self, model: nn.Module, optimizer: AdamW | None, runtime: Runtime, *, trained_only: bool
+        self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime, *, trained_only: bool
     ) -> None:
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
@@ -200,7 +199,9 @@ class Contents:
         for count, paths in steps.items():
             step = torch.tensor(float(count), device="cpu")
             self.rest.append((step, self._enter(paths, step.dtype)))
-        usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]  # torch's own defaults
+        usual: dict[str, Any] = {}
+        if optimizer is not None and optimizer.rule.name.startswith("adam"):  # torch's own defaults
+            usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]
         for index, group in enumerate(groups):  # in both forms of [Note: names]
             names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
             for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
@@ -271,7 +272,8 @@ class PortableSave:
     """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
 
     def __init__(
-        self, out: Path, model: nn.Module, optimizer: AdamW | None, runtime: Runtime, *, trained_only: bool
+        self, out: Path, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime,
+        *, trained_only: bool,
     ) -> None:  # fmt: skip
         self._ranks = ranks = runtime.ranks
         self._records: list[Record] = []
@@ -473,11 +475,11 @@ class PortableValues:
     """
 
     def __init__(
-        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: AdamW | None, runtime: Runtime,
-        *, trained_only: bool,
+        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: Optimizer | None,
+        runtime: Runtime, *, trained_only: bool,
     ) -> None:  # fmt: skip
         groups = () if optimizer is None else optimizer.param_groups
-        self._moments = runtime.tiers.layout.full_names[1:]
+        self._rule, self._moments = runtime.storage.rule, runtime.tiers.layout.full_names[1:]
         self._checkpoint = checkpoint
         self._named = tensor_names(model, runtime.units if trained_only else ())
         self._sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
@@ -534,7 +536,7 @@ class PortableValues:
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
         )
-        numbers = _numbers(self._checkpoint, prefix)
+        numbers = _numbers(self._checkpoint, prefix, self._rule)
         for group, found in zip(members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
@@ -602,7 +604,7 @@ def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
     return ""
 
 
-def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
+def _numbers(checkpoint: DistributedCheckpoint, prefix: str, rule: Rule) -> dict[str, dict[str, Any]]:
     """Return hyperparameters by name of the parameter, from either form of [Note: names]."""
     found: dict[str, dict[str, Any]] = {}
     groups = f"{prefix}param_groups."
@@ -612,7 +614,7 @@ def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[s
     }
     for key in keys:
         group, _, number = key.rpartition(".")
-        if number in _NUMBERS and (group in listed or not listed):
+        if number in (*rule.defaults, "initial_lr") and (group in listed or not listed):
             value, names = checkpoint.value(key), listed.get(group, [group.removeprefix(groups)])
             for name in names if isinstance(names, list) else ():
                 found.setdefault(str(name), {})[number] = value

@@ -23,6 +23,7 @@ from infinity.api.export import (
     MODEL_FOLDER,
     check_room_for,
 )
+from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
 from infinity.app.loop import Loop
@@ -438,7 +439,7 @@ def _adapters_of(task: Recipe, name: str, before: Path | None) -> LoraConfig:
     return replace(task.lora, adapter=str(kept))
 
 
-def _optimizer(recipe: Recipe, model: Any) -> infinity.AdamW:
+def _optimizer(recipe: Recipe, model: Any) -> Optimizer:
     """Return the optimizer of all tasks, with parameter groups for each."""
     groups: list[dict[str, Any]] = []
     for name, task in recipe.tasks.items() if recipe.trains_adapters else ():
@@ -447,11 +448,11 @@ def _optimizer(recipe: Recipe, model: Any) -> infinity.AdamW:
             model, lr=optim.lr, lr_ratio=task.lora.lr_ratio or 1.0, weight_decay=optim.weight_decay,
             name=name or None,
         )  # fmt: skip
-        groups += [group | {"betas": optim.betas, "eps": optim.eps} for group in own]
+        groups += [{**optim.numbers, **group} for group in own]
     optim, limits = recipe.optim, {name: task.optim.max_grad_norm for name, task in recipe.tasks.items()}
-    return infinity.AdamW(
-        model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
-        max_grad_norm=limits if recipe.adapters else optim.max_grad_norm, params=groups or None,
+    return Optimizer(
+        model, optim.name, max_grad_norm=limits if recipe.adapters else optim.max_grad_norm,
+        params=groups or None, groups=optim.groups, **optim.numbers,
     )  # fmt: skip
 
 

@@ -96,6 +96,10 @@ class HostBudget:
     spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
 
 
+#: Chunks that are not small are a whole number of these, of which every field of any rule is whole blocks.
+_CHUNKS_NUMEL = 2**18
+
+
 def chunk_numel(host_nbytes: int, share: int, itemsize: float, most: int, quantum: int = 2048) -> int:
     """Return a chunk's elements, at ``most``, so that :data:`STAGED_CHUNKS` of them fit the host budget.
 
@@ -113,7 +117,7 @@ def chunk_numel(host_nbytes: int, share: int, itemsize: float, most: int, quantu
             f"({share * least} bytes) or more",
             "memory.host",
         )
-    return min(n, most)
+    return min(n if n < _CHUNKS_NUMEL else n // _CHUNKS_NUMEL * _CHUNKS_NUMEL, most)
 
 
 def piece_nbytes(staging_nbytes: int) -> int:

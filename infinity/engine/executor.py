@@ -57,6 +57,7 @@ class EngineConfig:
     durability: DurabilityConfig = field(default_factory=DurabilityConfig)
     dtype: Dtype = "auto"  # of compute; auto: bf16 where every rank multiplies it fast, else fp32
     device: str | None = None  # such as ``cuda:1``; None: the accelerator with the rank's number, if any
+    rule: str = "adamw"  # by which an optimizer will update; see infinity.optim.rules.find_rule
     loss_scale: float = 2.0**16  # the first one of fp16 training
     run_name: str | None = None  # names the run's directories on NVMe; None: a new id
     resume: Resume = "auto"  # whether an interrupted run of that name goes on; must: there has to be one

@@ -49,7 +49,8 @@ from infinity.engine.full_values import FullValues
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.timeline import MessageBuffer, Timeline
-from infinity.optim.rules import default_rule, prepare
+from infinity.optim.rule import Rule
+from infinity.optim.rules import find_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles, used_after
@@ -93,7 +94,7 @@ class Runtime:
             raise
 
     def _build(self, device: torch.device, resume: Resume | None) -> None:
-        memory, partition = self.config.memory, self.config.partition
+        memory, partition, rule = self.config.memory, self.config.partition, find_rule(self.config.rule)
         self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
@@ -102,14 +103,14 @@ class Runtime:
         )
         self.config = replace(self.config, dtype=chosen)
         reduction = reduction_dtype(self.config, self.dtype)
-        prepare(default_rule(), self.dtype, reduction if ranks.world_size > 1 else self.dtype)
+        self._prepare(rule)
         if line:
             self._note(line)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
-        self.storage = Storage(memory, host_nbytes, self.dtype, device)
+        self.storage = Storage(memory, host_nbytes, self.dtype, device, rule)
         self.stack.callback(self.storage.stack.close)
         self.storage.open_files(
             self.run_id, ranks, resume, self.timeline,
@@ -200,6 +201,23 @@ class Runtime:
     def started(self) -> bool:
         """Return whether the model ran or has an optimizer, so that its units are in use."""
         return self._executor is not None
+
+    def _prepare(self, rule: Rule) -> None:
+        reduction = reduction_dtype(self.config, self.dtype)
+        prepare(rule, self.dtype, reduction if self.ranks.world_size > 1 else self.dtype)
+
+    def use_rule(self, rule: Rule) -> None:
+        """Let another rule update this model, which has not trained yet; a StateError says that it has."""
+        was = self.storage.rule
+        if rule is was:
+            return
+        if self.started or any(unit.home.trains for unit in self.units):
+            raise StateError(
+                f"{rule.name}: this model has states of {was.name}, or ran already: make its optimizer "
+                f"before, or name it in the recipe (optim.name={rule.name})"
+            )
+        self.storage.use(rule)
+        self._prepare(rule)
 
     def executor(self, *, clips: bool | None = None) -> StepExecutor:
         """Return the executor, made if there is none; ``clips``: whether gradients are clipped, if told."""

@@ -18,8 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
-from infinity.api.adamw import AdamW
 from infinity.api.init import is_served, no_sync
+from infinity.api.optimizer import Optimizer
 from infinity.api.portable import load_checkpoint, save_checkpoint
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
@@ -30,7 +30,7 @@ STATE_FOLDER = "training_state"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def scaled(loss: Tensor, optimizers: Iterable[AdamW]) -> Tensor:
+def scaled(loss: Tensor, optimizers: Iterable[Optimizer]) -> Tensor:
     """Return ``loss`` times the loss scale of the one of ``optimizers`` that has one."""
     scaling = [each for each in optimizers if each.scaler is not None]
     if len(scaling) > 1:
@@ -41,7 +41,7 @@ def scaled(loss: Tensor, optimizers: Iterable[AdamW]) -> Tensor:
     return scaling[0].scale(loss) if scaling else loss
 
 
-def replace_checkpoint(model: nn.Module, optimizer: AdamW | None, folder: Path) -> None:
+def replace_checkpoint(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     """Write what is trained to ``folder``, in place of what it holds; every rank must call."""
     if runtime_of(model).ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,7 +84,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(optimizer, Optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = Prepared(optimizer, device_placement=False)
         self._optimizers.append(prepared)
@@ -142,11 +142,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
         return max(folders, key=lambda each: int(each.name.rpartition("_")[2]))
 
-    def _own(self) -> list[AdamW]:
+    def _own(self) -> list[Optimizer]:
         return [each.optimizer for each in self._optimizers if isinstance(each, Prepared)]
 
     @contextmanager
-    def _without_own(self) -> Iterator[list[tuple[nn.Module, AdamW | None]]]:
+    def _without_own(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
         """Hide models and optimizers of this package; yield each of the models with its optimizer."""
         models, optimizers = self._models, self._optimizers
         by_runtime = {id(optimizer.runtime): optimizer for optimizer in self._own()}

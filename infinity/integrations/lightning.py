@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from infinity.api.adamw import AdamW
 from infinity.api.init import Init, is_served, no_sync
+from infinity.api.optimizer import Optimizer
 from infinity.api.portable import load_checkpoint, save_checkpoint
 from infinity.core.errors import StateError
 from infinity.engine.executor import EngineConfig, HasEngineConfig
@@ -120,8 +120,8 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: the state came with the model's."""
 
-    def _optimizer(self) -> AdamW | None:
-        return next((each for each in self.optimizers if isinstance(each, AdamW)), None)
+    def _optimizer(self) -> Optimizer | None:
+        return next((each for each in self.optimizers if isinstance(each, Optimizer)), None)
 
 
 class _OwnPrecision(Precision):  # type: ignore[misc]
@@ -129,16 +129,16 @@ class _OwnPrecision(Precision):  # type: ignore[misc]
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         optimizers = module.trainer.strategy.optimizers
-        own = [each for each in optimizers if isinstance(each, AdamW)]
+        own = [each for each in optimizers if isinstance(each, Optimizer)]
         return scaled(super().pre_backward(tensor, module), own)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, Optimizer):
             optimizer.clip_grad_norm_(clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, Optimizer):
             raise StateError("gradient_clip_algorithm='value': infinity clips by the norm")
         super().clip_grad_by_value(optimizer, clip_val)

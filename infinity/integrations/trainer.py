@@ -32,10 +32,10 @@ import transformers
 from torch import nn
 
 from infinity.activations.tensor_cache import patched
-from infinity.api.adamw import AdamW
 from infinity.api.export import export
 from infinity.api.init import from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
+from infinity.api.optimizer import AdamW, Optimizer
 from infinity.api.portable import load_checkpoint
 from infinity.api.save_lora import save_lora
 from infinity.core.errors import StateError
@@ -203,9 +203,9 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         return OfGroups
 
     @property
-    def _adamw(self) -> AdamW:
+    def _own(self) -> Optimizer:
         found = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(found, AdamW):
+        if not isinstance(found, Optimizer):
             raise StateError(
                 f"the Trainer's optimizer is {type(found).__module__}.{type(found).__name__}: pass an "
                 "infinity.AdamW, or none"
@@ -240,7 +240,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         self.create_optimizer()
         if self._progress is not None:  # an exception may have ended the last train() within a step
-            self._adamw.zero_grad()
+            self._own.zero_grad()
         self._commit = self._last_commit()
         with tempfile.TemporaryDirectory() as folder:
             if self._commit:
@@ -257,13 +257,13 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _last_commit(self) -> dict[str, Any]:
         """Return what the run that the recipe names has committed last, whose states are back then."""
-        if self._adamw.steps or self._progress is not None:
+        if self._own.steps or self._progress is not None:
             return {}
         self._progress = Progress(self)
-        self._adamw.follow(trainer=self._progress)
-        if not resume(self.model, self._adamw):
+        self._own.follow(trainer=self._progress)
+        if not resume(self.model, self._own):
             return {}
-        return self._progress.found | {"generators": generator_states(self._adamw.runtime.ranks.device)}
+        return self._progress.found | {"generators": generator_states(self._own.runtime.ranks.device)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing: weights come with the optimizer's state."""
@@ -280,21 +280,21 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                     f"{checkpoint} has no {STATE_FOLDER}: it was written with save_only_model=True, or by "
                     "another Trainer, and holds no state to go on from. Load the model from it instead"
                 )
-            load_checkpoint(self.model, self._adamw, folder, trained_only=True)
+            load_checkpoint(self.model, self._own, folder, trained_only=True)
             scheduler = torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
-        for group, lr in zip(self._adamw.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, lr in zip(self._own.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = lr  # which making the scheduler has changed
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._commit:
-            set_generator_states(self._commit["generators"], self._adamw.runtime.ranks.device)
+            set_generator_states(self._commit["generators"], self._own.runtime.ranks.device)
         else:
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint, STATE_FOLDER)
-        load_checkpoint(self.model, self._adamw, best, trained_only=True)
+        load_checkpoint(self.model, self._own, best, trained_only=True)
 
     # --- saving ------------------------------------------------------------------------------------------
 
@@ -302,14 +302,14 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         whole = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", _STATE)
         if self.args.should_save:
             whole.unlink(missing_ok=True)  # of a checkpoint that is replaced: it is not whole until its end
-        runtime = self._adamw.runtime
+        runtime = self._own.runtime
         if runtime.values.within_step:
             runtime.say(f"{whole.parent.name}: what the epoch left over, less than a step, is dropped")
-            self._adamw.zero_grad()
+            self._own.zero_grad()
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        replace_checkpoint(self.model, self._adamw, Path(output_dir, STATE_FOLDER))
+        replace_checkpoint(self.model, self._own, Path(output_dir, STATE_FOLDER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 

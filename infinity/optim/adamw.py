@@ -6,7 +6,7 @@ from typing import Any
 
 from infinity.optim.formula import root
 from infinity.optim.rule import Rule
-from infinity.optim.state import Moment
+from infinity.optim.state import Moment, Quantized
 
 
 class AdamWRule(Rule):
@@ -55,3 +55,10 @@ class AdamRule(AdamWRule):
 
 
 ADAMW = AdamWRule()
+
+
+class AdamW8bitRule(AdamWRule):
+    """AdamW with both moments in 8 bits: see [Note: quantized moments] of :mod:`infinity.optim.state`."""
+
+    name = "adamw8bit"
+    moments = Moment("exp_avg", Quantized()), Moment("exp_avg_sq", Quantized(signed=False))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infinity.device.accelerator import compile_kernel
 from infinity.optim.formula import Formula
-from infinity.optim.state import StateLayout
+from infinity.optim.state import Quantized, StateLayout
 
 #: Threads of a block of a kernel, and elements of one launch: its numbers are 32 bits wide.
 _BLOCK, _LAUNCH_NUMEL = 256, 2**30
@@ -93,7 +93,7 @@ def elementwise_kernel(
     formula: Formula | None, layout: StateLayout, grad_dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor], None] | None:
     """Return what starts an update in place on ``device``; None: there is no kernel."""
-    if formula is None:
+    if formula is None or any(isinstance(moment.form, Quantized) for moment in layout.moments):
         return None
     source = elementwise_source(formula, layout, grad_dtype)
     kernel = compile_kernel(source, "update", device)

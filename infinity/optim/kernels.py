@@ -177,6 +177,35 @@ def split_all(master: Array, weight: Array, remainder: Array) -> None:
         weight[i], remainder[i] = split(master[i])
 
 
+@inlined
+def decoded(codes: Array, scale: Any, values: Array, signed: bool) -> None:
+    """Write the values of a block, as :class:`infinity.optim.state.Quantized` has them."""
+    most = np.float32(127) if signed else np.float32(255)
+    for i in range(codes.size):
+        share = np.float32(codes[i]) / most
+        values[i] = (share * abs(share)) * (share * share) * scale
+
+
+@inlined
+def encoded(values: Array, codes: Array, signed: bool) -> Any:
+    """Write the codes of a block's values, and return its scale."""
+    biggest = np.int32(0)
+    for i in range(codes.size):
+        bits = np.float32(values[i]).view(np.int32) & np.int32(0x7FFFFFFF)
+        biggest = bits if bits > biggest else biggest  # a NaN is the largest
+    scale = np.int32(0x7F7FFFFF if biggest == 0x7F800000 else biggest).view(np.float32)
+    divisor = scale if scale > 0 else np.float32(1)
+    most = np.float32(127) if signed else np.float32(255)
+    for i in range(codes.size):
+        share = np.sqrt(np.sqrt(abs(values[i]) / divisor))
+        code = np.int32((share if share < 1 else np.float32(1)) * most + np.float32(0.5))
+        if signed:
+            codes[i] = -code if values[i] < 0 else code
+        else:
+            codes[i] = max(code, np.int32(1)) if values[i] > 0 else code
+    return scale
+
+
 @jit
 def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
     """Write a 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, to ``sums``.

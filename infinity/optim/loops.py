@@ -1,9 +1,9 @@
 """Loops of update rules on the CPU, written from a rule's formula and its state, and compiled by numba."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 
 from infinity.optim import kernels
 from infinity.optim.formula import Formula
-from infinity.optim.kernels import inlined, jit, join, rounded_as, split, widen
-from infinity.optim.state import StateLayout
+from infinity.optim.kernels import decoded, encoded, inlined, jit, join, rounded_as, split, widen
+from infinity.optim.state import BLOCK_NUMEL, Quantized, StateLayout
 
 #: By the dtype of weights: the master of element i, and how a new one is stored.
 _MASTERS = {
@@ -28,46 +28,82 @@ _MASTERS = {
 def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     """Return the jitted ``update(weight, grad, out, *fields, hyper, in_place)`` of one rule and dtype.
 
-    Each element is loaded, updated and stored by lines that are written here from the rule's formula.
+    Each element is loaded, updated and stored by lines that are written here from the rule's formula; moments
+    that are quantized are decoded and encoded block by block.
     """
-    load, store = _MASTERS[layout.dtype]
-    names = [moment.name for moment in layout.moments]
-    numbers = [f"hyper[{n}]" for n in range(len(formula.parameters) - 2 - len(names))]
-    call = ", ".join(
-        (
-            load,
-            f"widen(grad[i]) * hyper[{len(numbers)}]",
-            *(f"widen({each}_field[i])" for each in names),
-            *numbers,
-        )
+    master, store = _MASTERS[layout.dtype]
+    moments = {moment.name: moment.form for moment in layout.moments}
+    quantized = {name: form for name, form in moments.items() if isinstance(form, Quantized)}
+    places = {name: f"{name}_values[i]" if name in quantized else f"{name}_field[i]" for name in moments}
+    loaded = [f"widen({place})" for place in places.values()]
+    numbers = [f"hyper[{n}]" for n in range(len(formula.parameters) - 2 - len(moments))]
+    scaled = f"widen(grad[i]) * hyper[{len(numbers)}]"
+    made = "".join(f"{name}_, " for name in ("master", *moments))
+    element = [
+        f"{made} = step({', '.join((master, scaled, *loaded, *numbers))})",
+        store,
+        *(f"{place} = rounded_as({place}, {name}_)" for name, place in places.items()),
+    ]
+    fields = [f"{field.name}_field" for field in layout.fields]
+    given = ["weight", "grad", "out", *fields, "hyper"]
+    source = [
+        formula.python("step"),
+        _lines("elements", [*given, *(f"{n}_values" for n in quantized)], element),
+    ]
+    if quantized:
+        source.append(_blocks(layout, quantized))
+    loop, taken = "blocks" if quantized else "elements", ", ".join(given)
+    source.append(
+        f"def update({taken}, in_place):\n"
+        f"    if in_place:\n        {loop}({taken.replace('out', 'weight', 1)})\n"
+        f"    else:\n        {loop}({taken})\n"
     )
-    made = ", ".join(("master_", *(f"{each}_" for each in names)))
-    fields = "".join(f", {field.name}_field" for field in layout.fields)
-    stored = "".join(f"\n        {n}_field[i] = rounded_as({n}_field[i], {n}_)" for n in names)
-    loop = f"""
-def loop(weight, grad, out{fields}, hyper):
-    for i in range(grad.size):
-        {made}, = step({call})
-        {store}{stored}
-"""
-    update = f"""
-def update(weight, grad, out{fields}, hyper, in_place):
-    if in_place:
-        loop(weight, grad, weight{fields}, hyper)
-    else:
-        loop(weight, grad, out{fields}, hyper)
-"""
-    source = formula.python("step"), loop, update
-    known = {"sqrt": np.sqrt, "f32": np.float32}
-    known |= {each.__name__: each for each in (join, split, widen, rounded_as)}
-    known["step"] = inlined(_function(source[0], "step", known))
-    known["loop"] = numba.njit(_function(loop, "loop", known), inline="always")
-    return jit(_function(update, "update", known), "".join(source))
+    known = {"sqrt": np.sqrt, "f32": np.float32, "empty": np.empty}
+    known |= {each.__name__: each for each in (join, split, widen, rounded_as, decoded, encoded)}
+    known["step"] = inlined(_function(source[0], known))
+    for text in source[1:-1]:
+        known[text[4 : text.index("(")]] = _always(_function(text, known))
+    return jit(_function(source[-1], known), "".join(source))
 
 
-def _function(source: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
+def _lines(name: str, parameters: list[str], lines: list[str]) -> str:
+    """Return the source of a function that runs ``lines`` for each element ``i``."""
+    body = "".join(f"        {line}\n" for line in lines)
+    return f"def {name}({', '.join(parameters)}):\n    for i in range(grad.size):\n{body}"
+
+
+def _blocks(layout: StateLayout, quantized: Mapping[str, Quantized]) -> str:
+    """Return the source of a function that takes blocks of elements, with values of quantized moments."""
+    scales = {f"{name}_scale" for name in quantized}
+    cut = ["weight", "grad", "out", *(f"{f.name}_field" for f in layout.fields if f.name not in scales)]
+    taken = ", ".join(["weight", "grad", "out", *(f"{f.name}_field" for f in layout.fields), "hyper"])
+    lines = [
+        *(f"{name}_values = empty({BLOCK_NUMEL}, f32)" for name in quantized),
+        f"for block in range((grad.size + {BLOCK_NUMEL - 1}) // {BLOCK_NUMEL}):",
+        f"    begin, end = {BLOCK_NUMEL} * block, {BLOCK_NUMEL} * (block + 1)",
+        *(f"    {name}_part = {name}[begin:end]" for name in cut),
+        *(
+            f"    decoded({name}_field_part, {name}_scale_field[block], {name}_values, {form.signed})"
+            for name, form in quantized.items()
+        ),
+        "    elements(" + ", ".join(f"{n}_part" if n in cut else n for n in taken.split(", "))
+        + "".join(f", {name}_values" for name in quantized) + ")",
+        *(
+            f"    {name}_scale_field[block] = encoded({name}_values, {name}_field_part, {form.signed})"
+            for name, form in quantized.items()
+        ),
+    ]  # fmt: skip
+    return f"def blocks({taken}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _always(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function into each of its callers: see [Note: in place] of :mod:`infinity.optim.kernels`."""
+    return cast(Callable[..., Any], numba.njit(function, inline="always"))
+
+
+def _function(source: str, known: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that a source defines; its code is cached beside that of kernels."""
     [code] = [
         each for each in compile(source, kernels.__file__, "exec").co_consts if isinstance(each, CodeType)
     ]
-    return FunctionType(code, known, name)
+    return FunctionType(code, known)

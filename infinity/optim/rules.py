@@ -7,21 +7,24 @@ and the sums of the rows without rounding. On an accelerator it depends on the n
 """
 
 import contextlib
+import difflib
 import functools
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.core.config import Config, Valid, setting
+from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.nbytes import rounded
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
-from infinity.optim.adamw import ADAMW
+from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
 from infinity.optim.rule import PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.sgd import SGDRule as SGDRule
@@ -41,14 +44,24 @@ ROW_NUMEL, LANES = 2**15, 128
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
-    """AdamW, its learning-rate schedule and its loss scale."""
+    """The update rule, its learning-rate schedule and its loss scale."""
 
+    name: str = setting(
+        "adamw",
+        "update rule: adamw, adamw8bit, adam, lion, sgd; module:Class of your own (infinity.optim.Rule)",
+    )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] = setting(
         (0.9, 0.95), "decay of the first and second moment", Valid(least=0, below=1)
     )
     eps: float = setting(1e-8, "added to the root of the second moment", Valid(1e-30, 1))
     weight_decay: float = setting(0.1, "decoupled weight decay", Valid(0, 10**6))
+    options: Mapping[str, float] | None = setting(
+        None, "numbers of the rule that have no key here, as in {momentum: 0.9}"
+    )
+    groups: Mapping[str, Mapping[str, float]] | None = setting(
+        None, 'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}'
+    )
     max_grad_norm: float | None = setting(
         1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)
     )
@@ -59,14 +72,37 @@ class OptimConfig(Config):
     min_lr_ratio: float = setting(0.1, "where cosine and linear end, as a share of lr", Valid(0, 1))
     loss_scale: float = setting(2.0**16, "first loss scale of fp16 training; it then adapts", Valid(1, 2**32))
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of the rule: of these keys those that it has, and the options."""
+        own = {name: getattr(self, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        rule = find_rule(self.name)
+        return {key: own[key] for key in rule.defaults if key in own} | dict(self.options or {})
 
-#: The rule of runs that name none.
-DEFAULT = ADAMW.name
 
+def find_rule(name: str | Rule) -> Rule:
+    """Return a rule by its name, or that of a class outside this package, as ``module:Class``.
 
-def default_rule() -> Rule:
-    """Return the rule by which runs train."""
-    return RULES[DEFAULT]
+    A SettingError names the nearest ones, or what is wrong with the module.
+    """
+    if isinstance(name, Rule):
+        return name
+    module, _, of = name.partition(":")
+    if of:
+        try:
+            made = getattr(import_module(module), of)
+        except (ImportError, AttributeError) as error:
+            raise SettingError("optim.name", name, f"module:Class of an update rule ({error})") from error
+        if isinstance(made, type) and issubclass(made, Rule) and RULES.get(getattr(made, "name", "")):
+            return RULES[made.name]
+        raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
+    if name not in RULES:
+        near = difflib.get_close_matches(name, RULES, n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise SettingError(
+            "optim.name", name, f"one of {', '.join(RULES)}, or module:Class of your own{hint}"
+        )
+    return RULES[name]
 
 
 class HostRule:

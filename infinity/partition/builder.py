@@ -24,6 +24,7 @@ allows. On one rank without an accelerator, a tile has as few experts as a drive
 
 import difflib
 import functools
+import math
 import re
 import sys
 import weakref
@@ -39,6 +40,7 @@ from torch import nn
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
+from infinity.optim.state import BLOCK_NUMEL
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_tiles
 
 
@@ -140,6 +142,8 @@ class CutSizes:
             return 0
         rows = max(1, tile_nbytes * len(param) // nbytes)
         rows -= rows % block if rows > block else 0
+        whole = BLOCK_NUMEL // math.gcd(BLOCK_NUMEL, param.shape[1:].numel())  # rows of whole blocks
+        rows = max(whole, rows - rows % whole)
         return rows if rows < len(param) else 0
 
 
@@ -270,7 +274,7 @@ class UnitBuilder:
         else:
             kept = [each for each in joined if id(each.param) in used]
         if params := [(each.name, each.param) for each in kept if not each.rows]:
-            self._add(layout(params, self.dtype.itemsize))
+            self._add(layout(params))
         for each in kept:
             if each.rows:
                 for tile in layout_tiles(each.name, each.param, each.rows, self.dtype):

@@ -376,7 +376,7 @@ class Construction:
         for unit in self.builder.units:
             if params := [(s.name, s.param) for s in unit.segments if id(s.whole) in used]:
                 tiles = [s for s in unit.segments if s.is_tile]
-                segments = tiles or layout(params, unit.dtype.itemsize)
+                segments = tiles or layout(params)
                 kept.append(Unit(len(kept), segments, unit.dtype, unit.rank, unit.world_size))
                 kept[-1].routed = unit.routed
         self.builder.units.replace(kept)

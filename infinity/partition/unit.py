@@ -1,10 +1,10 @@
 """Defines units, parameters that are stored, moved and updated as one flat buffer, and homes of shards.
 
 [Note: the flat buffer]
-Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases, norms) last, so
-that one set of hyperparameters covers a long run. Rank r owns slice r, its shard: a whole number of 2,048
-elements, so each field of its state begins on a block of 4,096 bytes. The all-gather output *is* the flat
-buffer, and the parameters are views of it.
+Parameters lie end to end, each start aligned to a block of quantized moments (256 elements), matrices first
+and vectors (biases, norms) last, so that one set of hyperparameters covers a long run. Rank r owns slice r,
+its shard: a whole number of 2,048 elements, so that the weights begin on a block of 4,096 bytes. The
+all-gather output *is* the flat buffer, and the parameters are views of it.
 
 [Note: the released parameter]
 A released parameter keeps its shape, dtype and device; its data is one NaN expanded to the shape (stride 0).
@@ -34,8 +34,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.nbytes import Transfer, chained, rounded
+from infinity.core.nbytes import Transfer, aligned, chained, rounded
 from infinity.device.memory import Lease
+from infinity.optim.state import BLOCK_NUMEL
 from infinity.planner.updates import ShardUpdate
 
 
@@ -135,7 +136,6 @@ class Home:
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
 SHARD_QUANTUM = 2048
-_ALIGN_NBYTES = 64
 #: The element of a placeholder.
 _NAN_BYTES = {
     dtype: bytes(torch.full((1,), math.nan, dtype=dtype, device="cpu").view(torch.uint8).tolist())
@@ -450,15 +450,14 @@ class UnitIndex(list[Unit]):
         return ((unit, segment) for unit in self for segment in unit.segments)
 
 
-def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Segment]:
-    """Return places for ``params`` in a flat buffer: matrices first, each aligned to 64 bytes."""
-    align = max(1, _ALIGN_NBYTES // itemsize)
+def layout(params: Iterable[tuple[str, nn.Parameter]]) -> list[Segment]:
+    """Return places for ``params`` in a flat buffer: matrices first, each at the start of a block."""
     segments: list[Segment] = []
     offset = 0
     for name, param in sorted(params, key=lambda item: item[1].ndim < 2):
         index, shape = len(segments), param.shape
         segments.append(Segment(param, name, index, offset, shape, param.dtype, param, shape))
-        offset += math.ceil(param.numel() / align) * align
+        offset += aligned(param.numel(), BLOCK_NUMEL)
     return segments
 
 

@@ -34,7 +34,8 @@ from infinity.device.machine import (
     usable_cores,
 )
 from infinity.nvme.probe import measure
-from infinity.optim.rules import HostRule, default_rule
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import HostRule
 from infinity.recipes.loading import load_sections
 
 _RATE = Valid(least=1.0, most=1e18)
@@ -403,7 +404,7 @@ def _copy_bytes_per_s(device: torch.device) -> float:
 
 def _update_bytes_per_s() -> float:
     """Return the bytes that one core reads and writes per second in an update of weights and state."""
-    dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), default_rule()
+    dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), ADAMW
     rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(arithmetic.idle)
     layout = rule.layout
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device=device) for _ in range(2))

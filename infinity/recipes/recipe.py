@@ -260,6 +260,7 @@ class Recipe:
             durability=self.durability,
             dtype=self.train.dtype,
             device=self.train.device,
+            rule=self.optim.name,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,
             resume=self.run.resume,

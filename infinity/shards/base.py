@@ -41,7 +41,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned, around, stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
-from infinity.optim.state import store_master
+from infinity.optim.state import StateLayout, store_master
 from infinity.partition.unit import Chunk, Home, StoredForm, Unit
 from infinity.shards.storage import Storage, chunk_places
 
@@ -195,7 +195,7 @@ class BaseHome(Home):
 
     def __init__(self, base: "FrozenBase", unit: Unit) -> None:
         super().__init__(Tier.NVME)
-        self.base, self._unit, self.layout = base, unit, base.store.layout
+        self.base, self._unit = base, unit
         self._step = base.files.stored(unit)
         self._blocks = Extent(())  # of the stored bytes, this rank's
         if self._step is not None:
@@ -203,6 +203,10 @@ class BaseHome(Home):
             for tail in self._step.tails:
                 base.tail(tail)
             unit.stored = base.files.form(unit, self._step, partial(base.decode, unit, self._step))
+
+    @property
+    def layout(self) -> StateLayout:
+        return self.base.store.layout
 
     @property
     def tier(self) -> Tier:

@@ -55,10 +55,14 @@ class DiskHome(Home):
 
     def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
         super().__init__(Tier.NVME)
-        self.store, self._unit, self.layout = store, unit, store.layout
+        self.store, self._unit = store, unit
         places = chunk_places(unit.shard_numel, store.chunk_numel)
         self.versions = versions or [store.weights(places, unit.name)]
         store.changes += 1
+
+    @property
+    def layout(self) -> StateLayout:
+        return self.store.layout
 
     @property
     def trains(self) -> bool:
@@ -170,9 +174,11 @@ class HostHome(Home):
 
     def __init__(self, storage: Storage, unit: Unit) -> None:
         super().__init__(Tier.HOST)
-        self._pool, self._unit, self.layout = storage.host_pool, unit, storage.layout
+        self._storage, self._unit = storage, unit
         self.places = chunk_places(unit.shard_numel, storage.chunk_numel)
-        self.leases = [self._pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)]
+        self.leases = [
+            self._storage.host_pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)
+        ]
         self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
         self.copy: DiskHome | None = None  # where it is written on NVMe for a commit
         self.recorded = False  # the copy has its values
@@ -184,8 +190,12 @@ class HostHome(Home):
     def add(self, fields: StateLayout) -> None:
         """Take memory for more fields of the state, zeros."""
         numel = self._unit.shard_numel
-        self.leases.append(self._pool.lease(fields.state_nbytes(numel), who=self._unit.name))
+        self.leases.append(self._storage.host_pool.lease(fields.state_nbytes(numel), who=self._unit.name))
         self.state += fields.views(self.leases[-1].tensor.zero_(), numel)
+
+    @property
+    def layout(self) -> StateLayout:
+        return self._storage.layout
 
     @property
     def trains(self) -> bool:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError, copied
-from infinity.core.nbytes import Extent, Transfer, TransferEngine, rounded
+from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
 from infinity.optim.rule import Rule
 from infinity.optim.rules import PlacedRule
-from infinity.optim.state import StateLayout
+from infinity.optim.state import BLOCK_NUMEL, StateLayout
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves, Stage
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
@@ -44,7 +44,10 @@ class Run(NamedTuple):
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
-    """Cut the shard into runs of equal hyperparameters, given by ``hyper_of`` for each segment's index."""
+    """Cut the shard into runs of equal hyperparameters, given by ``hyper_of`` for each segment's index.
+
+    They end with whole blocks: behind a segment is padding, which stays zero.
+    """
     runs: list[Run] = []
     low, high = unit.shard_start, unit.shard_start + unit.shard_numel
     joined = False  # only padding lies between the last run and this segment; it stays zero
@@ -54,6 +57,7 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
         if hyper is None:
             joined = False
         elif start < stop:
+            stop = aligned(stop, BLOCK_NUMEL)
             if joined and runs[-1].hyper is hyper:
                 start = runs.pop().start
             runs.append(Run(start, stop, hyper))

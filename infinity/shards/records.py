@@ -447,7 +447,8 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
         first = unit.shard_start + start
         for piece in shard_pieces(first, first + len(weight), spans, old, reader.shard_numels):
             stop = piece.target + piece.stop - piece.start
-            reader.read(piece, tuple(values[piece.target : stop] for values in fields))
+            into = weight[piece.target : stop], *tiers.layout.part(state, piece.target, stop)
+            reader.read(piece, into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,9 +508,15 @@ class _Reader:
                 here = chunk.shifted(self._firsts[piece.rank])
                 self._chunk, self._fields = chunk, self._held.enter_context(self._tiers.store.reading(here))
             end = min(piece.stop, chunk.start + chunk.numel)
-            for target, values in zip(into, self._fields, strict=True):
-                target[at - piece.start : end - piece.start] = values[at - chunk.start : end - chunk.start]
+            targets = self._parts(into, at - piece.start, end - piece.start)
+            found = self._parts(self._fields, at - chunk.start, end - chunk.start)
+            for target, values in zip(targets, found, strict=True):
+                target.copy_(values)
             at = end
+
+    def _parts(self, fields: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        weight, *state = fields
+        return weight[start:stop], *self._tiers.layout.part(state, start, stop)
 
     def close(self) -> None:
         self._chunk, self._fields = None, ()

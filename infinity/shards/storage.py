@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
-from infinity.core.config import MemoryConfig
+from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import StateError
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, rounded
 from infinity.device.machine import missing_huge_pages
@@ -30,7 +30,7 @@ from infinity.nvme.probe import stripe_weights
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.rule import Rule
-from infinity.optim.rules import CHUNK_NUMEL, default_rule
+from infinity.optim.rules import CHUNK_NUMEL
 from infinity.optim.state import StateLayout, store_master
 from infinity.shards.journal import ChunkExtents, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
@@ -52,7 +52,6 @@ class ShardStore:
     ) -> None:  # fmt: skip
         self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
         self.versions, self.chunk_numel = versions, chunk_numel  # versions: places of a newly trained unit
-        self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
         self.changes = 0  # grows whenever a unit gets or loses extents
 
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
@@ -67,9 +66,13 @@ class ShardStore:
     def with_state(self, chunk: ChunkExtents, name: str, *, moments: bool) -> ChunkExtents:
         """Return ``chunk`` with extents of zeros for its exact part, if it has none, and for ``moments``."""
         room = partial(self.volume.allocate, what=name, zeroed=True)
-        if self._exact.fields and not chunk.exact.pieces:
-            chunk = replace(chunk, exact=room(self._exact.state_nbytes(chunk.numel)))
-        return replace(chunk, moments=room(self._moments.state_nbytes(chunk.numel))) if moments else chunk
+        if self.layout.exact and not chunk.exact.pieces:
+            chunk = replace(chunk, exact=room(self.layout.only(exact=True).state_nbytes(chunk.numel)))
+        return (
+            replace(chunk, moments=room(self.layout.only(moments=True).state_nbytes(chunk.numel)))
+            if moments
+            else chunk
+        )
 
     def free_versions(self, versions: Iterable[Version]) -> None:
         """Give back extents that no unit uses any more."""
@@ -104,8 +107,8 @@ class ShardStore:
         begin = 0
         for extent, nbytes in (
             (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
-            (chunk.exact, self._exact.state_nbytes(chunk.numel)),
-            (chunk.moments, self._moments.state_nbytes(chunk.numel)),
+            (chunk.exact, self.layout.only(exact=True).state_nbytes(chunk.numel)),
+            (chunk.moments, self.layout.only(moments=True).state_nbytes(chunk.numel)),
         ):
             if extent.pieces:
                 yield extent, memory[begin : begin + nbytes]
@@ -119,11 +122,10 @@ class Storage:
     """
 
     def __init__(
-        self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device
+        self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device, rule: Rule
     ) -> None:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
-        self.rule: Rule = default_rule()
-        self.layout: StateLayout = self.rule.layout(dtype)
+        self.rule, self.layout = rule, rule.layout(dtype)
         self.stack = contextlib.ExitStack()  # closes the engine, removes the files, releases the memory
         self.host_pool = self.stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None  # files on NVMe; None without a directory, as what follows
@@ -143,6 +145,19 @@ class Storage:
             )
             room = host_nbytes - budget.STAGED_CHUNKS * self.chunk_nbytes
             self.resident_nbytes = (room // 2 if self.on_accelerator else room) if memory.resident else 0
+
+    def use(self, rule: Rule) -> None:
+        """Let another rule update the shards, none of which has moments yet; SettingError: no room for it."""
+        layout, room_nbytes = rule.layout(self.layout.dtype), self.host_nbytes - self.resident_nbytes
+        staged_nbytes = budget.STAGED_CHUNKS * rounded(layout.nbytes(self.chunk_numel))
+        if self.memory.nvme and (self.chunk_numel % layout.quantum or staged_nbytes > room_nbytes):
+            raise SettingError(
+                "optim.name", self.rule.name, f"{rule.name}, named before the model is built, as memory.host "
+                "is small"
+            )  # fmt: skip
+        self.rule, self.layout = rule, layout
+        if self.store is not None:
+            self.store.layout = layout
 
     def settled_nbytes(self, trained: Iterable[tuple[int, int]], *, planned: bool) -> int:
         """Return the bytes for shards that stay, given those of gradients and weights of what trains.

@@ -21,7 +21,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
-from infinity.optim.state import master_of, store_master
+from infinity.optim.state import StateLayout, master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.homes import DeviceShards, DiskHome, HostHome, Snapshot
@@ -34,7 +34,6 @@ class Tiers:
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
-        self.layout = storage.layout
         self.resident_nbytes = storage.resident_nbytes
         self.taken: dict[int, int] = {}  # bytes of it by unit's index, with those set aside
         self.base: FrozenBase | None = None  # while a checkpoint with one is loaded
@@ -44,6 +43,10 @@ class Tiers:
         self.on_device: DeviceShards | None = None  # shards that are on the accelerator, too
         self.before_write: Callable[[], object] = lambda: None  # before values are written in place
         self.snapshot = Snapshot(storage, (), {})  # what is saved beside training; any thread may end that
+
+    @property
+    def layout(self) -> StateLayout:
+        return self.storage.layout
 
     @property
     def store(self) -> ShardStore:
@@ -148,7 +151,7 @@ class Tiers:
         unit.move_to(held)
 
     def _give_back(self, unit: Unit) -> None:
-        """Give back what was set aside for a frozen unit's training, or a trained unit's stored form."""
+        """Give back what was set aside and is not needed: moments, or a trained unit's stored form."""
         home, form = unit.home, unit.home.stored_form
         if form is not None and (unit.trainable or unit.stored is None):
             bare = copy(home)
@@ -156,8 +159,9 @@ class Tiers:
             unit.move_to(bare)
             form.release()
             self._take(unit, 0)
-        elif not unit.trainable and unit.index in self.taken:
-            self._take(unit, self.resident_nbytes_of(unit, moments=False))
+        elif unit.index in self.taken:  # of a trained one, the moments of another rule may take less
+            trained_nbytes = self._trained_nbytes(unit) if unit.trainable else 0
+            self._take(unit, self.resident_nbytes_of(unit, moments=False) + trained_nbytes)
 
     def _promote(self, unit: Unit) -> None:
         home, trained = unit.home, bool(unit.trainable)

@@ -48,8 +48,9 @@ class Plain:
 
         class AdamW(torch.optim.AdamW):
             def __init__(
-                self, model: nn.Module, *, max_grad_norm: float | None, params: Any = None, **numbers: Any
-            ) -> None:
+                self, model: nn.Module, rule: str, *, max_grad_norm: float | None, params: Any = None,
+                groups: Any = None, **numbers: Any,
+            ) -> None:  # fmt: skip
                 super().__init__(model.parameters() if params is None else params, **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
                 records = SimpleNamespace(interval=SimpleNamespace(every=1))
@@ -111,9 +112,10 @@ class Plain:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         names = {
-            "Init": self.init, "AdamW": self.adamw, "no_sync": self.no_sync, "close": self.close,
+            "Init": self.init, "no_sync": self.no_sync, "close": self.close,
             "resume": lambda model, optimizer: 0,
         }  # fmt: skip
+        patch.setattr("infinity.app.train.Optimizer", self.adamw)
         for name, value in names.items():
             patch.setattr(infinity, name, value, raising=False)
 
@@ -289,7 +291,7 @@ def test_an_error_in_the_optimizer_closes_the_model(
     def refuse(*args: object, **options: object) -> None:
         raise InfinityError("no")
 
-    monkeypatch.setattr(infinity, "AdamW", refuse, raising=False)
+    monkeypatch.setattr("infinity.app.train.Optimizer", refuse)
     with pytest.raises(InfinityError, match="no"):
         train(recipe(tmp_path))
     assert plain.open == 0

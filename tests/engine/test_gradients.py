@@ -15,7 +15,7 @@ from tests.helpers.fakes import FakePool
 @pytest.fixture
 def unit() -> Unit:
     params = [(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate([(5, 7), (3, 3), (9,)])]
-    return Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
+    return Unit(0, layout(params), torch.bfloat16, 0, 1)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_what_no_gradient_reached_is_zero(unit, gradient, missing):
 def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
     shapes = [(0, 7), (5, 7), (3, 0), (4, 3), (0,), (9,)]
     params = [(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)]
-    unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
+    unit = Unit(0, layout(params), torch.bfloat16, 0, 1)
     gradient, plain = Gradient.of(unit, FakePool(2**20)), {}
     for turn in range(2):
         for s in unit.segments if turn else reversed(unit.segments):

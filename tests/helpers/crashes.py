@@ -58,7 +58,7 @@ POINTS = {
     "adopting": "infinity.shards.tiers:Tiers.adopt",
     "making anew": "infinity.shards.records:_make_anew",
     "taking over": "infinity.shards.records:Records.take_over",
-    "loading the small state": "infinity.api.adamw:AdamW.load_committed",
+    "loading the small state": "infinity.api.optimizer:Optimizer.load_committed",
     "discard": "infinity.shards.records:_discard",
     "closing old files": "infinity.nvme.volume:Volume.drop_sealed",
     "close": "infinity.engine.runtime:Runtime.close",

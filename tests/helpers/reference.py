@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The numbers of AdamW; the defaults suit tiny models."""
+    """A rule's name and numbers, those of AdamW by default; they suit tiny models."""
 
+    name: str = "adamw"
+    numbers: tuple[tuple[str, Any], ...] = ()  # of another rule
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -101,9 +104,14 @@ class Reference:
             if p.grad is None:
                 continue  # as torch's optimizers do: neither decay nor momentum moves it
             g = p.grad.float().cpu() * factor
-            decay = rule.weight_decay if p.ndim >= 2 else 0.0
+            decay = dict(rule.numbers).get("weight_decay", rule.weight_decay) if p.ndim >= 2 else 0.0
             self.counts[name] += 1
-            adamw_(self.masters[name], self.m[name], self.v[name], g, self.counts[name], lr, decay, rule)
+            if rule.name == "adamw":
+                adamw_(self.masters[name], self.m[name], self.v[name], g, self.counts[name], lr, decay, rule)
+            else:
+                update, moments = UPDATES[rule.name], (self.m[name], self.v[name])
+                group = {**dict(rule.numbers), "lr": lr, "weight_decay": decay}
+                update(self.masters[name], *moments, g, self.counts[name], group)
             p.data = compute_weight(self.masters[name], self.dtype).to(p.device)
 
     def _adapt(self, skipped: bool) -> None:
@@ -171,7 +179,7 @@ def adam_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, A
     p.sub_(_f32(lr / (1 - b1**t)) * (m / (root + _f32(group["eps"]))))
 
 
-def lion_(p: Tensor, m: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+def lion_(p: Tensor, m: Tensor, _: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
     """Lion. Source: Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675), program 1."""
     (b1, b2), lr = group["betas"], group["lr"]
     direction = (m + _f32(1 - b1) * (g - m)).sign()
@@ -179,9 +187,39 @@ def lion_(p: Tensor, m: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> Non
     m.add_(_f32(1 - b2) * (g - m))
 
 
-def sgd_(p: Tensor, buffer: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+def sgd_(p: Tensor, buffer: Tensor, _: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
     """SGD as ``torch.optim.SGD`` describes it."""
     mu = _f32(group["momentum"])
     g = g + _f32(group["weight_decay"]) * p
     buffer.copy_(mu * buffer + _f32(1.0 if t == 1 else 1 - group["dampening"]) * g)
     p.sub_(_f32(group["lr"]) * (g + mu * buffer if group["nesterov"] else buffer))
+
+
+def adamw8bit_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """AdamW whose moments are rounded to 8 bits after each step; see :func:`in_8_bits`."""
+    rule = Rule(betas=group["betas"], eps=group["eps"])
+    adamw_(p, m, v, g, t, group["lr"], group["weight_decay"], rule)
+    m.copy_(in_8_bits(m, 127))
+    v.copy_(in_8_bits(v, 255))
+
+
+def in_8_bits(x: Tensor, most: int) -> Tensor:
+    """Round to fourth powers of n / ``most`` of the largest magnitude in each block of 256 elements.
+
+    Blocks are counted in the flat tensor. What is above 0 stays so if there are no signs (``most`` is 255).
+    """
+    flat = x.detach().reshape(-1).numpy()
+    rounded = np.empty_like(flat)
+    for begin in range(0, len(flat), 256):
+        block = flat[begin : begin + 256]
+        largest = np.abs(block).max()
+        share = np.sqrt(np.sqrt(np.abs(block) / (largest if largest > 0 else np.float32(1))))
+        codes = np.floor(share * np.float32(most) + np.float32(0.5))
+        if most == 255:
+            codes[(block > 0) & (codes < 1)] = 1
+        share = np.copysign(codes, block).astype(np.float32) / np.float32(most)
+        rounded[begin : begin + 256] = (share * np.abs(share)) * (share * share) * largest
+    return torch.from_numpy(rounded).view(x.shape)
+
+
+UPDATES = {"adam": adam_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_}

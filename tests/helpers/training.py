@@ -58,7 +58,10 @@ def build(factory: Callable[[], nn.Module], dtype: str, overrides: Sequence[str]
         return factory()
 
 
-def optimizer_for(model: nn.Module, rule: Rule) -> infinity.AdamW:
+def optimizer_for(model: nn.Module, rule: Rule) -> Any:
+    if rule.name != "adamw":
+        limit, numbers = rule.max_grad_norm, dict(rule.numbers)
+        return infinity.optim.Optimizer(model, rule.name, lr=rule.lr, max_grad_norm=limit, **numbers)
     return infinity.AdamW(
         model, lr=rule.lr, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay,
         max_grad_norm=rule.max_grad_norm,

@@ -63,7 +63,7 @@ def make_mover(units, shards, pool, staging=None, collectives=None, waits=lambda
 
 def make_unit(index: int = 0) -> Unit:
     params = [(f"layers.{index}.{n}", nn.Parameter(torch.empty(s))) for n, s in (("w", (8, 8)), ("b", (8,)))]
-    unit = Unit(index, layout(params, 2), torch.bfloat16, 0, 1)
+    unit = Unit(index, layout(params), torch.bfloat16, 0, 1)
     unit.rename({})
     for s in unit.segments:
         s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
@@ -331,7 +331,7 @@ class ShardsOnDisk(FakeShards):
 
 def test_a_shard_larger_than_host_memory_reaches_an_accelerator_in_pieces():
     weight = nn.Parameter(torch.empty(100, 1024))
-    unit = Unit(0, layout([("experts", weight)], 2), torch.bfloat16, 0, 1)
+    unit = Unit(0, layout([("experts", weight)]), torch.bfloat16, 0, 1)
     weight.data = placeholder(weight.shape, unit.dtype, weight.device)
     values = torch.randn(unit.numel).bfloat16()
     shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.core.errors import StateError
+from infinity.optim.state import BLOCK_NUMEL
 from infinity.partition.unit import SHARD_QUANTUM, Unit, is_placeholder, layout, placeholder
 from tests.helpers.cases import examples
 
@@ -26,12 +27,12 @@ def named(shapes):
 
 
 @fast
-@given(shapes, dtypes)
-def test_parameters_lie_end_to_end_aligned_and_matrices_first(shapes, dtype):
-    segments = layout(named(shapes), dtype.itemsize)
-    assert [s.offset * dtype.itemsize % 64 for s in segments] == [0] * len(segments)
+@given(shapes)
+def test_parameters_lie_end_to_end_aligned_and_matrices_first(shapes):
+    segments = layout(named(shapes))
+    assert [s.offset % BLOCK_NUMEL for s in segments] == [0] * len(segments)
     for before, after in itertools.pairwise(segments):
-        assert 0 <= (after.offset - before.stop) * dtype.itemsize < 64
+        assert 0 <= after.offset - before.stop < BLOCK_NUMEL
         assert (before.param.ndim < 2) <= (after.param.ndim < 2)
     assert {s.name for s in segments} == {name for name, _ in named(shapes)}
 
@@ -39,7 +40,7 @@ def test_parameters_lie_end_to_end_aligned_and_matrices_first(shapes, dtype):
 @fast
 @given(shapes, dtypes, st.integers(1, 5))
 def test_shards_are_equal_whole_quanta_and_cover_the_buffer(shapes, dtype, world_size):
-    segments = layout(named(shapes), dtype.itemsize)
+    segments = layout(named(shapes))
     units = [Unit(0, segments, dtype, rank, world_size) for rank in range(world_size)]
     flat = torch.arange(units[0].numel)
     assert torch.equal(torch.cat([unit.shard_of(flat) for unit in units]), flat)
@@ -77,7 +78,7 @@ def test_a_fill_that_torch_lets_through_is_found_at_the_next_use(write):
 
 
 def unit_of(*shapes) -> Unit:
-    unit = Unit(0, layout(named(shapes), 2), torch.bfloat16, 0, 1)
+    unit = Unit(0, layout(named(shapes)), torch.bfloat16, 0, 1)
     for s in unit.segments:
         s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
     return unit
@@ -156,6 +157,6 @@ def test_names_follow_the_model():
 )
 def test_a_unit_is_named_after_its_parameters_in_short(names, short):
     params = [(name, nn.Parameter(torch.zeros(2))) for name in names]
-    unit = Unit(3, layout(params, 4), torch.float32, 0, 1)
+    unit = Unit(3, layout(params), torch.float32, 0, 1)
     unit.rename({})
     assert unit.name == f"unit 3 ({short})"

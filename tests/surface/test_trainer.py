@@ -319,7 +319,7 @@ def test_steps_that_were_skipped_count_when_a_run_goes_on(tmp_path: Path, closed
     )
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    assert first._adamw.steps == 3
+    assert first._own.steps == 3
     infinity.close(first.model, keep=True)
     again = closed(make(tmp_path, "run.name=mine", eval_strategy="no", save_steps=3))
     begun: list[int] = []

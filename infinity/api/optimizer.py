@@ -1,5 +1,7 @@
-"""Provides ``AdamW``, a ``torch.optim.Optimizer`` whose updates run beside training."""
+"""Provides ``torch.optim.Optimizer``s whose updates run beside training: ``AdamW``, and one of each rule."""
 
+import difflib
+import fnmatch
 import math
 import numbers
 import time
@@ -19,7 +21,8 @@ from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
-from infinity.optim.rules import LossScaler
+from infinity.optim.rule import Rule
+from infinity.optim.rules import LossScaler, find_rule
 
 #: Largest buffer of which a first copy is kept (bytes).
 _SMALL_NBYTES = 2**20
@@ -31,15 +34,19 @@ def _is_late(each: Stateful) -> bool:
     return isinstance(wrapped, LRScheduler) or getattr(each, "steps_after_optimizer", False) is True
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW on the exact fp32 weights of a model that was built under ``infinity.Init``.
+class Optimizer(torch.optim.Optimizer):
+    """An update rule on the exact fp32 weights of a model that was built under ``infinity.Init``.
 
     ``param_groups``, learning-rate schedulers and ``zero_grad`` behave as with any torch optimizer, and a
     parameter that no rank used in a step is left alone: its weight, its moments and its step count.
 
     Args:
         model: Built under ``infinity.Init``, whole or wrapped.
-        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``; vectors (biases, norms) do not decay.
+        rule: Its name (``lion``), or an object of a subclass of :class:`infinity.optim.Rule`. Before the
+            first step of the model it may be another than ``optim.name`` of the recipe.
+        numbers: Of the rule, such as ``lr``; vectors (biases, norms) do not decay.
+        groups: By patterns of names, with ``|`` between several (``"*.bias|*norm*"``), numbers of the
+            parameters whose names match; of several patterns that match, the last one counts.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
             that gradients need not wait until ``step()``, in memory or on NVMe. Of several adapters it may be
             a map from names to values.
@@ -54,30 +61,28 @@ class AdamW(torch.optim.Optimizer):
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
-        ValueError: A number is out of range; names it, and what is accepted.
+        ValueError: A number is out of range, or not the rule's; names it, and what is accepted.
     """
 
     def __init__(
-        self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01, *,
+        self, model: nn.Module, rule: str | Rule, *,
         max_grad_norm: float | Mapping[str, float | None] | None = None,
-        params: Iterable[dict[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
+        params: Iterable[dict[str, Any]] | None = None,
+        groups: Mapping[str, Mapping[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
+        **numbers: Any,
     ) -> None:  # fmt: skip
-        self.runtime = runtime_of(model)
+        self.runtime, chosen = runtime_of(model), find_rule(rule)
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
+        defaults = {**chosen.defaults, **_of_rule(chosen, numbers)}
         if params is None:
-            params = [
-                group | own
-                for own, trainable in _parties(model)
-                for group in (
-                    {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-                    {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-                )
-                if group["params"]
-            ]
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            params = _groups(model, chosen, defaults, groups or {})
+        elif groups:
+            raise SettingError("groups", groups, "parameter groups either as params or by patterns")
+        with uninterrupted:
+            self.runtime.use_rule(chosen)
+        super().__init__(params, defaults)
         self._check_limits()
         self._made_groups = made_groups
         with uninterrupted:
@@ -113,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
         """Add a parameter group as in torch, and check its numbers and parameters."""
         super().add_param_group(param_group)
         try:
-            _check_numbers(self.param_groups[-1])
+            _check_numbers(self.rule, self.param_groups[-1])
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad and not self.runtime.units.places(param):
                     raise StateError(
@@ -123,6 +128,11 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[-1]
             raise
+
+    @property
+    def rule(self) -> Rule:
+        """Return the rule by which the model is updated."""
+        return self.runtime.storage.rule
 
     @property
     def _parties(self) -> set[Any]:
@@ -202,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
             raise SettingError("max_norm", max_norm, "a number > 0, or inf: only return the norm")
         if None in self._limits.values() and max_norm != math.inf:
             raise StateError(
-                f"clip_grad_norm_({max_norm:g}): this infinity.AdamW was made without max_grad_norm, so "
+                f"clip_grad_norm_({max_norm:g}): this optimizer was made without max_grad_norm, so "
                 f"updates began before the norm was known: make it with max_grad_norm={max_norm:g}"
             )
         with uninterrupted:
@@ -220,7 +230,7 @@ class AdamW(torch.optim.Optimizer):
         executor = self.runtime.executor()
         if executor.updates.hypers.groups is not self.param_groups:
             raise StateError(
-                "another infinity.AdamW was made for this model after this one: a model has one. For other "
+                "another optimizer was made for this model after this one: a model has one. For other "
                 "hyperparameters of some parameters give it parameter groups, params=[...]"
             )
         if executor.gradients.completions.synced:
@@ -252,7 +262,7 @@ class AdamW(torch.optim.Optimizer):
     def follow(self, **more: Stateful) -> None:
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step."""
         if self.steps:
-            raise StateError("AdamW.follow after the first step: what it committed lacks the new objects")
+            raise StateError("follow after the first step: what it committed lacks the new objects")
         for name, each in more.items():
             if not isinstance(each, Stateful):
                 raise TypeError(
@@ -393,12 +403,13 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
-        The state of ``torch.optim.AdamW`` with the same parameter groups is accepted, too; exact weights,
-        which it lacks, stay as they are.
+        The state of the same rule of ``torch.optim`` with the same parameter groups is accepted, too; exact
+        weights, which it lacks, stay as they are.
         """
         self.runtime.values.check_step_over()
-        params, state = self._params(), dict(state_dict["state"])
-        _check_groups(state_dict["param_groups"], self.param_groups)
+        params = self._params()
+        state = {i: {"step": 1, **each} for i, each in state_dict["state"].items()}  # SGD's has no counts
+        _check_groups(self.rule, state_dict["param_groups"], self.param_groups)
         moments = self.runtime.tiers.layout.full_names[1:]
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
@@ -418,8 +429,15 @@ class AdamW(torch.optim.Optimizer):
                     got = "is missing" if shape is None else f"has shape {shape}"
                     raise StateError(
                         f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from "
-                        "AdamW on the same parameters in the same order"
+                        f"{self.rule.name} on the same parameters in the same order"
                     )
+                if bool(state[i][name].isnan().any()):
+                    raise StateError(f"optimizer state of parameter {i}: {name} has NaN; nothing was loaded")
+            if others := state.get(i, {}).keys() - {"step", "master", *moments}:
+                raise StateError(
+                    f"optimizer state of parameter {i} has {', '.join(sorted(others))}, which "
+                    f"{self.rule.name} does not keep (it keeps {', '.join(moments)})"
+                )
         with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
@@ -431,7 +449,7 @@ class AdamW(torch.optim.Optimizer):
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
         """Continue after ``steps`` steps, whose states are restored, with hyperparameters of each group."""
         for group, found in zip(self.param_groups, numbers, strict=True):
-            _check_numbers({**group, **found})
+            _check_numbers(self.rule, {**group, **found})
         for group, found in zip(self.param_groups, numbers, strict=True):
             group.update(found)
         self._go_on_from(steps)
@@ -486,8 +504,8 @@ def _is_number(value: Any, valid: Valid) -> bool:
     return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)
 
 
-def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Raise unless the groups of a saved dictionary are AdamW's and match the optimizer's."""
+def _check_groups(rule: Rule, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise unless the groups of a saved dictionary are of the rule and match the optimizer's."""
     theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
     if theirs != ours:
         raise StateError(
@@ -496,25 +514,92 @@ def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> 
             'with params=[{"params": list(model.parameters())}]'
         )
     for group in saved:
-        if lacking := {"lr", "betas", "eps", "weight_decay"} - group.keys():
+        if lacking := rule.defaults.keys() - group.keys():
             raise StateError(
-                f"the state is not AdamW's: its parameter groups have no {', '.join(sorted(lacking))}"
+                f"the state is not of {rule.name}: its parameter groups have no {', '.join(sorted(lacking))}"
             )
-        _check_numbers(group)
+        _check_numbers(rule, group)
 
 
-def _check_numbers(group: dict[str, Any]) -> None:
+def _check_numbers(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise if a parameter group has impossible hyperparameters, or those of another rule."""
-    positive, beta, betas = Valid(least=0, below=math.inf), Valid(least=0, below=1), group["betas"]
-    for name in ("lr", "eps", "weight_decay"):
-        if not _is_number(group[name], positive):
-            raise SettingError(name, group[name], f"a number {positive}")
-    if not isinstance(betas, tuple | list) or [_is_number(b, beta) for b in betas] != [True, True]:
-        raise SettingError("betas", betas, f"two numbers {beta}")
+    positive, beta = Valid(least=0, below=math.inf), Valid(least=0, below=1)
+    for name, default in rule.defaults.items():
+        value = group[name]
+        if isinstance(default, tuple):
+            if not isinstance(value, tuple | list) or [_is_number(b, beta) for b in value] != [True] * len(
+                default
+            ):
+                raise SettingError(name, value, f"{len(default)} numbers {beta}".replace("2", "two"))
+        elif isinstance(default, bool):
+            if value not in (False, True):
+                raise SettingError(name, value, "true or false")
+        elif not _is_number(value, positive):
+            raise SettingError(name, value, f"a number {positive}")
     for name in ("amsgrad", "maximize"):
         if group.get(name):
-            raise SettingError(name, group[name], "False: infinity.AdamW is plain AdamW")
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise SettingError(name, group[name], f"False: infinity's {rule.name} is plain")
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"] and rule.name == "adamw":
         raise SettingError(
             "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
         )
+
+
+def _of_rule(rule: Rule, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``numbers``; a SettingError names one that the rule does not have."""
+    for name in numbers:
+        if name not in rule.defaults:
+            near = difflib.get_close_matches(name, rule.defaults, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SettingError(
+                name, numbers[name], f"a number of {rule.name}: {', '.join(rule.defaults)}{hint}"
+            )
+    return numbers
+
+
+def _groups(
+    model: nn.Module, rule: Rule, defaults: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return parameter groups: of each adapter, parameters whose numbers are the same; matrices first."""
+    decays = "weight_decay" in rule.defaults
+    names = {id(param): name for name, param in model.named_parameters()}
+    unmatched, groups = dict(patterns), dict[tuple[Any, ...], dict[str, Any]]()
+    for own, trainable in _parties(model):
+        for param in sorted(trainable, key=lambda each: each.ndim < 2):
+            matrix, name = param.ndim >= 2, names[id(param)]
+            numbers = own | ({"weight_decay": defaults["weight_decay"] if matrix else 0.0} if decays else {})
+            for pattern, given in patterns.items():
+                if any(fnmatch.fnmatchcase(name, each) for each in pattern.split("|")):
+                    numbers |= _of_rule(rule, given)
+                    unmatched.pop(pattern, None)
+            group = groups.setdefault((matrix, *sorted(numbers.items())), {"params": [], **numbers})
+            group["params"].append(param)
+    if unmatched:
+        wanted = f"a pattern of trained parameters, such as {', '.join([*names.values()][:3])}"
+        raise SettingError("optim.groups", next(iter(unmatched)), wanted)
+    return list(groups.values())
+
+
+class AdamW(Optimizer):
+    """AdamW: ``lr``, ``betas``, ``eps`` and ``weight_decay`` are as in ``torch.optim.AdamW``."""
+
+    def __init__(
+        self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options
+        )  # fmt: skip
+
+
+def optimizer_of(rule: Rule) -> Callable[..., Optimizer]:
+    """Return the class of a rule's optimizers, whose arguments are the model and the rule's numbers."""
+
+    class OfRule(Optimizer):
+        def __init__(self, model: nn.Module, *numbers: Any, **options: Any) -> None:
+            given = dict(zip(rule.defaults, numbers, strict=False))
+            super().__init__(model, rule, **given, **options)
+
+    OfRule.__name__ = OfRule.__qualname__ = type(rule).__name__.removesuffix("Rule")
+    OfRule.__doc__ = f"{type(rule).__doc__}\n\nArguments as of :class:`Optimizer`; numbers: {rule.defaults}."
+    return OfRule

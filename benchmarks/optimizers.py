@@ -1,0 +1,233 @@
+"""Every update rule beside AdamW: bytes, speed of an update, of a step with all states on NVMe, and loss.
+
+Tables, each from one run in turns:
+
+1. Bytes per parameter that an update on NVMe reads and writes (weight and state, bf16), and elements per
+   second on the CPU beside torch's fused optimizer with its casts, where it has one, and beside a copy of as
+   many bytes.
+2. Seconds of a step of 134 M parameters, all on NVMe, and its bytes.
+3. The last training loss of the quickstart, and its held-out loss, after some steps in fp32.
+4. ``infinity plan`` for a Llama of 70 B on 8 H100 with drives.
+
+    python benchmarks/optimizers.py [--quick] [--json FILE] [--rules adamw,adamw8bit] [--parts update,step]
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import llama
+import papers
+import processes
+import torch
+from processes import Measured
+from report import Claim, print_claims, print_table
+from update import in_turns
+from worker import Job, Phase
+
+from infinity.core.nbytes import aligned
+from infinity.optim.rules import HostRule, find_rule
+from infinity.optim.state import store_master
+
+RULES = ("adamw", "adamw8bit", "adam", "lion", "sgd")
+PARTS = ("update", "step", "loss", "plan")
+FUSED = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+DTYPE = torch.bfloat16
+#: Learning rates as a multiple of the quickstart's for AdamW, and what else a rule is given.
+TRAINED = {
+    "lion": ["optim.lr=1e-4", "optim.betas=[0.9,0.99]"],
+    "sgd": ["optim.lr=0.1", "optim.weight_decay=0", "optim.options={momentum: 0.9}"],
+}
+
+
+def ours(name: str, numel: int) -> Callable[[], None]:
+    """An update in place by a rule, as of shards that stay in host memory."""
+    rule, layout = find_rule(name), find_rule(name).layout(DTYPE)
+    placed = HostRule(rule, DTYPE, threads=torch.get_num_threads())
+    weight, state = torch.empty(numel, dtype=DTYPE), layout.complete((), numel)
+    store_master(layout, torch.randn(numel), weight, state)
+    grad, hyper = torch.randn(numel).to(DTYPE), rule.hyper({**rule.defaults, "lr": 1e-5}, step=10)
+    return lambda: placed.update(weight, grad, state, weight, hyper)
+
+
+def theirs(name: str, numel: int) -> Callable[[], None]:
+    """Fused torch optimizer on fp32 masters, with the casts from and to bf16."""
+    master = torch.nn.Parameter(torch.randn(numel))
+    weight, grad = master.detach().to(DTYPE), torch.randn(numel).to(DTYPE)
+    master.grad = torch.zeros(numel)
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = FUSED[name]([master], lr=1e-5, fused=True, **options)
+
+    def step() -> None:
+        assert master.grad is not None
+        master.grad.copy_(grad)
+        optimizer.step()
+        weight.copy_(master.detach())
+
+    return step
+
+
+def copy(name: str, numel: int) -> Callable[[], None]:
+    """A copy that reads half of the bytes of an update in place, and writes half."""
+    touched = 2 * find_rule(name).layout(DTYPE).bytes_per_element + DTYPE.itemsize
+    source, target = torch.ones(2, int(numel * touched) // 2, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def updates(names: list[str], quick: bool) -> list[Claim]:
+    numel = aligned(2_000_000 if quick else 32_000_000, 2**18)
+    rows, claims, own = [], [], find_rule("adamw").layout(DTYPE).bytes_per_element
+    for name in names:
+        contenders = {"ours": ours(name, numel), "copy": copy(name, numel)}
+        if name in FUSED:
+            contenders["fused"] = theirs(name, numel)
+        took = in_turns(contenders, 3 if quick else 15)
+        rates = {who: numel / s / 1e6 for who, s in took.items()}
+        nbytes = find_rule(name).layout(DTYPE).bytes_per_element
+        fused = (
+            [f"{rates['fused']:.0f}", f"{rates['ours'] / rates['fused']:.2f}"] if name in FUSED else ["", ""]
+        )
+        share = rates["ours"] / rates["copy"]
+        rows.append(
+            [name, f"{nbytes:.2f}", f"{nbytes / own:.2f}", f"{rates['ours']:.0f}", *fused, f"{share:.2f}"]
+        )
+        claims.append(
+            Claim(
+                claim=f"{name}: an update / a copy of its bytes", value=share, target=0.9, unit="x",
+                holds=share >= 0.9,
+            )
+        )  # fmt: skip
+        if name == "adamw8bit":
+            claims.append(
+                Claim(
+                    claim="adamw8bit: bytes each way / AdamW's", value=nbytes / own, target=0.55, unit="x",
+                    holds=nbytes / own <= 0.55,
+                )
+            )  # fmt: skip
+    columns = ["rule", "bytes each way", "/ adamw", "M/s", "fused M/s", "/ fused", "/ copy"]
+    print(f"\nAn update of {numel / 1e6:.0f} M elements, bf16, {torch.get_num_threads()} threads")
+    print_table(columns, rows)
+    return claims
+
+
+def steps(names: list[str], quick: bool, root: Path, rounds: int) -> list[Claim]:
+    shape = llama.TINY if quick else llama.MEDIUM
+    tokens, found = ([512] if quick else [512, 2048]), dict[tuple[str, int], Measured]()
+    folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
+    try:
+        for turn in range(rounds):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                print(f"{name}, turn {turn + 1}", file=sys.stderr, flush=True)
+                device = int(3.4 * shape.numel) + 96 * 2**20
+                where = [
+                    f"memory.nvme=[{folder}]", "memory.host=160MiB", "memory.resident=false",
+                    f"memory.device={device}", "memory.activations=keep", f"run.dir={folder / 'runs'}",
+                    f"optim.name={name}",
+                ]  # fmt: skip
+                job = Job(
+                    way="infinity", shape=shape.as_dict(), phases=[asdict(Phase(each)) for each in tokens],
+                    warmup=3, steps=4, folder=str(folder), overrides=where, clip=None,
+                )  # fmt: skip
+                for each, ranks in zip(tokens, processes.run(job, 1), strict=True):
+                    found.setdefault((name, each), Measured()).add(ranks)
+    finally:
+        shutil.rmtree(folder)
+    rows, claims = [], []
+    for (name, each), measured in found.items():
+        base = found.get(("adamw", each), measured)
+        ratio = measured.median_s / base.median_s
+        moved = [f"{measured.read / 1e9:.2f}", f"{measured.written / 1e9:.2f}"]
+        rows.append([name, str(each), f"{measured.median_s:.2f}", f"{ratio:.2f}", *moved])
+        if name == "adamw8bit" and each == 512:
+            claims.append(
+                Claim(
+                    claim="adamw8bit: a step of 512 tokens / AdamW's", value=ratio, target=0.75, unit="x",
+                    holds=ratio <= 0.75,
+                )
+            )  # fmt: skip
+    print(f"\nA step of {shape.name}, all on NVMe")
+    print_table(["rule", "tokens", "step s", "/ adamw", "read GB", "written GB"], rows)
+    return claims
+
+
+def losses(names: list[str], quick: bool, root: Path) -> list[Claim]:
+    found: dict[str, tuple[float, float]] = {}
+    count = 20 if quick else 300
+    folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
+    try:
+        for name in names:
+            print(f"quickstart by {name}", file=sys.stderr, flush=True)
+            given = [
+                f"train.steps={count}", f"run.dir={folder / name}", "train.eval_every=null",
+                "train.dtype=fp32", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
+                f"optim.name={name}",
+                "train.batch_size=8", *TRAINED.get(name, []),
+            ]  # fmt: skip
+            command = [sys.executable, "-m", "infinity", "train", "configs/quickstart.yaml", *given]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            [metrics] = (folder / name).rglob("metrics.jsonl")
+            lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+            last = [each["loss"] for each in lines if each.get("loss") is not None][-20:]
+            held = [each["eval_loss"] for each in lines if each.get("eval_loss") is not None]
+            found[name] = sum(last) / len(last), held[-1] if held else float("nan")
+    finally:
+        shutil.rmtree(folder)
+    base = found.get("adamw", (1.0, 1.0))
+    rows = [
+        [name, f"{loss:.4f}", f"{loss / base[0] - 1:+.2%}", f"{held:.4f}"]
+        for name, (loss, held) in found.items()
+    ]
+    print(f"\nThe quickstart after {count} steps of 8 x 256 tokens, fp32")
+    print_table(["rule", "loss (mean of 20 steps)", "to adamw", "held-out loss"], rows)
+    if "adamw8bit" not in found:
+        return []
+    apart = abs(found["adamw8bit"][0] / base[0] - 1)
+    claim = "adamw8bit: loss apart from AdamW's"
+    return [Claim(claim=claim, value=apart, target=0.005, unit="", holds=apart <= 0.005)]
+
+
+def plans(names: list[str], quick: bool) -> list[Claim]:
+    """A GPT of 70 B (80 layers of 8,192), all states on NVMe, 8 x 2,048 tokens on each of 8 GPUs."""
+    rows, layers, steps_s = [], (4 if quick else 80), {}
+    for name in names:
+        cost = papers.plan("hgx-h100", 8, layers, 8192, 64, 1, f"optim.name={name}", seq=2048).cost
+        steps_s[name] = cost.step_s
+        ratio = cost.step_s / steps_s.get("adamw", cost.step_s)
+        rows.append([name, f"{cost.step_s:.2f}", f"{ratio:.2f}", cost.bottleneck])
+    print("\ninfinity plan: 70 B on hgx-h100, all on NVMe, 8 x 2,048 tokens")
+    print_table(["rule", "step s", "/ adamw", "bottleneck"], rows)
+    return []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every rule in steps")
+    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    options = parser.parse_args()
+    names, parts, claims = options.rules.split(","), options.parts.split(","), list[Claim]()
+    options.nvme.mkdir(parents=True, exist_ok=True)
+    if "update" in parts:
+        claims += updates(names, options.quick)
+    if "step" in parts:
+        claims += steps(names, options.quick, options.nvme, 1 if options.quick else options.rounds)
+    if "loss" in parts:
+        claims += losses(names, options.quick, options.nvme)
+    if "plan" in parts:
+        claims += plans(names, options.quick)
+    print_claims(claims, options.json, wanted="")
+
+
+if __name__ == "__main__":
+    main()

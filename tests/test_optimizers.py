@@ -1,0 +1,309 @@
+"""Every optimizer, wherever its states are: bitwise the plain loop, on any number of ranks."""
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.optim import Form, Moment
+from infinity.optim import Rule as UpdateRule
+from infinity.optim.rule import RULES
+from infinity.optim.rules import HostRule
+from infinity.partition.unit import SHARD_QUANTUM
+from tests.helpers import models
+from tests.helpers.cases import few
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import UPDATES, Rule
+from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, train
+from tests.shards.test_resume import interrupt, run, same, state
+from tests.test_ranks import digest
+
+ADAM = (("betas", (0.9, 0.95)), ("eps", 1e-8), ("weight_decay", 0.1))
+#: Numbers of each rule; of the user's own, too.
+NUMBERS: dict[str, tuple[float, tuple[tuple[str, Any], ...]]] = {
+    "adam": (1e-2, ADAM),
+    "adamw8bit": (1e-2, ADAM),
+    "lion": (1e-3, (("betas", (0.9, 0.99)), ("weight_decay", 0.1))),
+    "sgd": (
+        0.1, (("momentum", 0.9), ("dampening", 0.5), ("weight_decay", 0.1), ("nesterov", False)),
+    ),
+    "signed momentum": (1e-2, (("beta", 0.9),)),
+    "three": (1e-2, ()),
+}  # fmt: skip
+
+
+class SignedMomentum(UpdateRule):
+    """A rule from outside: the sign of a mean, whose state is kept in bfloat16."""
+
+    name = "signed momentum"
+    moments = (Moment("mean", Form(torch.bfloat16)),)
+    defaults: Mapping[str, Any] = {"lr": 1e-3, "beta": 0.9}
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return group["lr"], group["beta"]
+
+    @staticmethod
+    def update(weight: Any, grad: Any, mean: Any, lr: Any, beta: Any) -> tuple[Any, ...]:
+        mean = beta * mean + (1 - beta) * grad
+        return weight - lr * infinity.optim.sign(mean), mean
+
+
+class Three(UpdateRule):
+    """Three moments, the last of which counts the updates; its source has what torch alone runs."""
+
+    name = "three"
+    moments = Moment("last"), Moment("mean"), Moment("count", Form(torch.bfloat16))
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return (group["lr"],)
+
+    @staticmethod
+    def update(weight: Any, grad: Any, last: Any, mean: Any, count: Any, lr: Any) -> tuple[Any, ...]:
+        mean = mean * 0.75 + (grad - last).clone() * 0.25
+        return weight - lr * (grad + mean) / (count + 1), grad, mean, count + 1
+
+
+def signed_momentum_(p, m, _, g, t, group):
+    beta = torch.tensor(group["beta"])
+    mean = beta * m + (1 - beta) * g
+    p.sub_(torch.tensor(group["lr"]) * mean.sign())
+    m.copy_(mean.bfloat16())
+
+
+def three_(p, m, last, g, t, group):
+    m.copy_(m * 0.75 + (g - last) * 0.25)
+    last.copy_(g)
+    p.sub_(torch.tensor(group["lr"]) * (g + m) / (torch.tensor(float(t - 1)) + 1))
+
+
+UPDATES.update({"signed momentum": signed_momentum_, "three": three_})
+
+
+def rule_of(name: str, **more: Any) -> Rule:
+    lr, numbers = NUMBERS[name]
+    return Rule(name=name, lr=lr, numbers=numbers, **more)
+
+
+def place(folder: Path | str, name: str) -> list[str]:
+    if name == "host":
+        return ["memory.host=64MiB"]
+    return [f"memory.nvme=[{folder}]", "memory.host=128MiB", "memory.resident=false", "run.name=mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "dtype"),
+    few(
+        [(n, "nvme", "bf16") for n in NUMBERS] + [("adamw8bit", "host", "fp32"), ("sgd", "host", "fp16")],
+        itertools.product(NUMBERS, ("host", "nvme"), ("bf16", "fp16", "fp32")),
+    ),
+)
+def test_training_is_bitwise_the_plain_loop(tmp_path, name, where, dtype):
+    factory, batch = models.build("gpt", seed=3)
+    how: dict[str, Any] = {"dtype": dtype, "steps": 4, "accumulate": 2, "rule": rule_of(name)}
+    plain = reference(factory, batch, **how)
+    assert_bitwise(train(factory, batch, place(tmp_path, where), **how), plain)
+
+
+@pytest.mark.parametrize("name", few(("adamw8bit", "three"), NUMBERS))
+def test_a_killed_run_goes_on_bitwise(tmp_path, name):
+    rule, (factory, batch) = rule_of(name), models.build("gpt", seed=3)
+
+    def start() -> tuple[Any, Any]:
+        model = build(factory, "bf16", place(tmp_path, "nvme"))
+        return model, optimizer_for(model, rule)
+
+    model, optimizer = start()
+    losses, final = run(model, optimizer, batch, range(4)), state(model, optimizer)
+    infinity.close(model)
+    model, optimizer = start()
+    assert run(model, optimizer, batch, range(2)) == losses[:2]
+    interrupt(model)
+    model, optimizer = start()
+    assert infinity.resume(model, optimizer) == 2
+    assert run(model, optimizer, batch, range(2, 4)) == losses[2:]
+    same(state(model, optimizer), final)
+    moments = {"step", "master", *(moment.name for moment in optimizer.rule.moments)}
+    assert all(set(each) == moments for each in optimizer.state_dict()["state"].values())
+    infinity.close(model)
+
+
+def play(folder: str, names: list[str]) -> list[list[str]]:
+    """Digests of each rule in each place, on this rank."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    factory, batch = models.build("gpt", seed=3)
+    how: dict[str, Any] = {"dtype": "bf16", "steps": 3, "rank": rank, "world": world}
+    return [
+        [
+            digest(train(factory, batch, place(folder, w)[:3], rule=rule_of(n), **how))
+            for w in ("host", "nvme")
+        ]
+        for n in names
+    ]
+
+
+@pytest.mark.parametrize("names", [["adamw8bit"], pytest.param([*NUMBERS], marks=pytest.mark.slow)])
+def test_two_ranks_give_the_same_bits_in_every_place(tmp_path, names):
+    for digests in run_ranks(play, 2, str(tmp_path), names):
+        assert all(host == nvme for host, nvme in digests)
+
+
+def test_shards_of_ranks_change_no_quantized_number():
+    """Blocks are whole in every shard, so all ranks' updates are those of one."""
+    rule, n, world = RULES["adamw8bit"], 4 * SHARD_QUANTUM, 4
+    layout, hyper, results = rule.layout(torch.bfloat16), rule.hyper(rule.defaults), []
+    for shards in (1, world):
+        generator = torch.Generator().manual_seed(1)
+        weight, state = torch.ones(n, dtype=torch.bfloat16), layout.complete((), n)
+        for _ in range(3):
+            grad = torch.randn(n, generator=generator).bfloat16()
+            for start in range(0, n, n // shards):
+                stop = start + n // shards
+                part = layout.part(state, start, stop)
+                placed = HostRule(rule, torch.bfloat16)
+                placed.update(weight[start:stop], grad[start:stop], part, weight[start:stop], hyper)
+        results.append([weight, *state])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_groups_by_patterns_train_as_groups_of_parameters(tmp_path):
+    factory, batch = models.build("gpt", seed=3)
+    trained = []
+    for by_pattern in (True, False):
+        model = build(factory, "bf16", [])
+        if by_pattern:
+            patterns = {"*.bias|*norm*": {"weight_decay": 0.0}, "*embed*": {"lr": 1e-3}}
+            optimizer = infinity.optim.Lion(model, lr=1e-2, weight_decay=0.1, groups=patterns)
+        else:
+            groups: dict[tuple[float, float], list[Any]] = {}
+            for name, param in model.named_parameters():
+                plain = param.ndim < 2 or name.endswith(".bias") or "norm" in name
+                key = 1e-3 if "embed" in name else 1e-2, 0.0 if plain else 0.1
+                groups.setdefault(key, []).append(param)
+            made = [{"params": p, "lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
+            optimizer = infinity.optim.Lion(model, params=made)
+        trained.append([run(model, optimizer, batch, range(3)), infinity.state_dict(model)])
+        infinity.close(model)
+    assert trained[0][0] == trained[1][0]
+    assert all(torch.equal(trained[0][1][name], each) for name, each in trained[1][1].items())
+
+
+def test_what_is_wrong_with_an_optimizer_is_said():
+    model = build(models.build("gpt", seed=3)[0], "bf16", [])
+    for make, message in (
+        (lambda: infinity.optim.Optimizer(model, "adamw8"), r"did you mean adamw or adamw8bit"),
+        (lambda: infinity.optim.Optimizer(model, "nowhere:Rule"), r"module:Class.*nowhere"),
+        (lambda: infinity.optim.Optimizer(model, "math:pi"), r"subclass of infinity\.optim\.Rule"),
+        (lambda: infinity.optim.Lion(model, momentun=0.9), r"momentun.*a number of lion: lr, betas"),
+        (lambda: infinity.optim.SGD(model, momentun=0.9), r"did you mean momentum"),
+        (lambda: infinity.optim.SGD(model, nesterov=3), r"nesterov.*true or false"),
+        (lambda: infinity.optim.Adam(model, betas=(0.9, 1.0)), r"betas.*two numbers"),
+        (
+            lambda: infinity.optim.Lion(model, groups={"nothing.*": {"lr": 1}}),
+            r"nothing.*a pattern of trained",
+        ),
+        (lambda: infinity.optim.Lion(model, groups={"*": {"eps": 1}}), r"eps.*a number of lion"),
+    ):
+        with pytest.raises(infinity.RecipeError, match=message):
+            make()
+    optimizer = infinity.optim.Lion(model)
+    batch = models.build("gpt", seed=3)[1]
+    run(model, optimizer, batch, range(1))
+    with pytest.raises(infinity.StateError, match=r"states of lion.*optim\.name=adamw"):
+        infinity.AdamW(model)
+    infinity.close(model)
+
+
+SCHEDULERS = {
+    "StepLR": {"step_size": 2}, "MultiStepLR": {"milestones": [1]}, "ConstantLR": {}, "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9}, "PolynomialLR": {}, "CosineAnnealingLR": {"T_max": 3},
+    "CosineAnnealingWarmRestarts": {"T_0": 2}, "OneCycleLR": {"max_lr": 0.1, "total_steps": 5},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, "ReduceLROnPlateau": {"patience": 0},
+    "LambdaLR": {"lr_lambda": [lambda s: 1 / (s + 1)] * 2}, "MultiplicativeLR": {"lr_lambda": lambda s: 0.9},
+}  # fmt: skip
+
+
+def test_every_scheduler_of_torch_drives_an_optimizer():
+    theirs = torch.nn.Linear(2, 2)
+    other = torch.optim.SGD([{"params": [p]} for p in theirs.parameters()], lr=0.1, momentum=0.9)
+    model = build(models.build("gpt", seed=3)[0], "bf16", [])
+    batch = models.build("gpt", seed=3)[1]
+    optimizer = infinity.optim.SGD(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for name, options in SCHEDULERS.items():
+        rates = []
+        for each in (optimizer, other):
+            for group in each.param_groups:
+                group["lr"] = 0.1
+                group.pop("initial_lr", None)
+            scheduler = getattr(torch.optim.lr_scheduler, name)(each, **options)
+            for step in range(3):
+                if each is optimizer:
+                    run(model, optimizer, batch, [step])
+                else:
+                    other.step()
+                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+                rates.append([(group["lr"], group["momentum"]) for group in each.param_groups])
+        assert rates[:3] == rates[3:], name
+    infinity.close(model)
+
+
+def test_the_state_of_torchs_sgd_is_loaded_and_that_of_another_rule_is_refused():
+    factory, batch = models.build("gpt", seed=3)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    plain = factory()
+    theirs = torch.optim.SGD(plain.parameters(), **options)
+    for step in range(2):
+        plain(**batch(step)).loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    model = build(factory, "fp32", [])
+    optimizer = infinity.optim.SGD(model, params=[{"params": [*model.parameters()]}], **options)
+    other = torch.optim.AdamW(plain.parameters())
+    for step in range(2, 4):
+        plain(**batch(step)).loss.backward()
+        other.step()
+        other.zero_grad()
+    with pytest.raises(infinity.StateError, match="not of sgd: its parameter groups have no dampening"):
+        optimizer.load_state_dict(other.state_dict())
+    state = theirs.state_dict()
+    optimizer.load_state_dict(state)
+    got = optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(got[i]["momentum_buffer"], each["momentum_buffer"]) for i, each in state["state"].items()
+    )
+    state["state"][0] = {"momentum_buffer": state["state"][0]["momentum_buffer"] * float("nan")}
+    with pytest.raises(infinity.StateError, match="momentum_buffer has NaN; nothing was loaded"):
+        optimizer.load_state_dict(state)
+    state["state"][0] = dict.fromkeys(
+        ("momentum_buffer", "exp_avg_sq"), torch.zeros_like(state["state"][0]["momentum_buffer"])
+    )
+    with pytest.raises(infinity.StateError, match="has exp_avg_sq, which sgd does not keep"):
+        optimizer.load_state_dict(state)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("name", few(("adamw8bit", "signed momentum"), NUMBERS))
+def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
+    factory, batch = models.build("gpt", seed=3)
+    rule, path = rule_of(name), tmp_path / "saved"
+    model = build(factory, "bf16", place(tmp_path / "a", "nvme")[:3])
+    optimizer = optimizer_for(model, rule)
+    run(model, optimizer, batch, range(2))
+    infinity.save_checkpoint(model, optimizer, path)
+    saved = optimizer.state_dict()
+    losses, final = run(model, optimizer, batch, range(2, 4)), state(model, optimizer)
+    infinity.close(model)
+    for way in ("checkpoint", "dict"):
+        model = build(factory, "bf16", [])
+        optimizer = optimizer_for(model, rule)
+        if way == "checkpoint":
+            assert infinity.load_checkpoint(model, optimizer, path) == 2
+        else:
+            optimizer.load_state_dict(saved)
+        assert run(model, optimizer, batch, range(2, 4)) == losses
+        same(state(model, optimizer), final)
+        infinity.close(model)
