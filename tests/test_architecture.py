@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 595,
     "activations": 2447,
     "api": 4498,
-    "app": 2314,
+    "app": 2321,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2629,
     "planner": 2308,
     "predict": 5311,
-    "recipes": 4255,
+    "recipes": 4279,
     "shards": 4002,
 }
 

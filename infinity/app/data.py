@@ -49,25 +49,32 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
 
 def _examples(data: Data, coloured: bool) -> Iterator[Text]:
     """Yield documents of different sources, those in the loss told apart from those that are masked."""
+    together = 1 if data.layout.kind is None else data.layout.kind.documents
     parts = [part for part in data.sources.parts if len(part.documents)]
     for number in range(_EXAMPLES):
         part, turn = parts[number % len(parts)], number // len(parts)
-        if turn >= len(part.documents):
+        count = len(part.documents) // together
+        if turn >= count:
             continue
-        begin, end, *_ = map(int, part.documents[turn * len(part.documents) // _EXAMPLES])
-        shown = min(end, begin + _MOST_TOKENS)
-        yield Text.assemble((f"example {number + 1}", "bold"), f" of {part.name}, {end - begin:,} tokens")
-        text = Text()
-        for trained, run in _runs(data, begin, shown):
-            before, after = _MARKS if trained and not coloured else ("", "")
-            text.append(f"{before}{_printable(run)}{after}", _TRAINED if trained else _MASKED)
-        if end > shown:
-            text.append(f"... and {end - shown:,} more tokens", "dim italic")
-        yield text.append("\n")
+        at = turn * count // _EXAMPLES * together
+        for begin, end, _ in part.documents[at : at + together].tolist():
+            of = f" of {part.name}, {end - begin:,} tokens"
+            yield Text.assemble((f"example {number + 1}", "bold"), of)
+            yield _document(data, begin, end, coloured)
     yield Text.assemble(
         ("in the loss" if coloured else f"{_MARKS[0]}in the loss{_MARKS[1]}", _TRAINED),
         ", ", ("not in the loss", _MASKED), "\n",
     )  # fmt: skip
+
+
+def _document(data: Data, begin: int, end: int, coloured: bool) -> Text:
+    text, shown = Text(), min(end, begin + _MOST_TOKENS)
+    for trained, run in _runs(data, begin, shown):
+        before, after = _MARKS if trained and not coloured else ("", "")
+        text.append(f"{before}{_printable(run)}{after}", _TRAINED if trained else _MASKED)
+    if end > shown:
+        text.append(f"... and {end - shown:,} more tokens", "dim italic")
+    return text.append("\n")
 
 
 def _runs(data: Data, begin: int, end: int) -> Iterator[tuple[bool, str]]:

@@ -48,9 +48,9 @@ _ITS_TEMPLATE = Missing("chats are rendered with the checkpoint's own chat templ
 _NO_OTHER = Missing("what is trained is adapters of LoRA, or all weights")
 _NO_CODE = Missing("no code of a checkpoint is run")
 _TORCHRUN = Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE")
-_ANSWERS = Missing("only answers count in the loss of chats and prompts; all of a text does")
 _DTYPES = Missing("train.dtype is bf16, fp16 or fp32")
-_TRACKERS = Missing("observe.tensorboard and observe.metrics are what there is")
+_SINKS = "tensorboard", "wandb", "mlflow"
+_TRACKERS = Missing("what there is: observe.tensorboard, observe.wandb and observe.mlflow")
 
 
 def _schedule(name: Any) -> Any:
@@ -134,12 +134,21 @@ def _quantized(form: str) -> Convert:
     return lambda on: {"_stored_as": form} if on else {}
 
 
+def _task(name: Any) -> Any:
+    found = {"pt": "pretrain", "rm": "reward"}.get(name, name)
+    known = ("sft", "pretrain", "dpo", "kto", "reward")
+    return found if found in known else Missing(f"train.task is one of {', '.join(known)}")
+
+
+def _all_tokens(on: Any) -> Any:
+    return "pretrain" if on else {}
+
+
 def _reports(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else list(value or ())
-    others = [name for name in names if name not in ("tensorboard", "none", "all")]
-    if others:
+    names = {value} if isinstance(value, str) else set(value or ())
+    if names - {*_SINKS, "none"}:
         return _TRACKERS
-    return {"observe.tensorboard": True} if "tensorboard" in names else {}
+    return {f"observe.{name}": True for name in _SINKS if name in names}
 
 
 def _axolotl_data(key: str) -> Convert:
@@ -220,7 +229,9 @@ _TRAINER: dict[str, Row] = {
     "label_smoothing_factor": Missing("the loss is the plain cross entropy"),
     "push_to_hub": Missing("nothing is uploaded: infinity export, and hf upload"),
     "hub_model_id": Missing("nothing is uploaded: infinity export, and hf upload"),
-    "load_best_model_at_end": Missing("the last step's model is kept"),
+    "load_best_model_at_end": To("train.keep_best", lambda on: "loss" if on else {}),
+    "metric_for_best_model": To("train.keep_best", lambda name: str(name).removeprefix("eval_")),
+    "early_stopping_patience": _positive("train.patience"),
     "use_liger_kernel": Needless("logits are computed in slices where they are large (memory.logits)"),
     **_each(
         "do_train do_eval do_predict overwrite_output_dir logging_strategy logging_first_step "
@@ -305,7 +316,7 @@ _DEEPSPEED: dict[str, Row] = {
     "activation_checkpointing": _CHOSEN,
     "wall_clock_breakdown": To("observe.timeline"),
     "tensorboard": To("observe.tensorboard", _is_on),
-    "wandb": _TRACKERS,
+    "wandb": To("observe.wandb", _is_on),
     "communication_data_type": To(
         "partition.reduce_dtype", lambda name: "fp32" if name == "fp32" else "compute"
     ),
@@ -365,7 +376,7 @@ _AXOLOTL: dict[str, Row] = {
     "chat_template": _ITS_TEMPLATE,
     "special_tokens": Missing("tokens are those of the tokenizer's own files"),
     "tokens": Missing("tokens are those of the tokenizer's own files"),
-    "train_on_inputs": _ANSWERS,
+    "train_on_inputs": To("train.task", _all_tokens),
     "trust_remote_code": _NO_CODE,
     "flash_attention": _ATTENTION,
     "attn_implementation": _ATTENTION,
@@ -373,11 +384,16 @@ _AXOLOTL: dict[str, Row] = {
     "xformers_attention": _ATTENTION,
     "evals_per_epoch": Missing("train.eval_every is a number of steps"),
     "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),
-    "rl": Missing("this file is for supervised fine-tuning"),
+    "rl": To("train.task", _task),
+    "rl_beta": To("train.beta"),
+    "kto_desirable_weight": To("train.desirable_weight"),
+    "kto_undesirable_weight": To("train.undesirable_weight"),
+    "reward_model": To("train.task", lambda on: "reward" if on else {}),
+    "num_labels": To("model.num_labels"),
     "torch_compile": _COMPILED,
     "plugins": Missing("there are no plugins"),
-    "wandb_project": _TRACKERS,
-    "mlflow_experiment_name": _TRACKERS,
+    "wandb_project": To("observe.wandb", bool),
+    "mlflow_experiment_name": To("observe.mlflow", bool),
     **_each(
         "pad_to_sequence_len group_by_length eval_sample_packing model_type tokenizer_type strict "
         "is_llama_derived_model lora_fan_in_fan_out excess_length_strategy",
@@ -390,7 +406,15 @@ _LLAMA_FACTORY: dict[str, Row] = {
     **_LORA,
     "model_name_or_path": To("model.path"),
     "adapter_name_or_path": To("lora.adapter"),
-    "stage": To("", lambda name: {} if name == "sft" else Missing("only stage sft is translated")),
+    "stage": To("train.task", _task),
+    "pref_beta": To("train.beta"),
+    "pref_loss": To(
+        "",
+        lambda name: Needless("it is that of dpo") if name == "sigmoid" else Missing("dpo has the sigmoid"),
+    ),
+    "kto_chosen_weight": To("train.desirable_weight"),
+    "kto_rejected_weight": To("train.undesirable_weight"),
+    "ref_model": Missing("the reference is the model before its first step"),
     "finetuning_type": To(
         "",
         lambda name: (
@@ -414,7 +438,7 @@ _LLAMA_FACTORY: dict[str, Row] = {
         lambda bits: {"_stored_as": {4: "nf4", 8: "int8"}[bits]} if bits in (4, 8) else Missing("4 or 8"),
     ),
     "quantization_method": Needless("model.stored_as is nf4 or int8, as bitsandbytes and compressed-tensors"),
-    "train_on_prompt": _ANSWERS,
+    "train_on_prompt": To("train.task", _all_tokens),
     "mask_history": Missing("all answers of a chat count in the loss"),
     "max_samples": Missing("all rows are read: give a smaller file"),
     "trust_remote_code": _NO_CODE,
@@ -434,7 +458,7 @@ _TORCHTUNE: dict[str, Row] = {
     "dataset.source": To("data.files", lambda name: {} if name in ("json", "csv", "parquet") else [name]),
     "dataset.column_map": To("data.fields", lambda names: {_OF_TUNE.get(k, k): v for k, v in names.items()}),
     "dataset.packed": To("data.packing"),
-    "dataset.train_on_input": _ANSWERS,
+    "dataset.train_on_input": To("train.task", _all_tokens),
     "dataset": Needless("data.files and the columns of rows say it"),
     "batch_size": To("train.batch_size"),
     "epochs": To("train.epochs"),
@@ -513,7 +537,7 @@ _TORCHTITAN: dict[str, Row] = {
     "quantize": _DTYPES,
     "metrics.log_freq": To("train.log_every"),
     "metrics.enable_tensorboard": To("observe.tensorboard"),
-    "metrics.enable_wandb": Missing("observe.tensorboard and observe.metrics are what there is"),
+    "metrics.enable_wandb": To("observe.wandb"),
     "metrics": Needless("metrics.jsonl is in the run's folder"),
     "profiling": Needless("observe.timeline writes a trace"),
     "comm": Needless("partition.timeout_s is the time limit of ranks"),

@@ -111,6 +111,14 @@ def test_several_adapters_show_their_own_data(folder: Path) -> None:
     )
 
 
+def test_a_pair_is_shown_with_both_of_its_answers(folder: Path) -> None:
+    write(folder / "p.jsonl", *({"prompt": f"{i}?", "chosen": "y", "rejected": "n"} for i in range(40)))
+    said = shown("data.files=[p.jsonl]", "train.task=dpo")
+    assert "example 1 of p.jsonl, 4 tokens\n0?\u27e6y\\x00\u27e7\n" in said
+    assert "example 1 of p.jsonl, 4 tokens\n0?\u27e6n\\x00\u27e7\n" in said
+    assert said.count("of p.jsonl, ") == 6
+
+
 def test_what_training_would_refuse_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "recipe.yaml", "data.skip_malformed=false"]) == 1
     assert "a.jsonl:13: wanted 'messages'" in capsys.readouterr().err

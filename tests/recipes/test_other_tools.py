@@ -57,7 +57,7 @@ LLAMA_FACTORY = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
     "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_steps": 20, "bf16": True,
     "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50, "max_samples": 1000,
-    "interleave_probs": "0.7,0.3", "report_to": "wandb",
+    "interleave_probs": "0.7,0.3", "report_to": ["wandb", "swanlab"],
 }  # fmt: skip
 ARGUMENTS = {
     "output_dir": "out", "per_device_train_batch_size": 4, "max_steps": 200, "num_train_epochs": 3.0,
@@ -225,6 +225,12 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     assert not whole.recipe.lora.active
     on_drives = {"zero_optimization": {"offload_param": {"nvme_path": "/mnt"}}}
     assert translated(on_drives).recipe.memory.nvme == ("/mnt",)
+    preferred = {"stage": "dpo", "pref_beta": 0.2, "report_to": "wandb", "load_best_model_at_end": True}
+    given = translated(LLAMA_FACTORY | preferred).recipe
+    assert (given.train.task, given.train.beta, given.train.keep_best) == ("dpo", 0.2, "loss")
+    assert given.observe.wandb
+    assert "train.task is one of" in why(translated(LLAMA_FACTORY | {"stage": "ppo"}), "stage")
+    assert translated(AXOLOTL | {"rl": "kto", "rl_beta": 0.3}).recipe.train.task == "kto"
     found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})
     assert found.recipe.train.eval_every is None
     assert why(found, "eval_strategy") == "train.eval_every is a number of steps"
