@@ -104,7 +104,7 @@ def find_best(
     if ranks is not None:
         machine = machine.with_ranks(ranks)
     ranks = ranks or machine.devices_in_all
-    sequences = recipe.train.batch_size * recipe.train.accumulate
+    sequences = _sequences(recipe)
     if tokens is not None:
         least = ranks * recipe.model.seq_len * len(recipe.tasks)
         if tokens % least:
@@ -159,8 +159,7 @@ class _Search:
 
     def run(self, *, fixed_stay: bool = False) -> Best:
         as_written = self._try({})
-        same = self.recipe.train.batch_size * self.recipe.train.accumulate == self.sequences
-        if same and not as_written.lacks:
+        if _sequences(self.recipe) == self.sequences and not as_written.lacks:
             self._offer({})  # what is not faster changes nothing
         found, tried = self._look({}), 0
         if found is None and self.fixed and not fixed_stay:  # nothing fits as it is named
@@ -390,7 +389,7 @@ class _Search:
         def distance(tried: _Tried) -> tuple[bool, int, int]:
             return tried.planned is None, len(tried.lacks), sum(tried.lacks.values())
 
-        return min(self._tried.values(), key=distance)
+        return min((each for each in self._tried.values() if each.lacks), key=distance)
 
     # --- what was found -----------------------------------------------------------------------------
 
@@ -399,6 +398,7 @@ class _Search:
         while True:
             if not self._fitting:  # or those that a bound left out
                 fit = [each.planned for each in self._tried.values() if each.planned and not each.lacks]
+                fit = [each for each in fit if _sequences(each.recipe) == self.sequences]
                 self._fitting = sorted(fit, key=lambda each: each.cost.step_s)
             if not self._fitting:
                 return None
@@ -447,6 +447,11 @@ class _Search:
             f"nothing that may change makes it fit {machine.nodes.name}; nearest is {what}, which lacks "
             f"{missing}: it fits with {' and '.join(wanted)}"
         )
+
+
+def _sequences(recipe: Recipe) -> int:
+    """Return the sequences of a rank and step."""
+    return recipe.train.batch_size * recipe.train.accumulate
 
 
 def _drives(planned: DryRun) -> int:

@@ -177,6 +177,23 @@ def test_estimates_that_do_not_fit_by_their_own_record_are_followed_by_the_next_
         find_best(recipe, on, 1, {"memory.versions"})
 
 
+def test_a_step_of_other_tokens_is_never_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it fits, and nothing else does."""
+    recipe, on = given("train.batch_size=1", "train.accumulate=2"), machine("hgx-h100")
+    whole = module.dry_run
+
+    def too_large(recipe: Recipe, *args: Any, **kwargs: Any) -> DryRun:
+        run = whole(recipe, *args, **kwargs)
+        if recipe.train.batch_size * recipe.train.accumulate == 4:
+            run.trace = replace(run.trace, peak_nbytes=2**40)
+        return run
+
+    monkeypatch.setattr(module, "dry_run", too_large)
+    monkeypatch.setattr(module, "_TILES", ())
+    with pytest.raises(BudgetError, match=r"lacks .* of device memory: it fits with devices.memory=\d+GiB"):
+        find_best(recipe, on, 1, {"memory.versions"}, tokens=4 * 32)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
