@@ -194,6 +194,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         given = given_all = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if str(func) in _LOOKUPS:
             given = given[1:] + tensors
+        elif self.batch.together and func is torch.ops.aten._grouped_mm.default:
+            given = [each for each in given if each.dim() < 3]  # experts are read once for all micro-batches
         nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
         floats = {each.dtype for each in given if each.is_floating_point()}
         fp32 = floats == {torch.float32} and self._dtype != torch.float32
