@@ -289,7 +289,7 @@ ROOM_BUDGETS = {
     "optim": 1503,
     "partition": 2629,
     "planner": 2308,
-    "predict": 5311,
+    "predict": 5318,
     "recipes": 4279,
     "shards": 4002,
 }
