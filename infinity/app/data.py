@@ -57,7 +57,7 @@ def _examples(data: Data, coloured: bool) -> Iterator[Text]:
         if turn >= count:
             continue
         at = turn * count // _EXAMPLES * together
-        for begin, end, _ in part.documents[at : at + together].tolist():
+        for begin, end in part.documents[at : at + together, :2].tolist():
             of = f" of {part.name}, {end - begin:,} tokens"
             yield Text.assemble((f"example {number + 1}", "bold"), of)
             yield _document(data, begin, end, coloured)
