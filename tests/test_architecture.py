@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2629,
     "planner": 2308,
     "predict": 5318,
-    "recipes": 4279,
+    "recipes": 4283,
     "shards": 4002,
 }
 

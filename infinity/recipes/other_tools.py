@@ -6,9 +6,12 @@ The same rows give the hint in an error about an unknown key of a recipe.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
+
+from infinity.optim.rule import RULES
 
 
 class Needless(NamedTuple):
@@ -62,14 +65,12 @@ def _schedule(name: Any) -> Any:
     return Missing(f"optim.schedule is constant, cosine or linear, not {name}")
 
 
-def _optimizer(name: Any) -> Row:
-    plain = str(name).lower().replace("_", "").replace("-", "").replace("paged", "")
-    if plain.startswith(("adamw", "adam", "torch.optim.adamw")) and "mini" not in plain:
-        exact = (
-            "; its states are exact fp32, which may be on NVMe" if "8bit" in plain or "4bit" in plain else ""
-        )
-        return Needless(f"the optimizer is AdamW{exact}")
-    return Missing(f"the optimizer is AdamW, not {name}")
+def _optimizer(name: Any) -> Any:
+    """Return the update rule of a name such as ``paged_adamw_8bit`` or ``torch.optim.AdamW``."""
+    plain = re.sub(
+        r"paged|torch|fused|apex|anyprecision|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
+    )
+    return plain if plain in RULES else Missing(f"optim.name is one of {', '.join(RULES)}, not {name}")
 
 
 def _dtype(name: str) -> Convert:
@@ -203,7 +204,7 @@ _TRAINER: dict[str, Row] = {
     "adam_beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
     "adam_epsilon": To("optim.eps"),
     "max_grad_norm": _positive("optim.max_grad_norm"),
-    "optim": To("", _optimizer),
+    "optim": To("optim.name", _optimizer),
     "bf16": To("train.dtype", _dtype("bf16")),
     "fp16": To("train.dtype", _dtype("fp16")),
     "pure_bf16": To("train.dtype", _dtype("bf16")),
@@ -295,7 +296,10 @@ _DEEPSPEED: dict[str, Row] = {
     "bfloat16": To("train.dtype", _dtype("bf16")),
     "fp16": To("train.dtype", _dtype("fp16")),
     "fp16.initial_scale_power": To("optim.loss_scale", lambda power: 2.0**power),
-    "optimizer.type": To("", _optimizer),
+    "optimizer.type": To(
+        "optim.name",  # whose Adam decouples the decay, too
+        lambda name: _optimizer("adamw" if str(name).lower() == "adam" else name),
+    ),
     "optimizer.params.lr": To("optim.lr"),
     "optimizer.params.betas": To("optim.betas"),
     "optimizer.params.eps": To("optim.eps"),
@@ -321,7 +325,7 @@ _DEEPSPEED: dict[str, Row] = {
         "partition.reduce_dtype", lambda name: "fp32" if name == "fp32" else "compute"
     ),
     "data_types": Needless("gradients are summed in fp32 (partition.reduce_dtype)"),
-    "zero_allow_untested_optimizer": Needless("the optimizer is AdamW"),
+    "zero_allow_untested_optimizer": Needless("optim.name says the optimizer"),
     "zero_force_ds_cpu_optimizer": Needless("updates run where they are faster (memory.updates)"),
 }
 
@@ -364,7 +368,7 @@ _AXOLOTL: dict[str, Row] = {
     "shuffle_merged_datasets": To("data.shuffle"),
     "micro_batch_size": To("train.batch_size"),
     "num_epochs": _positive("train.epochs"),
-    "optimizer": To("", _optimizer),
+    "optimizer": To("optim.name", _optimizer),
     "lr_scheduler": To("optim.schedule", _schedule),
     "cosine_min_lr_ratio": To("optim.min_lr_ratio"),
     "adapter": To(
@@ -465,7 +469,7 @@ _TORCHTUNE: dict[str, Row] = {
     "max_steps_per_epoch": Missing("train.steps counts the steps of the whole run"),
     "gradient_accumulation_steps": To("train.accumulate"),
     "clip_grad_norm": _positive("optim.max_grad_norm"),
-    "optimizer._component_": To("", lambda name: _optimizer(str(name).rpartition(".")[2])),
+    "optimizer._component_": To("optim.name", _optimizer),
     "optimizer.lr": To("optim.lr"),
     "optimizer.betas": To("optim.betas"),
     "optimizer.eps": To("optim.eps"),
@@ -504,7 +508,7 @@ _TORCHTITAN: dict[str, Row] = {
     "job": Needless("run.name says it"),
     "model.hf_assets_path": To("model.path"),
     "model": Missing("the model is a checkpoint's (model.path), or a GPT of the sizes in section model"),
-    "optimizer.name": To("", _optimizer),
+    "optimizer.name": To("optim.name", _optimizer),
     "optimizer.lr": To("optim.lr"),
     "optimizer.beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
     "optimizer.beta2": To("optim.betas", lambda beta: {"_beta2": beta}),

@@ -155,7 +155,7 @@ NOT_IN_IT = {
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
     "llamafactory.yaml": ["template", "max_samples", "report_to", "data.files=mine"],
     "training_args.json": ["optim", "deepspeed"],
-    "tune.yaml": ["optimizer._component_"],
+    "tune.yaml": ["model._component_"],
     "titan.toml": ["training.dataset", "parallelism", "model.name"],
 }  # fmt: skip
 
@@ -231,6 +231,9 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     assert given.observe.wandb
     assert "train.task is one of" in why(translated(LLAMA_FACTORY | {"stage": "ppo"}), "stage")
     assert translated(AXOLOTL | {"rl": "kto", "rl_beta": 0.3}).recipe.train.task == "kto"
+    for name, rule in {"paged_adamw_8bit": "adamw8bit", "adamw_torch_fused": "adamw", "lion": "lion"}.items():
+        assert translated(AXOLOTL | {"optimizer": name}).recipe.optim.name == rule
+    assert translated({"zero_optimization": 3, "optimizer": {"type": "Adam"}}).recipe.optim.name == "adamw"
     found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})
     assert found.recipe.train.eval_every is None
     assert why(found, "eval_strategy") == "train.eval_every is a number of steps"
