@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2629,
     "planner": 2308,
     "predict": 5318,
-    "recipes": 4283,
+    "recipes": 4287,
     "shards": 4002,
 }
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from infinity.optim.rule import RULES
+from infinity.core.config import SettingError
+from infinity.optim.rules import find_rule
 
 
 class Needless(NamedTuple):
@@ -70,7 +71,10 @@ def _optimizer(name: Any) -> Any:
     plain = re.sub(
         r"paged|torch|fused|apex|anyprecision|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
     )
-    return plain if plain in RULES else Missing(f"optim.name is one of {', '.join(RULES)}, not {name}")
+    try:
+        return find_rule(plain).name
+    except SettingError as error:
+        return Missing(f"optim.name: got {name}; wanted {error.wanted}")
 
 
 def _dtype(name: str) -> Convert:
