@@ -116,9 +116,9 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
     return claims
 
 
-def steps(names: list[str], quick: bool, root: Path, rounds: int) -> list[Claim]:
+def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int]) -> list[Claim]:
     shape = llama.TINY if quick else llama.MEDIUM
-    tokens, found = ([512] if quick else [512, 2048]), dict[tuple[str, int], Measured]()
+    found = dict[tuple[str, int], Measured]()
     folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
     try:
         for turn in range(rounds):
@@ -213,15 +213,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--tokens", default="512,2048", help="of a step")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every rule in steps")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args()
     names, parts, claims = options.rules.split(","), options.parts.split(","), list[Claim]()
     options.nvme.mkdir(parents=True, exist_ok=True)
+    rounds = 1 if options.quick else options.rounds
     if "update" in parts:
         claims += updates(names, options.quick)
     if "step" in parts:
-        claims += steps(names, options.quick, options.nvme, 1 if options.quick else options.rounds)
+        claims += steps(names, options.quick, options.nvme, rounds, [*map(int, options.tokens.split(","))])
     if "loss" in parts:
         claims += losses(names, options.quick, options.nvme)
     if "plan" in parts:

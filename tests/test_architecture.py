@@ -291,7 +291,7 @@ ROOM_BUDGETS = {
     "planner": 2308,
     "predict": 5318,
     "recipes": 4287,
-    "shards": 4002,
+    "shards": 4008,
 }
 
 

@@ -109,6 +109,20 @@ def test_training_is_bitwise_the_plain_loop(tmp_path, name, where, dtype):
     assert_bitwise(train(factory, batch, place(tmp_path, where), **how), plain)
 
 
+def test_a_run_of_another_rule_or_of_none_that_is_here_is_refused(tmp_path, monkeypatch):
+    factory, batch = models.build("gpt", seed=3)
+    model = build(factory, "bf16", place(tmp_path, "nvme"))
+    run(model, optimizer_for(model, rule_of("three")), batch, range(1))
+    interrupt(model)
+    model = build(factory, "bf16", place(tmp_path, "nvme"))
+    with pytest.raises(infinity.StateError, match="was updated by three, this one by lion"):
+        infinity.resume(model, infinity.optim.Lion(model))
+    interrupt(model)
+    monkeypatch.delitem(RULES, "three")
+    with pytest.raises(infinity.StateError, match=r"by three, which is no rule here: .*optim\.name=module"):
+        build(factory, "bf16", place(tmp_path, "nvme"))
+
+
 @pytest.mark.parametrize("name", few(("adamw8bit", "three"), NUMBERS))
 def test_a_killed_run_goes_on_bitwise(tmp_path, name):
     rule, (factory, batch) = rule_of(name), models.build("gpt", seed=3)

@@ -266,7 +266,13 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
 def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedUnit], list[Space]]:
     """Return the units, and the space that they take of each drive; raise one of ``MALFORMED``."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
-    sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
+    rule = layout.get("rule", ADAMW.name)
+    if type(rule) is str and rule not in RULES:
+        raise StateError(
+            f"the interrupted run was updated by {rule}, which is no rule here: import its module, "
+            f"or name it as optim.name=module:Class; {BEGIN_ANEW}"
+        )
+    sizes = RULES[rule].layout(dtypes[layout["dtype"]])
     exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     [drives] = whole_numbers([layout["drives"]], most=2**12)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
