@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from infinity.api.init import gathered as gathered
     from infinity.api.init import layer_schedule as layer_schedule
     from infinity.api.init import no_sync as no_sync
+    from infinity.api.init import on_gradient as on_gradient
     from infinity.api.init import resume as resume
     from infinity.api.init import state_dict as state_dict
     from infinity.api.lora import add_lora as add_lora
@@ -53,7 +54,8 @@ _HOMES = {
         "integrations.accelerate": "Accelerator",
         "api.optimizer": "AdamW",
         "api.export": "export stream_weights",
-        "api.init": "Init close from_pretrained gathered layer_schedule no_sync resume state_dict",
+        "api.init": "Init close from_pretrained gathered layer_schedule no_sync on_gradient resume "
+        "state_dict",
         "api.lora": "add_lora lora_groups",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",

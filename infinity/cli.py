@@ -323,6 +323,41 @@ def _report(args: argparse.Namespace) -> None:
 
 
 @_command(
+    _RUN,
+    _argument("--prompt", "TEXT", "answer this, and end (default: the lines of standard input)"),
+    _argument("--tokens", "N", "tokens of an answer, at most", type=_at_least_one(int), default=512),
+    _argument("--temperature", "T", "0: the likeliest token each time", type=float, default=0.0),
+    _flag("--plain", "continue each text, in place of answering it with the chat template"),
+    _argument("--adapter", "NAME", "of several adapters this one"),
+)
+def _chat(args: argparse.Namespace) -> None:
+    """Talk to a run's model, with the chat template of its tokenizer.
+
+    Its weights are those that the run saved (run.save), or, of a run that was interrupted, those of its last
+    committed step; the run can still go on.
+    """
+    from infinity.app.chat import chat
+    from infinity.app.samples import Writing
+
+    if not 0 <= args.temperature < math.inf:
+        raise RecipeError(f"--temperature {args.temperature}: wanted a number >= 0")
+    prompts = _typed() if args.prompt is None else [args.prompt]
+    how = Writing(args.tokens, args.temperature)
+    chat(args.run, prompts, how, plain=args.plain, adapter=args.adapter)
+
+
+def _typed() -> Iterator[str]:
+    """Yield lines of standard input, which a terminal is asked for; an empty one is passed over."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else input()
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+@_command(
     _argument("model", "DIR", "a Hugging Face checkpoint directory with plain weights"),
     _argument("out", "OUT", "the new directory"),
     _argument("--as", "FORM", "fp8, int8, mxfp4, nvfp4 or nf4", dest="form", required=True),

@@ -274,15 +274,15 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 595,
+    "": 632,
     "activations": 2447,
-    "api": 4498,
-    "app": 2321,
+    "api": 4529,
+    "app": 2610,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,
     "device": 1063,
-    "engine": 3824,
+    "engine": 3846,
     "integrations": 686,
     "nvme": 1228,
     "observe": 973,
@@ -290,8 +290,8 @@ ROOM_BUDGETS = {
     "partition": 2629,
     "planner": 2308,
     "predict": 5318,
-    "recipes": 4287,
-    "shards": 4008,
+    "recipes": 4328,
+    "shards": 4014,
 }
 
 

@@ -131,6 +131,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / f"{name}.jsonl").write_text(record * count, encoding="utf-8")
     pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     (tmp_path / "pairs.jsonl").write_text(pair * 40, encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}]}', encoding="utf-8"
+    )
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 400, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

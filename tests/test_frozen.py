@@ -4,8 +4,11 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import infinity
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.reference import Rule
@@ -85,3 +88,23 @@ def test_frozen_units_leave_when_backward_has_passed_them(tmp_path, recomputed):
     assert pinned
     assert max(pinned) < len(frozen)  # the blocks above have let theirs go
     assert not left
+
+
+def test_a_frozen_model_that_fits_host_memory_is_read_once(tmp_path):
+    """What is set aside for training while a model is built goes to its weights when it runs without."""
+    factory, batch = models.build("llama", seed=2)
+    base = factory().float()
+    base.save_pretrained(tmp_path / "base")
+    nbytes = sum(param.nbytes for param in base.parameters())
+    places = [f"memory.nvme=[{tmp_path / 'drive'}]", f"memory.host={3 * nbytes}"]
+    places += [f"memory.device={nbytes * 4 // 5}", "train.dtype=fp32"]
+    model = infinity.from_pretrained(tmp_path / "base", infinity.load_recipe(overrides=places), frozen=True)
+    storage = runtime_of(model).tiers.storage
+    ids = batch(0)["input_ids"][:2, :8]
+    with torch.no_grad():
+        wanted = base.eval()(ids).logits
+        for _ in range(2):
+            assert torch.equal(model.eval()(ids).logits, wanted)
+    assert storage.store is not None
+    assert storage.store.engine.nbytes_read == 0
+    infinity.close(model)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from infinity.api import optimizer as own
 from infinity.api.quantize import quantized_base
@@ -25,6 +26,7 @@ from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.executor import EngineConfig, HasEngineConfig, engine_config
+from infinity.engine.gradients import OnGradient
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
 from infinity.nvme.volume import open_sealed
@@ -334,6 +336,35 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         completions.syncing = before
+
+
+def on_gradient(model: nn.Module, fn: OnGradient) -> RemovableHandle:
+    """Call ``fn(name, gradient)`` for each trained parameter in each step, when its gradient is complete.
+
+    As for norms and histograms of gradients::
+
+        norms = {}
+        handle = infinity.on_gradient(model, lambda name, grad: norms.update({name: grad.norm().item()}))
+
+    The gradient is that of all micro-batches, averaged over ranks, before clipping, and times the loss scale
+    in fp16. ``fn`` gets its elements in this rank's shard, ``(n,)``, if there are any: with one rank all of
+    them, in their order. A parameter in tiles comes tile by tile, with its rows in the name. Elements are on
+    the device, not to be written, and valid until ``fn`` returns. It runs beside backward, on any thread, one
+    call at a time; what it raises ends the step.
+
+    Returns:
+        A handle, whose ``remove()`` ends it.
+
+    Raises:
+        StateError: The model has no ``infinity.AdamW``.
+    """
+    runtime = runtime_of(model)
+    if not runtime.started:
+        raise StateError("infinity.on_gradient before the model has its optimizer: make infinity.AdamW first")
+    watchers = runtime.executor().gradients.path.watchers
+    handle = RemovableHandle(watchers)
+    watchers[handle.id] = fn
+    return handle
 
 
 @contextlib.contextmanager

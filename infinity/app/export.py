@@ -61,7 +61,7 @@ def publish_run(
     if best:
         after = f" after step {source.name.removeprefix('step-')}, the best"
     if not best and runs.is_interrupted(folder):
-        with _last_commit(folder) as (now, model, _, step):
+        with last_commit(folder) as (now, model, _, step):
             now = _of_adapter(now, adapter)
             result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
@@ -102,7 +102,7 @@ def publish_per_expert(
     if trained is not None and not trained.lora.active:
         raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
     if trained is not None and not best and runs.is_interrupted(folder):
-        with _last_commit(folder) as (_, model, _, step):
+        with last_commit(folder) as (_, model, _, step):
             infinity.save_lora(model, target, per_expert=True, name=adapter)
         return f"the adapters of {path} after step {step}"
     if rank() == 0:
@@ -169,13 +169,13 @@ def save_run(path: str | Path, out: str | Path) -> str:
             f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
             "while it trains set checkpoint.every"
         )
-    with _last_commit(folder) as (_, model, optimizer, step):
+    with last_commit(folder) as (_, model, optimizer, step):
         infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
     return f"step {step} of {path}"
 
 
 @contextmanager
-def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
+def last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
     """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
     recipe = runs.interrupted_run(folder)
     with ExitStack() as stack:

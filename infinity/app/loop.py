@@ -1,10 +1,11 @@
 """Training steps and evaluations of one model, and the place that a run has reached."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import infinity
 from infinity.api.checkpoints import Checkpoints
 from infinity.app.best import Best
 from infinity.app.reference import Reference, parts_of
+from infinity.app.samples import Samples
 from infinity.comm.ranks import world_size
 from infinity.core.errors import (
     BudgetError,
@@ -93,12 +95,18 @@ class Loop:
             reference = Reference(recipe, model, self.loss.log_probs, self._mean.total, views.log)
             reference.fill(parts, folder, step=self.step)
             optimizer.report()  # excludes its time and bytes from the first step's report
-        self._checkpoints: Checkpoints | None = None
+        #: What follows a step, given its number and seconds; each returns whether it took time.
+        self._after: list[Callable[[int, float], bool]] = []
+        if recipe.train.sample_every is not None:
+            tasks = {task.name: partial(task.within, model) for task in self.tasks}
+            samples = Samples(recipe, model, tasks, folder, after=self.step, agree=self._mean, say=views.log)
+            self._after.append(samples.after)
         if folder is not None and recipe.checkpoint.every is not None:
-            self._checkpoints = Checkpoints(
+            checkpoints = Checkpoints(
                 recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.steps,
                 agree=self._mean, say=views.log,
             )  # fmt: skip
+            self._after.append(checkpoints.after)
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             names = [task.name for task in self.tasks for _ in range(recipe.train.accumulate)]
@@ -156,8 +164,9 @@ class Loop:
                 self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == self._recipe.steps):
                 self._evaluate(step)
-            if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):
-                self._optimizer.report()  # excludes its time and bytes from the next step's report
+            took = [after(step, report.step_s) for after in self._after]
+            if any(took):
+                self._optimizer.report()  # excludes their time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
         self.meet()  # then no rank may return successfully
 

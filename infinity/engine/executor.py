@@ -132,7 +132,8 @@ class StepExecutor:
             stack.callback(self.device_pool.close)
             self._serve(leaves, reduction_dtype(config, storage.layout.dtype), stack)
             activations.budget = self
-            self.hooks.logits.decide(config.memory.logits, self._pass_nbytes)
+            total_nbytes = memory_nbytes(device)[1] if there else total_host_nbytes()
+            self.hooks.logits.decide(config.memory.logits, lambda: self._pass_nbytes(total_nbytes))
             self.stack = stack.pop_all()  # refers to no module
 
     def _make_updates(
@@ -305,12 +306,11 @@ class StepExecutor:
         totals = dict.fromkeys((division.total, division.least))
         return [None] if nbytes is None else [nbytes - total for total in totals]
 
-    def _pass_nbytes(self) -> int:
+    def _pass_nbytes(self, total_nbytes: int) -> int:
+        """Return the bytes that a pass may take of a device's ``total_nbytes``."""
         if self.activations.policy == "plan" and (planned := self.capacities()[-1]) is not None:
             return planned
-        on_accelerator, device = self.ranks.on_accelerator, self.ranks.device
-        total = memory_nbytes(device)[1] if on_accelerator else total_host_nbytes()
-        return total - self.budget.division.states
+        return total_nbytes - self.budget.division.states
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         if capacity_nbytes is not None:

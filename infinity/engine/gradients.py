@@ -36,6 +36,7 @@ complete the same units, so they decide alike; leaves have room of their own.
 
 import functools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,8 +125,10 @@ class ReleasedGradient(torch.Tensor):
                 return None  # the same
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
-            "infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read "
-            "optimizer.grad_norm after step(), and scale the loss (Trainer and Lightning: as in examples/)"
+            "infinity.AdamW(model, ...), not another optimizer. In place of torch.nn.utils.clip_grad_norm_ "
+            "give it max_grad_norm, or call optimizer.clip_grad_norm_(max_norm) before step(); read "
+            "optimizer.grad_norm after it; see gradients by infinity.on_gradient(model, fn); scale the loss "
+            "by optimizer.scale(loss)"
         )
 
     @staticmethod
@@ -150,6 +153,8 @@ def check_placeholder(segment: Segment) -> None:
         )
 
 
+#: Is given a parameter's name, and the elements ``(n,)`` of its gradient in this rank's shard.
+OnGradient = Callable[[str, Tensor], object]
 #: Returns the weights of a shard for its update; waits for copies from an accelerator.
 TakesWeights = Callable[[], Weights]
 
@@ -179,6 +184,7 @@ class GradientPath:
         self._offload_thread: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
         self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
+        self.watchers: OrderedDict[int, OnGradient] = OrderedDict()  # of each step's gradients
         if mover.staging is not None:
             device = mover.staging.device
             self._norms = new_stream(device)
@@ -294,6 +300,8 @@ class GradientPath:
             weights().release()
             return
         used = tuple(segment for segment in unit.segments if total.used[segment.index])
+        if self.watchers:
+            self._show(unit, total, used)
         if unit.index in self.updates.chosen:
             self._submit_device_update(unit, total, used)
             return
@@ -312,6 +320,17 @@ class GradientPath:
         with on_stream(self._norms):
             squares = sum_of_squares(there) if norm is None else norm.item() ** 2
         self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
+
+    def _show(self, unit: Unit, total: Gradient, used: Iterable[Segment]) -> None:
+        """Give watchers the gradient of each parameter, as far as it is in this rank's shard."""
+        flat = total.flat
+        for segment in used:
+            start, stop = (
+                min(max(0, at - unit.shard_start), len(flat)) for at in (segment.offset, segment.stop)
+            )
+            for watch in [*self.watchers.values()] if start < stop else ():
+                watch(segment.name, flat[start:stop])
+        total.lease.record_use()
 
     def _submit_device_update(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
         with on_stream(self._norms):

@@ -193,7 +193,7 @@ class Hooks:
             if place is not None:
                 self._use(place[0], frame)
                 self._check_attached(*place)
-                if not place[0].trainable and torch.is_grad_enabled():
+                if torch.is_grad_enabled() and not place[0].trainable:
                     self._watch(place[0].index, args)
         frame.served = module._parameters
 

@@ -228,6 +228,9 @@ class Runtime:
             # one rank alone need not gather what is in a leaf as one
             leaves = self.construction.builder.leaves if self.ranks.world_size > 1 else {}
             with uninterrupted:
+                if clips is None:  # it has no optimizer, which would have settled them
+                    planned = self.activations.policy in ("plan", "offload")
+                    self.tiers.settle(self.units, movable=True, planned=planned, trains=False)
                 self._executor = StepExecutor(
                     self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
                     self.config, self.timeline, clips=clips is not False, on_failure=weakly(self.fail),

@@ -121,6 +121,16 @@ class TrainConfig(Config):
         "end training after so many evaluations without a better train.keep_best (null: loss); null: never",
         Valid(1, 10**9),
     )
+    sample_every: int | None = option(
+        None, "steps between samples, what the model writes after train.sample_prompts", Valid(1, 10**9)
+    )
+    sample_prompts: str | None = option(
+        None,
+        "file with a prompt in each line, or (.jsonl) a record with prompt, or with messages, which are "
+        "written with the chat template",
+        path=True,
+    )
+    sample_tokens: int = option(64, "tokens that a sample has at most", Valid(1, 10**6))
     schedule: Literal["auto", "step", "layer"] = setting(
         "auto",
         "micro-batches one by one, or all through a block before the next: weights are read twice; auto: the "
@@ -136,6 +146,9 @@ class TrainConfig(Config):
         elif self.steps is not None and self.epochs is not None:
             wanted = f"null, since train.steps={self.steps}: one of both (train.steps=null for epochs)"
             raise SettingError("epochs", self.epochs, wanted)
+        if self.sample_every is not None and self.sample_prompts is None:
+            wanted = f"a file of prompts, since train.sample_every={self.sample_every}"
+            raise SettingError("sample_prompts", None, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ live on NVMe. With one rank and no accelerator, the home of a unit in host memor
 [Note: frozen units] While a model is built, it is not known which units will be trained. So a unit first
 gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
 is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
-frozen ones to units that would live on NVMe. A unit that is thawed later gets its moments then. All ranks
-must freeze the same units.
+frozen ones to units that would live on NVMe. A model that runs before it has an optimizer (a reference, one
+that generates) gives that to its other frozen units. A unit that is thawed later gets its moments then. All
+ranks must freeze the same units.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -112,26 +113,31 @@ class Tiers:
                 "memory.host",
             )
 
-    def settle(self, units: Iterable[Unit], *, movable: bool = False, planned: bool = False) -> None:
+    def settle(
+        self, units: Iterable[Unit], *, movable: bool = False, planned: bool = False, trains: bool = True
+    ) -> None:
         """Make room for what is trained now; homes may change if ``movable``. See [Note: frozen units].
 
-        ``planned``: as for :meth:`Storage.settled_nbytes`.
+        ``planned``: as for :meth:`Storage.settled_nbytes`. Unless it ``trains``, there is no optimizer yet:
+        what it is to train keeps its home, and what was set aside for it.
         """
         units = list(units)
         if movable:
+            trained_units = [unit for unit in units if unit.trainable]
             for unit in units:
-                self._give_back(unit)
-            trained = [(self.gradient_nbytes(u), u.shard_nbytes) for u in units if u.trainable]
+                if trains or not unit.trainable:
+                    self._give_back(unit)
+            trained = [(self.gradient_nbytes(unit), unit.shard_nbytes) for unit in trained_units]
             settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
             self.resident_nbytes += settled_nbytes - self.storage.resident_nbytes
-            for unit in units:
-                if unit.trainable:
-                    self._promote(unit)
+            self.storage.resident_nbytes = settled_nbytes
+            for unit in trained_units if trains else ():
+                self._promote(unit)
             frozen = [u for u in units if not u.trainable and u.index not in self.taken]
             sizes = [self.resident_nbytes_of(unit, moments=False) for unit in frozen]
             for place in budget.spread(sizes, self.resident_nbytes - sum(self.taken.values())):
                 self._promote(frozen[place])
-        for unit in units:
+        for unit in units if trains else ():
             if unit.trainable:
                 self._make_trainable(unit)
 
@@ -189,9 +195,9 @@ class Tiers:
             if not self._take(unit, self.resident_nbytes_of(unit, moments=False) + nbytes):
                 left_nbytes = self.resident_nbytes - sum(self.taken.values())
                 raise BudgetError(
-                    f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
-                    f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
-                    f"{format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
+                    f"{unit.name} was frozen when the model first ran or got its optimizer, and is trained "
+                    f"now: its moments need {format_nbytes(nbytes)} of host memory, of which memory.host "
+                    f"leaves {format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
                     "requires_grad_(True)",
                     "memory.host",
                 )

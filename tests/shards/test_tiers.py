@@ -126,5 +126,5 @@ def test_a_thawed_unit_that_no_longer_fits_host_memory_is_an_error_that_says_wha
         assert all(unit.home.tier is Tier.HOST for unit in units)
         step_both(model, optimizer, plain, 0)
         model.requires_grad_(True)
-        with pytest.raises(BudgetError, match=r"was frozen when the optimizer was made.*Raise memory.host"):
+        with pytest.raises(BudgetError, match=r"was frozen when the model first ran.*Raise memory.host"):
             model(**batch(1))

@@ -1,11 +1,13 @@
 """``AdamW.clip_grad_norm_``: the norm before ``step()``, and clipping to a norm that the loop chooses."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 import infinity
+from tests.helpers.launch import run_ranks
 from tests.helpers.lockstep import BOTH, lockstep
 from tests.helpers.reference import Rule
 
@@ -62,3 +64,57 @@ def test_what_is_no_norm_and_what_has_none(tmp_path):
         pair.step()
         assert torch.isfinite(torch.tensor(pair.optimizer.grad_norm))
         pair.check()
+
+
+@BOTH
+def test_a_hook_sees_the_gradients_of_a_step(tmp_path, place):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=0.25)) as pair:
+        seen: dict[str, torch.Tensor] = {}
+        handle = infinity.on_gradient(pair.model, lambda name, grad: seen.update({name: grad.clone()}))
+        for number in range(1, 3):
+            loss = pair.backward(number)
+            pair.optimizer.step()
+            assert pair.optimizer.grad_norm == pytest.approx(
+                math.sqrt(sum(float(grad.float().square().sum()) for grad in seen.values())), rel=1e-6
+            )
+            wanted = {name: param.numel() for name, param in pair.model.named_parameters()}
+            assert {name: grad.numel() for name, grad in seen.items()} == wanted
+            pair.follow(loss, number=number)
+        handle.remove()
+        seen.clear()
+        loss = pair.backward(3)
+        pair.optimizer.step()
+        pair.follow(loss, number=3)
+        assert not seen
+        pair.check()
+
+
+def watched(folder: str) -> tuple[dict[str, float], float]:
+    recipe = infinity.load_recipe(overrides=["train.dtype=fp32", f"memory.nvme=[{folder}]"])
+    torch.manual_seed(0)
+    with infinity.Init(recipe):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with pytest.raises(infinity.StateError, match=r"make infinity\.AdamW first"):
+        infinity.on_gradient(model, lambda name, grad: None)
+    optimizer = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    squares: dict[str, float] = {}
+    infinity.on_gradient(
+        model, lambda name, grad: squares.update({name: float(grad.double().square().sum())})
+    )
+    for number in range(2):
+        torch.manual_seed(1 + number)
+        with infinity.no_sync(model) if not number else contextlib.nullcontext():
+            model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    norm = optimizer.grad_norm
+    infinity.close(model)
+    assert norm is not None
+    return squares, norm
+
+
+def test_each_rank_sees_its_shard_of_the_averaged_gradient(tmp_path):
+    alone, norm = watched(str(tmp_path / "alone"))
+    ranks = run_ranks(watched, 2, str(tmp_path / "two"))
+    for name in alone:
+        assert sum(squares.get(name, 0.0) for squares, _ in ranks) == pytest.approx(alone[name], rel=1e-5)
+    assert ranks[0][1] == pytest.approx(norm, rel=1e-5)

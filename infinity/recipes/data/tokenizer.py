@@ -100,6 +100,10 @@ class Tokenizer:
         """
         raise NotImplementedError
 
+    def encode_question(self, chat: Chat) -> NDArray[Any]:
+        """Encode a chat, with the tokenizer's template, up to where an answer begins; raises as above."""
+        raise NotImplementedError
+
 
 class BytesTokenizer(Tokenizer):
     r"""Tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
@@ -129,6 +133,10 @@ class BytesTokenizer(Tokenizer):
             tokens += [role, content]
             masks += [np.zeros(len(role), np.bool_), np.full(len(content), is_answer)]
         return [Encoded(np.concatenate(tokens), np.concatenate(masks))]
+
+    def encode_question(self, chat: Chat) -> NDArray[Any]:
+        [given] = self.encode_chat(chat)
+        return np.concatenate([given.tokens, self.encode(f"{ASSISTANT}: ")])
 
 
 class FileTokenizer(Tokenizer):
@@ -164,6 +172,10 @@ class FileTokenizer(Tokenizer):
     def _array(self, ids: list[int]) -> NDArray[Any]:
         """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
         return np.array(ids, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def encode_question(self, chat: Chat) -> NDArray[Any]:
+        self.encode_chat(chat)  # raises: there is no template
+        raise NotImplementedError
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         raise DataError(
@@ -216,13 +228,8 @@ class DirectoryTokenizer(FileTokenizer):
                 f"data.tokenizer: {self._path} does not map tokens to characters, which is needed to find "
                 "the assistant's tokens; save it as a tokenizer.json"
             )
-        try:
-            with _limited(self._path, _MOST_RENDER_S * max(1, len(chat.messages) / 30)):
-                rendered = self._render(chat)
-        except (MalformedError, DataError):
-            raise
-        except Exception as error:  # a template is a program and may raise any type
-            raise MalformedError(f"the chat template rejects it: {error}") from error
+        with self._rendering(chat):
+            rendered = self._render(chat)
         documents = []
         for text, spans in rendered:
             _check_words(text)
@@ -234,12 +241,33 @@ class DirectoryTokenizer(FileTokenizer):
                 documents.append(Encoded(self._array(found.input_ids), mask_of_spans(offsets, spans)))
         return documents
 
-    def _render(self, chat: Chat) -> list[Rendered]:
-        library = self._library
+    def encode_question(self, chat: Chat) -> NDArray[Any]:
+        self._template(chat)
+        with self._rendering(chat):
+            text: str = self._library.apply_chat_template(
+                list(chat.messages), tools=chat.tools, add_generation_prompt=True, tokenize=False
+            )
+        return self.encode(text)
+
+    @contextmanager
+    def _rendering(self, chat: Chat) -> Iterator[None]:
         try:
-            template: str = library.get_chat_template(tools=chat.tools)
+            with _limited(self._path, _MOST_RENDER_S * max(1, len(chat.messages) / 30)):
+                yield
+        except (MalformedError, DataError):
+            raise
+        except Exception as error:  # a template is a program and may raise any type
+            raise MalformedError(f"the chat template rejects it: {error}") from error
+
+    def _template(self, chat: Chat) -> str:
+        try:
+            template: str = self._library.get_chat_template(tools=chat.tools)
         except ValueError as error:
             raise DataError(f"data.tokenizer: {self._path} has no chat template: {error}") from error
+        return template
+
+    def _render(self, chat: Chat) -> list[Rendered]:
+        library, template = self._library, self._template(chat)
         if "endgeneration" in template:
             from transformers.utils.chat_template_utils import render_jinja_template
 

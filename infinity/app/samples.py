@@ -1,0 +1,202 @@
+"""Text that the model of a run writes: samples while it trains, and ``infinity chat``.
+
+Each token reads every unit once. Numbers are drawn from a generator of their own, and the model is in
+evaluation mode, so training goes on as if nothing had been written.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.directory import tokenizer_files
+from infinity.checkpoint.model import longest_sequence
+from infinity.comm.ranks import rank, world_size
+from infinity.core.errors import RecipeError, library_errors
+from infinity.core.files import append_file, open_regular, read_file
+from infinity.recipes.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
+from infinity.recipes.models import GPT
+from infinity.recipes.recipe import Recipe
+
+#: The file of a run with its samples, a JSON line each: step, prompt, text; adapter where there are several.
+SAMPLES = "samples.jsonl"
+#: The largest file of prompts.
+_MOST_NBYTES = 2**24
+
+
+class Writing(NamedTuple):
+    """How text is written: tokens at most, and the temperature; 0 takes the likeliest token each time."""
+
+    most: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Writer:
+    """Writes text with one model.
+
+    ``agree`` returns the mean of a number over all ranks, which then write the same tokens; all must call.
+    """
+
+    def __init__(
+        self, model: Any, recipe: Recipe, agree: Callable[[float], float] = lambda value: value
+    ) -> None:
+        if recipe.train.task in ("reward", "classify"):
+            raise RecipeError(f"train.task={recipe.train.task}: its model gives scores, and writes no text")
+        self._model, self._agree = model, agree
+        path = recipe.model.path
+        name = recipe.data.tokenizer
+        if name is None:
+            name = path if path is not None and tokenizer_files(Path(path)) else "bytes"
+        self.tokenizer: Tokenizer = open_tokenizer(name)
+        self._longest = recipe.model.seq_len if path is None else longest_sequence(Path(path))
+        config = getattr(model, "generation_config", None)
+        ends = getattr(config, "eos_token_id", None)
+        self._ends = {self.tokenizer.separator, *(ends if isinstance(ends, list) else [ends])}
+
+    def encode(self, prompt: str | Chat) -> list[int]:
+        """Return the tokens of a text, or of a chat up to where an answer begins."""
+        if isinstance(prompt, Chat):
+            return [int(each) for each in self.tokenizer.encode_question(prompt)]
+        opening = self.tokenizer.opening
+        return [*([] if opening is None else [opening]), *map(int, self.tokenizer.encode(prompt))]
+
+    def write(self, prompt: str | Chat, how: Writing) -> Iterator[str]:
+        """Yield the text after ``prompt``, piece by piece; every rank must iterate to the end."""
+        written, shown, text = list[int](), "", ""
+        dtype = self.tokenizer.encode(" ").dtype
+        for token in self._tokens(self.encode(prompt), how):
+            written.append(token)
+            text = self.tokenizer.decode(np.array(written, dtype=dtype))
+            if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):
+                yield text[len(shown) :]
+                shown = text
+        yield text[len(shown) :]
+
+    def _tokens(self, given: Sequence[int], how: Writing) -> Iterator[int]:
+        device, generator = next(self._model.parameters()).device, torch.Generator().manual_seed(how.seed)
+        tokens, past, training = [*given], None, self._model.training
+        if not tokens:
+            raise DataError("an empty prompt: wanted at least one token")
+        most = how.most if self._longest is None else min(how.most, self._longest - len(tokens))
+        self._model.eval()
+        try:
+            for _ in range(most):
+                new = tokens if past is None else tokens[-1:]
+                with torch.no_grad():
+                    logits, past = self._logits(torch.tensor([new], device=device), past)
+                token = _drawn(
+                    logits[0, -1, : self.tokenizer.vocab_size].float().cpu(), how.temperature, generator
+                )
+                token = round(self._agree(float(token * world_size()) if rank() == 0 else 0.0))
+                if token in self._ends:
+                    return
+                tokens.append(token)
+                yield token
+        finally:
+            self._model.train(training)
+
+    def _logits(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        """Return logits of the last position, ``(1, 1, v)``, and what the next call needs of this one."""
+        if isinstance(self._model, GPT):  # it keeps nothing
+            return self._model(tokens).logits[:, -1:], None
+        out = self._model(input_ids=tokens, past_key_values=past, use_cache=True)
+        return out.logits[:, -1:], getattr(out, "past_key_values", None)
+
+
+def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if not temperature:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def read_prompts(path: str) -> list[str | Chat]:
+    """Return the prompts of a file; DataError: it has none, or a line that is none."""
+    file, found = Path(path), list[str | Chat]()
+    with library_errors(DataError, f"train.sample_prompts: {path}"):
+        lines = read_file(file, _MOST_NBYTES).decode().splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if file.suffix != ".jsonl":
+            found.append(line)
+            continue
+        try:
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+                found.append(record["prompt"])
+            elif isinstance(record, dict) and isinstance(record.get("messages"), list):
+                found.append(Chat(record["messages"], record.get("tools")))
+            else:
+                raise MalformedError("wanted a record with prompt or messages")
+        except ValueError as error:
+            raise DataError(f"train.sample_prompts: {path}, line {number}: {error}") from error
+    if not found:
+        raise DataError(f"train.sample_prompts: {path} has no prompt")
+    return found
+
+
+class Samples:
+    """What the model writes after each of the recipe's prompts, every ``train.sample_every`` steps.
+
+    Rank 0 appends them to a file in ``folder``, whose lines after step ``after`` are cut, and calls ``say``.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: Any, tasks: Mapping[str, Callable[[], AbstractContextManager[None]]],
+        folder: Path | None, *, after: int, agree: Callable[[float], float], say: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        train = recipe.train
+        assert train.sample_prompts is not None
+        assert train.sample_every is not None
+        self._prompts, self._how = read_prompts(train.sample_prompts), Writing(train.sample_tokens)
+        self._every = train.sample_every
+        self._writer, self._tasks, self._say = Writer(model, recipe, agree), tasks, say
+        self._path = None if folder is None or rank() else folder / SAMPLES
+        for prompt in self._prompts:
+            self._writer.encode(prompt)  # it may be refused, before the first step
+        if self._path is not None:
+            _cut(self._path, after)
+
+    def after(self, step: int, step_s: float) -> bool:
+        """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
+        if step % self._every == 0:
+            self.write(step)
+        return step % self._every == 0
+
+    def write(self, step: int) -> None:
+        for name, using in self._tasks.items():
+            for prompt in self._prompts:
+                with using():
+                    text = "".join(self._writer.write(prompt, self._how))
+                shown = prompt if isinstance(prompt, str) else prompt.messages
+                self._say(
+                    f"sample after step {step}{f' of {name}' if name else ''}: {_shortened(shown)} => {text}"
+                )
+                if self._path is not None:
+                    line = {"step": step, "prompt": shown, "text": text} | ({"adapter": name} if name else {})
+                    with append_file(self._path) as file:
+                        file.write(json.dumps(line) + "\n")
+
+
+def _shortened(prompt: Any) -> str:
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return text if len(text) <= 80 else f"... {text[-76:]}"
+
+
+def _cut(path: Path, after: int) -> None:
+    """Cut the lines of later steps, or a line that was not written to its end."""
+    end = 0
+    if path.exists():
+        with open(open_regular(path), "rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > after:
+                    break
+                end += len(line)
+        with append_file(path) as found:
+            found.truncate(end)

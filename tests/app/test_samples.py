@@ -1,0 +1,167 @@
+"""Samples while a run trains, and chat with its model."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import infinity
+from infinity.app.chat import chat
+from infinity.app.samples import SAMPLES, Samples, Writer, Writing, read_prompts
+from infinity.app.train import train
+from infinity.cli import main
+from infinity.core.errors import RecipeError
+from infinity.recipes.data.tokenizer import Chat, DataError, open_tokenizer
+from tests.helpers.launch import run_ranks
+from tests.helpers.runs import metrics_of
+from tests.helpers.tokenizers import write_tokenizer
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: line.get(key) for key in ("kind", "step", "loss", "grad_norm", "lr")} for line in lines]
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
+
+
+def sampled(folder: Path, name: str, *more: str) -> list[dict[str, Any]]:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("the quick\n\nlazy d\n")
+    given = ["train.sample_every=1", f"train.sample_prompts={prompts}", "train.sample_tokens=6", *more]
+    return metrics_of(folder, name, *given)
+
+
+def answer(folder: Path, prompt: str, **how: Any) -> str:
+    out = io.StringIO()
+    chat(folder, [prompt], Writing(6), out=out, **how)
+    return out.getvalue().removesuffix("\n")
+
+
+def test_samples_change_no_number_and_the_last_is_what_chat_writes(tmp_path: Path):
+    without = metrics_of(tmp_path, "without")
+    assert numbers(sampled(tmp_path, "with", "run.save=true")) == numbers(without)
+    found = samples_of(tmp_path / "with")
+    assert [(line["step"], line["prompt"]) for line in found] == [
+        (step, prompt) for step in (1, 2, 3) for prompt in ("the quick", "lazy d")
+    ]
+    assert not (tmp_path / "without" / SAMPLES).exists()
+    for line in found[-2:]:
+        assert answer(tmp_path / "with", line["prompt"], plain=True) == line["text"]
+
+
+def test_chat_of_an_interrupted_run_has_its_last_committed_weights(tmp_path: Path, monkeypatch, capsys):
+    write = Samples.write
+
+    def write_then_fail(self: Samples, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+        write(self, step)
+
+    monkeypatch.setattr(Samples, "write", write_then_fail)
+    with pytest.raises(KeyboardInterrupt):
+        sampled(tmp_path, "cut")
+    found, last = samples_of(tmp_path / "cut"), io.StringIO()
+    assert [line["step"] for line in found] == [1, 1, 2, 2]
+    chat(tmp_path / "cut", ["the quick"], Writing(6), plain=True, out=last)
+    main(["chat", str(tmp_path / "cut"), "--prompt", "the quick", "--tokens", "6", "--plain"])
+    assert capsys.readouterr().out == last.getvalue()
+    monkeypatch.setattr(Samples, "write", write)
+    with (tmp_path / "cut" / SAMPLES).open("a") as file:  # a step that was not committed, and half a line
+        file.write(json.dumps({"step": 9, "prompt": "p", "text": "t"}) + '\n{"step": 1')
+    sampled(tmp_path, "cut")
+    assert samples_of(tmp_path / "cut")[:4] == found
+    assert [line["step"] for line in samples_of(tmp_path / "cut")][4:] in ([3, 3], [])
+
+
+def train_on_two(folder: str) -> list[list[dict[str, Any]]]:
+    lines = sampled(Path(folder), "with")
+    return [numbers(lines), samples_of(Path(folder) / "with"), numbers(metrics_of(Path(folder), "without"))]
+
+
+@pytest.mark.slow
+def test_every_rank_writes_the_same_samples(tmp_path: Path):
+    for with_samples, found, without in run_ranks(train_on_two, 2, str(tmp_path)):
+        assert with_samples == without
+        assert [line["step"] for line in found] == [1, 1, 2, 2, 3, 3]
+
+
+#: Of a chat.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_base(folder: Path) -> Any:
+    """Save a small Llama and its tokenizer, which is returned."""
+    tokenizer = write_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, initializer_range=0.5,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return tokenizer
+
+
+def test_a_transformers_model_writes_what_generate_writes(tmp_path: Path):
+    tokenizer = make_base(tmp_path / "base")
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    recipe = infinity.load_recipe(overrides=[f"model.path={tmp_path / 'base'}", "train.dtype=fp32"])
+    model: Any = infinity.from_pretrained(tmp_path / "base", recipe, frozen=True).train()
+    writer, question = Writer(model, recipe), [{"role": "user", "content": "hello there"}]
+    given = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=True, return_tensors="pt", return_dict=True
+    )
+    wanted = plain.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+    state = torch.get_rng_state()
+    text = "".join(writer.write(Chat(question, None), Writing(12)))
+    assert text == tokenizer.decode(wanted)
+    assert text
+    drawn = ["".join(writer.write("hello", Writing(8, 1.0, seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    infinity.close(model)
+
+
+def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"train\.sample_prompts.*: got null; wanted a file of prompts"):
+        infinity.load_recipe(overrides=["train.sample_every=2"])
+    file = tmp_path / "prompts.jsonl"
+    for text, why in (("", "has no prompt"), ('{"text": "a"}\n', "line 1: wanted a record with prompt")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=why):
+            read_prompts(str(file))
+    file.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    assert read_prompts(str(file)) == ["a", Chat([{"role": "user", "content": "b"}], None)]
+    encoded = open_tokenizer("bytes").encode_question(Chat([{"role": "user", "content": "b"}], None))
+    assert bytes(encoded) == b"user: b\nassistant: "
+
+
+def test_chat_with_adapters_writes_what_their_run_did(tmp_path: Path):
+    make_base(tmp_path / "base")
+    question = {"messages": [{"role": "user", "content": "hello there"}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(question) + "\n")
+    answered = {"messages": [*question["messages"], {"role": "assistant", "content": "general"}]}
+    (tmp_path / "data.jsonl").write_text((json.dumps(answered) + "\n") * 8)
+    recipe = [
+        f"run.dir={tmp_path}", "run.name=adapters", "observe.progress=false", "train.steps=2",
+        f"data.files={tmp_path}/data.jsonl", f"data.cache={tmp_path}/tokens", "data.eval_fraction=0",
+        f"model.path={tmp_path}/base", "model.seq_len=64", "lora.rank=2", "optim.lr=0.1", "train.threads=1",
+        "train.batch_size=2", "train.dtype=fp32", "train.sample_every=2", "train.sample_tokens=6",
+        f"train.sample_prompts={tmp_path}/prompts.jsonl", "train.eval_every=null",
+    ]  # fmt: skip
+    train(infinity.load_recipe(overrides=recipe))
+    [found] = samples_of(tmp_path / "adapters")
+    assert found["prompt"] == question["messages"]
+    assert found["text"]
+    assert answer(tmp_path / "adapters", "hello there") == found["text"]
