@@ -37,6 +37,8 @@ from report import Claim, print_claims, print_table
 from train import say
 from worker import peak_rss_nbytes
 
+from infinity.device.accelerator import tunables
+
 GIB = 2**30
 #: Rows and columns that share a scale.
 BLOCK = 128
@@ -482,6 +484,8 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
+    if (wanted := tunables(os.environ)) is not None:  # as infinity train; it begins with the next process
+        os.environ["GLIBC_TUNABLES"] = wanted
     shape = QUICK if options.quick else replace(Shape(48), layers=options.layers)
     options.nvme.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="moe-", dir=options.nvme.resolve()))
