@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 632,
     "activations": 2447,
     "api": 4529,
-    "app": 2610,
+    "app": 2630,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,

@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from importlib.resources import files
@@ -12,7 +12,7 @@ from typing import Any
 from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
 from infinity.core.errors import RecipeError
-from infinity.core.files import read_file, user_path, write_file
+from infinity.core.files import open_regular, read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import Evaluation, StepReport, finite, read_metrics
 from infinity.recipes.objectives import OBJECTIVES
@@ -20,6 +20,9 @@ from infinity.recipes.recipe import Recipe
 
 #: The page in the run's folder, where nothing else is said.
 REPORT = "report.html"
+#: What the model wrote in training, a line for each sample; and the most samples and characters of a page.
+SAMPLES = "samples.jsonl"
+_MOST_SAMPLES, _MOST_CHARS = 60, 4000
 #: The most points of a curve; of more, neighbours are averaged.
 _MOST_POINTS = 1500
 #: The longest summary that is read (bytes).
@@ -118,7 +121,7 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
         if total_s else [],
         "plan": [*_plan(summary)],
         "advice": _advice(summary),
-        "samples": [],
+        "samples": [*_samples(folder / SAMPLES)],
         "notes": summary.get("notes", []),
         "recipe": recipe.to_yaml(keys=()),
         "whole_recipe": whole,
@@ -251,6 +254,23 @@ def _advice(summary: Mapping[str, Any]) -> str:
     predicted = summary.get("predicted") or {}
     bound = f"Bound by {predicted['bottleneck']}." if predicted.get("bottleneck") else ""
     return f"{bound} To be faster: {predicted['advice']}." if predicted.get("advice") else bound
+
+
+def _samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last samples of a file: step, prompt (of a chat its last message) and text."""
+    if not path.exists():
+        return
+    with open(open_regular(path), encoding="utf-8") as file:
+        for line in deque(file, _MOST_SAMPLES):
+            try:
+                given = json.loads(line)
+                step, prompt, text = int(given["step"]), given["prompt"], str(given["text"])
+                if isinstance(prompt, list):
+                    prompt = prompt[-1]["content"]
+            except (ValueError, KeyError, TypeError, IndexError):  # such as one that is being written
+                continue
+            named = f"{given['adapter']}: {prompt}" if given.get("adapter") else str(prompt)
+            yield {"step": step, "prompt": named[-_MOST_CHARS:], "text": text[:_MOST_CHARS]}
 
 
 def _summary(path: Path) -> Mapping[str, Any]:

@@ -112,6 +112,19 @@ def test_a_browser_draws_the_whole_page(width: int, tmp_path: Path) -> None:
     assert int(shown) <= max(width, 500)  # nothing is wider than the window
 
 
+def test_the_last_samples_are_on_the_page(tmp_path: Path) -> None:
+    folder, recipe = run(tmp_path / "mine")
+    chat = [{"role": "user", "content": "and then?"}]
+    given = [{"step": each, "prompt": "once", "text": "upon <a> time"} for each in range(100)]
+    given += [{"step": 100, "prompt": chat, "text": "x" * 9000, "adapter": "fox"}]
+    (folder / "samples.jsonl").write_text("\n".join([*map(json.dumps, given), '{"step": 101, "pr']))
+    found = describe(folder, recipe)["samples"]
+    assert len(found) == 59
+    assert found[0] == {"step": 42, "prompt": "once", "text": "upon <a> time"}
+    assert (found[-1]["prompt"], len(found[-1]["text"])) == ("fox: and then?", 4000)
+    assert "upon <a>" not in write_report(folder).read_text()  # no markup of a sample's
+
+
 def test_a_run_that_is_not_finished_has_a_page(tmp_path: Path) -> None:
     folder, recipe = run(tmp_path / "mine", finished=False)
     found = describe(folder, recipe)
