@@ -85,6 +85,10 @@ def _reduced(name: str) -> str:
     return "fp32" if name in ("fp32", "float32") else "compute"
 
 
+def _seed(seed: Any) -> Values:
+    return {"run.seed": seed, "data.seed": seed}
+
+
 def _is_on(value: Any) -> bool:
     return bool(value.get("enabled", True) if isinstance(value, Mapping) else value)
 
@@ -103,9 +107,14 @@ def _each(names: str, row: "Row") -> dict[str, "Row"]:
     return dict.fromkeys(names.split(), row)
 
 
-def _positive(key: str) -> To:
-    """Return a row of a count, of which 0 and less mean none."""
-    return To(key, lambda value: value if isinstance(value, int | float) and value > 0 else {})
+def _to(pairs: str, convert: Convert = lambda value: value) -> dict[str, "Row"]:
+    """Return rows of pairs such as ``lora_r=lora.rank``, the tool's key and the recipe's."""
+    return {theirs: To(ours, convert) for theirs, _, ours in (pair.partition("=") for pair in pairs.split())}
+
+
+def _positive(value: Any) -> Any:
+    """Return a count, of which 0 and less mean none."""
+    return value if isinstance(value, int | float) and value > 0 else {}
 
 
 def _warmup(value: Any) -> Any:
@@ -190,89 +199,78 @@ def _names(value: Any) -> Any:
 
 #: Keys that transformers' ``TrainingArguments`` has, and so Axolotl and LLaMA-Factory.
 _TRAINER: dict[str, Row] = {
-    "output_dir": To("run.dir"),
-    "run_name": To("run.name"),
-    "seed": To("run.seed", lambda seed: {"run.seed": seed, "data.seed": seed}),
-    "data_seed": To("data.seed"),
-    "per_device_train_batch_size": To("train.batch_size"),
-    "gradient_accumulation_steps": To("train.accumulate"),
-    "max_steps": _positive("train.steps"),
-    "num_train_epochs": _positive("train.epochs"),
-    "learning_rate": To("optim.lr"),
-    "lr_scheduler_type": To("optim.schedule", _schedule),
-    "lr_scheduler_kwargs.min_lr_rate": To("optim.min_lr_ratio"),
+    **_to(
+        "output_dir=run.dir run_name=run.name data_seed=data.seed "
+        "per_device_train_batch_size=train.batch_size gradient_accumulation_steps=train.accumulate "
+        "learning_rate=optim.lr lr_scheduler_kwargs.min_lr_rate=optim.min_lr_ratio "
+        "weight_decay=optim.weight_decay adam_epsilon=optim.eps eval_on_start=train.eval_first "
+        "save_total_limit=checkpoint.keep"
+    ),
+    **_to(
+        "max_steps=train.steps num_train_epochs=train.epochs max_grad_norm=optim.max_grad_norm "
+        "early_stopping_patience=train.patience",
+        _positive,
+    ),
+    **_to("logging_steps=train.log_every eval_steps=train.eval_every", _every),
+    "report_to": To("observe.tensorboard", _reports),
+    "save_steps": To("checkpoint.every", _steps),
+    "optim": To("optim.name", _optimizer),
     "warmup_steps": To("optim.warmup_steps", _warmup),
+    "lr_scheduler_type": To("optim.schedule", _schedule),
+    "seed": To("run.seed", _seed),
     "warmup_ratio": To("optim.warmup_steps", lambda ratio: {"_warmup_ratio": ratio}),
-    "weight_decay": To("optim.weight_decay"),
     "adam_beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
     "adam_beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
-    "adam_epsilon": To("optim.eps"),
-    "max_grad_norm": _positive("optim.max_grad_norm"),
-    "optim": To("optim.name", _optimizer),
     "bf16": To("train.dtype", _dtype("bf16")),
     "fp16": To("train.dtype", _dtype("fp16")),
     "pure_bf16": To("train.dtype", _dtype("bf16")),
-    "tf32": _DTYPES,
-    "gradient_checkpointing": _CHOSEN,
-    "activation_checkpointing": _CHOSEN,
-    "logging_steps": To("train.log_every", _every),
     "eval_strategy": To("", lambda name: {"_eval": name}),
     "evaluation_strategy": To("", lambda name: {"_eval": name}),
-    "eval_steps": To("train.eval_every", _every),
-    "eval_on_start": To("train.eval_first"),
     "save_strategy": To("", lambda name: {"_save": name}),
-    "save_steps": To("checkpoint.every", _steps),
-    "save_total_limit": To("checkpoint.keep"),
-    "report_to": To("observe.tensorboard", _reports),
     "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
+    "load_best_model_at_end": To("train.keep_best", lambda on: "loss" if on else {}),
+    "metric_for_best_model": To("train.keep_best", lambda name: str(name).removeprefix("eval_")),
+    "tf32": _DTYPES,
+    **_each("gradient_checkpointing activation_checkpointing", _CHOSEN),
     "deepspeed": Missing("it is a file of its own: infinity recipe --from FILE"),
     "fsdp": _SHARDED,
-    "resume_from_checkpoint": _COMMITTED,
-    "save_only_model": _COMMITTED,
+    **_each("resume_from_checkpoint save_only_model", _COMMITTED),
     "torch_compile": _COMPILED,
     "neftune_noise_alpha": Missing("there is no noise on embeddings"),
     "label_smoothing_factor": Missing("the loss is the plain cross entropy"),
-    "push_to_hub": Missing("nothing is uploaded: infinity export, and hf upload"),
-    "hub_model_id": Missing("nothing is uploaded: infinity export, and hf upload"),
-    "load_best_model_at_end": To("train.keep_best", lambda on: "loss" if on else {}),
-    "metric_for_best_model": To("train.keep_best", lambda name: str(name).removeprefix("eval_")),
-    "early_stopping_patience": _positive("train.patience"),
+    **_each("push_to_hub hub_model_id", Missing("nothing is uploaded: infinity export, and hf upload")),
     "use_liger_kernel": Needless("logits are computed in slices where they are large (memory.logits)"),
     **_each(
         "do_train do_eval do_predict overwrite_output_dir logging_strategy logging_first_step "
-        "log_level per_device_eval_batch_size prediction_loss_only remove_unused_columns "
-        "fsdp_config ddp_timeout ddp_find_unused_parameters ddp_backend save_safetensors "
-        "accelerator_config average_tokens_across_devices gradient_checkpointing_kwargs "
-        "local_rank disable_tqdm log_level_replica log_on_each_node logging_nan_inf_filter "
-        "eval_do_concat_batches eval_delay hub_strategy hub_token include_for_metrics "
-        "restore_callback_states_from_checkpoint include_num_input_tokens_seen length_column_name "
-        "train_sampling_strategy skip_memory_metrics save_on_each_node optim_args project "
-        "trackio_space_id dataloader_drop_last debug",
+        "log_level per_device_eval_batch_size prediction_loss_only remove_unused_columns fsdp_config "
+        "ddp_timeout ddp_find_unused_parameters ddp_backend save_safetensors accelerator_config "
+        "average_tokens_across_devices gradient_checkpointing_kwargs local_rank disable_tqdm "
+        "log_level_replica log_on_each_node logging_nan_inf_filter eval_do_concat_batches eval_delay "
+        "hub_strategy hub_token include_for_metrics restore_callback_states_from_checkpoint "
+        "include_num_input_tokens_seen length_column_name train_sampling_strategy skip_memory_metrics "
+        "save_on_each_node optim_args project trackio_space_id dataloader_drop_last debug",
         Needless("it changes no number here"),
     ),
     **_each(
         "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-        "dataloader_persistent_workers preprocessing_num_workers dataset_processes "
-        "overwrite_cache dataset_prepared_path dataloader_in_order",
+        "dataloader_persistent_workers preprocessing_num_workers dataset_processes overwrite_cache "
+        "dataset_prepared_path dataloader_in_order",
         _WORKERS,
     ),
-}  # fmt: skip
+}
 
 _LORA: dict[str, Row] = {
-    "lora_r": To("lora.rank"),
-    "lora_rank": To("lora.rank"),
-    "lora_alpha": To("lora.alpha"),
-    "lora_dropout": To("lora.dropout"),
-    "lora_target_modules": To("lora.target_modules", _texts),
-    "lora_target": To("lora.target_modules", _texts),
+    **_to(
+        "lora_r=lora.rank lora_rank=lora.rank lora_alpha=lora.alpha lora_dropout=lora.dropout "
+        "lora_modules_to_save=lora.modules_to_save use_rslora=lora.rslora peft_use_rslora=lora.rslora "
+        "use_dora=lora.dora peft_use_dora=lora.dora loraplus_lr_ratio=lora.lr_ratio"
+    ),
+    **_to(
+        "lora_target_modules=lora.target_modules lora_target=lora.target_modules "
+        "additional_target=lora.modules_to_save",
+        _texts,
+    ),
     "lora_target_linear": Needless("without lora.target_modules all linear layers get adapters"),
-    "lora_modules_to_save": To("lora.modules_to_save"),
-    "additional_target": To("lora.modules_to_save", _texts),
-    "use_rslora": To("lora.rslora"),
-    "peft_use_rslora": To("lora.rslora"),
-    "use_dora": To("lora.dora"),
-    "peft_use_dora": To("lora.dora"),
-    "loraplus_lr_ratio": To("lora.lr_ratio"),
 }
 
 _TRAINER_DEFAULTS: Values = {
@@ -291,11 +289,23 @@ class Tool:
 
 
 _DEEPSPEED: dict[str, Row] = {
-    "train_micro_batch_size_per_gpu": To("train.batch_size"),
-    "train_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
-    "gradient_accumulation_steps": To("train.accumulate"),
-    "gradient_clipping": _positive("optim.max_grad_norm"),
-    "steps_per_print": To("train.log_every"),
+    **_to(
+        "train_micro_batch_size_per_gpu=train.batch_size gradient_accumulation_steps=train.accumulate "
+        "steps_per_print=train.log_every optimizer.params.lr=optim.lr "
+        "optimizer.params.betas=optim.betas optimizer.params.eps=optim.eps "
+        "optimizer.params.weight_decay=optim.weight_decay scheduler.params.warmup_max_lr=optim.lr "
+        "scheduler.params.warmup_num_steps=optim.warmup_steps "
+        "scheduler.params.total_num_steps=train.steps "
+        "scheduler.params.cos_min_ratio=optim.min_lr_ratio wall_clock_breakdown=observe.timeline"
+    ),
+    **_to("gradient_clipping=optim.max_grad_norm", _positive),
+    **_to(
+        "zero_optimization.offload_param.nvme_path=memory.nvme "
+        "zero_optimization.offload_optimizer.nvme_path=memory.nvme",
+        _texts,
+    ),
+    **_to("tensorboard=observe.tensorboard wandb=observe.wandb", _is_on),
+    "scheduler.type": To("optim.schedule", _schedule),
     "bf16": To("train.dtype", _dtype("bf16")),
     "bfloat16": To("train.dtype", _dtype("bf16")),
     "fp16": To("train.dtype", _dtype("fp16")),
@@ -304,200 +314,167 @@ _DEEPSPEED: dict[str, Row] = {
         "optim.name",  # whose Adam decouples the decay, too
         lambda name: _optimizer("adamw" if str(name).lower() == "adam" else name),
     ),
-    "optimizer.params.lr": To("optim.lr"),
-    "optimizer.params.betas": To("optim.betas"),
-    "optimizer.params.eps": To("optim.eps"),
-    "optimizer.params.weight_decay": To("optim.weight_decay"),
-    "scheduler.type": To("optim.schedule", _schedule),
-    "scheduler.params.warmup_max_lr": To("optim.lr"),
-    "scheduler.params.warmup_num_steps": To("optim.warmup_steps"),
-    "scheduler.params.total_num_steps": To("train.steps"),
-    "scheduler.params.cos_min_ratio": To("optim.min_lr_ratio"),
+    "communication_data_type": To("partition.reduce_dtype", _reduced),
+    "train_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
     "scheduler.params": Needless("the rate rises from 0"),
-    "zero_optimization.offload_param.nvme_path": To("memory.nvme", _texts),
-    "zero_optimization.offload_optimizer.nvme_path": To("memory.nvme", _texts),
-    "zero_optimization.offload_param": _BUDGETS,
-    "zero_optimization.offload_optimizer": _BUDGETS,
+    **_each(
+        "zero_optimization.offload_param zero_optimization.offload_optimizer zero_optimization", _BUDGETS
+    ),
     "zero_optimization.stage": _SHARDED,
-    "zero_optimization": _BUDGETS,
     "aio": Needless("I/O engine and queues are chosen by the machine (memory.engine)"),
     "activation_checkpointing": _CHOSEN,
-    "wall_clock_breakdown": To("observe.timeline"),
-    "tensorboard": To("observe.tensorboard", _is_on),
-    "wandb": To("observe.wandb", _is_on),
-    "communication_data_type": To(
-        "partition.reduce_dtype", lambda name: "fp32" if name == "fp32" else "compute"
-    ),
     "data_types": Needless("gradients are summed in fp32 (partition.reduce_dtype)"),
     "zero_allow_untested_optimizer": Needless("optim.name says the optimizer"),
     "zero_force_ds_cpu_optimizer": Needless("updates run where they are faster (memory.updates)"),
 }
 
 _ACCELERATE: dict[str, Row] = {
+    **_to(
+        "gradient_accumulation_steps=train.accumulate "
+        "deepspeed_config.gradient_accumulation_steps=train.accumulate"
+    ),
+    **_to(
+        "gradient_clipping=optim.max_grad_norm deepspeed_config.gradient_clipping=optim.max_grad_norm",
+        _positive,
+    ),
+    **_to(
+        "deepspeed_config.offload_param_nvme_path=memory.nvme "
+        "deepspeed_config.offload_optimizer_nvme_path=memory.nvme",
+        _texts,
+    ),
     "mixed_precision": To("train.dtype", _precision),
-    "gradient_accumulation_steps": To("train.accumulate"),
-    "gradient_clipping": _positive("optim.max_grad_norm"),
     "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
-    "deepspeed_config.gradient_accumulation_steps": To("train.accumulate"),
-    "deepspeed_config.gradient_clipping": _positive("optim.max_grad_norm"),
-    "deepspeed_config.offload_param_nvme_path": To("memory.nvme", _texts),
-    "deepspeed_config.offload_optimizer_nvme_path": To("memory.nvme", _texts),
     "deepspeed_config.deepspeed_config_file": Missing("it is a file of its own: infinity recipe --from FILE"),
-    "deepspeed_config": _BUDGETS,
-    "fsdp_config.fsdp_offload_params": _BUDGETS,
+    **_each("deepspeed_config fsdp_config.fsdp_offload_params", _BUDGETS),
     "fsdp_config.fsdp_activation_checkpointing": _CHOSEN,
-    "fsdp_config": _SHARDED,
-    "distributed_type": _SHARDED,
-    "num_processes": _TORCHRUN,
-    "num_machines": _TORCHRUN,
+    **_each("fsdp_config distributed_type", _SHARDED),
+    **_each("num_processes num_machines", _TORCHRUN),
     **_each(
         "machine_rank main_process_ip main_process_port main_training_function rdzv_backend "
         "same_network compute_environment gpu_ids debug downcast_bf16 enable_cpu_affinity",
         Needless("torchrun, or the device, says it"),
     ),
     "dynamo_config": _COMPILED,
-}  # fmt: skip
+}
 
 _AXOLOTL: dict[str, Row] = {
     **_TRAINER,
     **_LORA,
-    "base_model": To("model.path"),
-    "tokenizer_config": To("data.tokenizer"),
-    "sequence_len": To("model.seq_len"),
+    **_to(
+        "base_model=model.path tokenizer_config=data.tokenizer sequence_len=model.seq_len "
+        "shuffle_merged_datasets=data.shuffle micro_batch_size=train.batch_size "
+        "cosine_min_lr_ratio=optim.min_lr_ratio lora_model_dir=lora.adapter rl_beta=train.beta "
+        "kto_desirable_weight=train.desirable_weight kto_undesirable_weight=train.undesirable_weight "
+        "num_labels=model.num_labels"
+    ),
+    **_to("num_epochs=train.epochs", _positive),
+    **_to("wandb_project=observe.wandb mlflow_experiment_name=observe.mlflow", bool),
+    "rl": To("train.task", _task),
+    "train_on_inputs": To("train.task", _all_tokens),
+    "lr_scheduler": To("optim.schedule", _schedule),
+    "optimizer": To("optim.name", _optimizer),
+    "val_set_size": To("data.eval_fraction", _fraction),
     "datasets": To("data.files", _axolotl_data("data.files")),
     "pretraining_dataset": To("data.files", _axolotl_data("data.files")),
     "test_datasets": To("data.eval_files", lambda given: _axolotl_data("")(given)[""]),
-    "val_set_size": To("data.eval_fraction", _fraction),
     "sample_packing": To("data.packing", lambda on: bool(on)),
-    "shuffle_merged_datasets": To("data.shuffle"),
-    "micro_batch_size": To("train.batch_size"),
-    "num_epochs": _positive("train.epochs"),
-    "optimizer": To("optim.name", _optimizer),
-    "lr_scheduler": To("optim.schedule", _schedule),
-    "cosine_min_lr_ratio": To("optim.min_lr_ratio"),
     "adapter": To(
         "", lambda name: {"_lora": bool(name)} | ({"_stored_as": "nf4"} if name == "qlora" else {})
     ),
-    "lora_model_dir": To("lora.adapter"),
     "load_in_4bit": To("model.stored_as", _quantized("nf4")),
     "load_in_8bit": To("model.stored_as", _quantized("int8")),
+    "reward_model": To("train.task", lambda on: "reward" if on else {}),
     "chat_template": _ITS_TEMPLATE,
-    "special_tokens": Missing("tokens are those of the tokenizer's own files"),
-    "tokens": Missing("tokens are those of the tokenizer's own files"),
-    "train_on_inputs": To("train.task", _all_tokens),
+    **_each("special_tokens tokens", Missing("tokens are those of the tokenizer's own files")),
     "trust_remote_code": _NO_CODE,
-    "flash_attention": _ATTENTION,
-    "attn_implementation": _ATTENTION,
-    "sdp_attention": _ATTENTION,
-    "xformers_attention": _ATTENTION,
+    **_each("flash_attention attn_implementation sdp_attention xformers_attention", _ATTENTION),
     "evals_per_epoch": Missing("train.eval_every is a number of steps"),
     "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),
-    "rl": To("train.task", _task),
-    "rl_beta": To("train.beta"),
-    "kto_desirable_weight": To("train.desirable_weight"),
-    "kto_undesirable_weight": To("train.undesirable_weight"),
-    "reward_model": To("train.task", lambda on: "reward" if on else {}),
-    "num_labels": To("model.num_labels"),
     "torch_compile": _COMPILED,
     "plugins": Missing("there are no plugins"),
-    "wandb_project": To("observe.wandb", bool),
-    "mlflow_experiment_name": To("observe.mlflow", bool),
     **_each(
         "pad_to_sequence_len group_by_length eval_sample_packing model_type tokenizer_type strict "
         "is_llama_derived_model lora_fan_in_fan_out excess_length_strategy",
         Needless("it follows from the checkpoint and data.packing"),
     ),
-}  # fmt: skip
+}
 
 _LLAMA_FACTORY: dict[str, Row] = {
     **_TRAINER,
     **_LORA,
-    "model_name_or_path": To("model.path"),
-    "adapter_name_or_path": To("lora.adapter"),
+    **_to(
+        "model_name_or_path=model.path adapter_name_or_path=lora.adapter pref_beta=train.beta "
+        "kto_chosen_weight=train.desirable_weight kto_rejected_weight=train.undesirable_weight "
+        "cutoff_len=model.seq_len packing=data.packing"
+    ),
+    **_to("eval_dataset=data.eval_files lora_target=lora.target_modules", _texts),
+    "train_on_prompt": To("train.task", _all_tokens),
+    "val_size": To("data.eval_fraction", _fraction),
+    "dataset": To("data.files", _names),
     "stage": To("train.task", _task),
-    "pref_beta": To("train.beta"),
     "pref_loss": To(
         "",
         lambda name: Needless("it is that of dpo") if name == "sigmoid" else Missing("dpo has the sigmoid"),
     ),
-    "kto_chosen_weight": To("train.desirable_weight"),
-    "kto_rejected_weight": To("train.undesirable_weight"),
-    "ref_model": Missing("the reference is the model before its first step"),
     "finetuning_type": To(
         "",
         lambda name: (
             {"_lora": name == "lora"} if name in ("lora", "full") else Missing("lora or all weights")
         ),
     ),
-    "dataset": To("data.files", _names),
     "dataset_dir": To("data.files", lambda folder: {"_names_in": folder}),
-    "eval_dataset": To("data.eval_files", _texts),
-    "val_size": To("data.eval_fraction", _fraction),
-    "cutoff_len": To("model.seq_len"),
-    "packing": To("data.packing"),
     "neat_packing": To("data.packing", lambda on: True if on else {}),
     "interleave_probs": To(
         "data.weights", lambda text: [float(each) for each in str(text).split(",")] if text else {}
     ),
-    "mix_strategy": Needless("data.weights mixes; without, every sequence comes once an epoch"),
-    "template": _ITS_TEMPLATE,
     "quantization_bit": To(
         "model.stored_as",
         lambda bits: {"_stored_as": {4: "nf4", 8: "int8"}[bits]} if bits in (4, 8) else Missing("4 or 8"),
     ),
+    "ref_model": Missing("the reference is the model before its first step"),
+    "mix_strategy": Needless("data.weights mixes; without, every sequence comes once an epoch"),
+    "template": _ITS_TEMPLATE,
     "quantization_method": Needless("model.stored_as is nf4 or int8, as bitsandbytes and compressed-tensors"),
-    "train_on_prompt": To("train.task", _all_tokens),
     "mask_history": Missing("all answers of a chat count in the loss"),
     "max_samples": Missing("all rows are read: give a smaller file"),
     "trust_remote_code": _NO_CODE,
     "flash_attn": _ATTENTION,
     "plot_loss": Needless("metrics.jsonl has the losses (observe.metrics)"),
-    "lora_target": To("lora.target_modules", _texts),
 }
 
 #: Columns of torchtune's input and output data.
 _OF_TUNE: dict[str, str] = {"input": "prompt", "output": "completion"}
 _TORCHTUNE: dict[str, Row] = {
-    "checkpointer.checkpoint_dir": To("model.path"),
-    "checkpointer": Needless("model.path says it"),
-    "tokenizer.max_seq_len": To("model.seq_len"),
-    "tokenizer": Needless("the tokenizer is that of model.path"),
-    "dataset.data_files": To("data.files", _texts),
+    **_to(
+        "checkpointer.checkpoint_dir=model.path tokenizer.max_seq_len=model.seq_len "
+        "dataset.packed=data.packing batch_size=train.batch_size epochs=train.epochs "
+        "gradient_accumulation_steps=train.accumulate optimizer.lr=optim.lr "
+        "optimizer.betas=optim.betas optimizer.eps=optim.eps "
+        "optimizer.weight_decay=optim.weight_decay lr_scheduler.num_warmup_steps=optim.warmup_steps "
+        "model.lora_alpha=lora.alpha model.lora_dropout=lora.dropout model.use_dora=lora.dora "
+        "shuffle=data.shuffle output_dir=run.dir log_every_n_steps=train.log_every"
+    ),
+    **_to("dataset.data_files=data.files model.lora_attn_modules=lora.target_modules", _texts),
+    **_to("clip_grad_norm=optim.max_grad_norm", _positive),
+    "dtype": To("train.dtype", _precision),
+    "optimizer._component_": To("optim.name", _optimizer),
+    "dataset.train_on_input": To("train.task", _all_tokens),
     "dataset.source": To("data.files", lambda name: {} if name in ("json", "csv", "parquet") else [name]),
     "dataset.column_map": To("data.fields", lambda names: {_OF_TUNE.get(k, k): v for k, v in names.items()}),
-    "dataset.packed": To("data.packing"),
-    "dataset.train_on_input": To("train.task", _all_tokens),
-    "dataset": Needless("data.files and the columns of rows say it"),
-    "batch_size": To("train.batch_size"),
-    "epochs": To("train.epochs"),
-    "max_steps_per_epoch": Missing("train.steps counts the steps of the whole run"),
-    "gradient_accumulation_steps": To("train.accumulate"),
-    "clip_grad_norm": _positive("optim.max_grad_norm"),
-    "optimizer._component_": To("optim.name", _optimizer),
-    "optimizer.lr": To("optim.lr"),
-    "optimizer.betas": To("optim.betas"),
-    "optimizer.eps": To("optim.eps"),
-    "optimizer.weight_decay": To("optim.weight_decay"),
-    "optimizer.fused": Needless("updates are fused"),
     "lr_scheduler._component_": To(
         "optim.schedule", lambda name: "cosine" if "cosine" in name else _schedule(name)
     ),
-    "lr_scheduler.num_warmup_steps": To("optim.warmup_steps"),
     "model.lora_rank": To("lora.rank", lambda rank: {"lora.rank": rank, "_lora": True}),
-    "model.lora_alpha": To("lora.alpha"),
-    "model.lora_dropout": To("lora.dropout"),
-    "model.lora_attn_modules": To("lora.target_modules", _texts),
-    "model.apply_lora_to_mlp": Missing("lora.target_modules lists all layers: add up_proj and so on"),
-    "model.use_dora": To("lora.dora"),
-    "model": Needless("model.path has the architecture"),
-    "dtype": To("train.dtype", _precision),
-    "seed": To("run.seed", lambda seed: {} if seed is None else {"run.seed": seed, "data.seed": seed}),
-    "shuffle": To("data.shuffle"),
+    "seed": To("run.seed", _seed),
     "device": To("train.device", lambda name: name if name == "cpu" else {}),
-    "output_dir": To("run.dir"),
-    "log_every_n_steps": To("train.log_every"),
-    "enable_activation_checkpointing": _CHOSEN,
-    "enable_activation_offloading": _CHOSEN,
+    "checkpointer": Needless("model.path says it"),
+    "tokenizer": Needless("the tokenizer is that of model.path"),
+    "dataset": Needless("data.files and the columns of rows say it"),
+    "max_steps_per_epoch": Missing("train.steps counts the steps of the whole run"),
+    "optimizer.fused": Needless("updates are fused"),
+    "model.apply_lora_to_mlp": Missing("lora.target_modules lists all layers: add up_proj and so on"),
+    "model": Needless("model.path has the architecture"),
+    **_each("enable_activation_checkpointing enable_activation_offloading", _CHOSEN),
     "compile": _COMPILED,
     "resume_from_checkpoint": _COMMITTED,
     **_each(
@@ -505,47 +482,38 @@ _TORCHTUNE: dict[str, Row] = {
         "fsdp_cpu_offload fsdp_sharding_strategy save_adapter_weights_only dataset_val",
         Needless("it changes no number here"),
     ),
-}  # fmt: skip
+}
 
 _TORCHTITAN: dict[str, Row] = {
-    "job.dump_folder": To("run.dir"),
-    "job": Needless("run.name says it"),
-    "model.hf_assets_path": To("model.path"),
-    "model": Missing("the model is a checkpoint's (model.path), or a GPT of the sizes in section model"),
+    **_to(
+        "job.dump_folder=run.dir model.hf_assets_path=model.path optimizer.lr=optim.lr "
+        "optimizer.eps=optim.eps optimizer.weight_decay=optim.weight_decay "
+        "lr_scheduler.warmup_steps=optim.warmup_steps lr_scheduler.min_lr_factor=optim.min_lr_ratio "
+        "training.local_batch_size=train.batch_size training.batch_size=train.batch_size "
+        "training.seq_len=model.seq_len training.max_norm=optim.max_grad_norm "
+        "training.steps=train.steps training.seed=run.seed metrics.log_freq=train.log_every "
+        "metrics.enable_tensorboard=observe.tensorboard metrics.enable_wandb=observe.wandb"
+    ),
+    **_to("checkpoint.keep_latest_k=checkpoint.keep", _positive),
+    "checkpoint.interval": To("checkpoint.every", _steps),
+    "training.mixed_precision_reduce": To("partition.reduce_dtype", _reduced),
+    "training.mixed_precision_param": To("train.dtype", _precision),
+    "lr_scheduler.decay_type": To("optim.schedule", _schedule),
     "optimizer.name": To("optim.name", _optimizer),
-    "optimizer.lr": To("optim.lr"),
     "optimizer.beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
     "optimizer.beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
-    "optimizer.eps": To("optim.eps"),
-    "optimizer.weight_decay": To("optim.weight_decay"),
-    "optimizer": Needless("updates are fused"),
-    "lr_scheduler.warmup_steps": To("optim.warmup_steps"),
-    "lr_scheduler.decay_type": To("optim.schedule", _schedule),
-    "lr_scheduler.min_lr_factor": To("optim.min_lr_ratio"),
-    "lr_scheduler.decay_ratio": Missing("the rate decays from the end of the warm-up to the last step"),
-    "training.local_batch_size": To("train.batch_size"),
-    "training.batch_size": To("train.batch_size"),
-    "training.global_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
-    "training.seq_len": To("model.seq_len"),
-    "training.max_norm": To("optim.max_grad_norm"),
-    "training.steps": To("train.steps"),
     "training.dataset_path": To("data.files", lambda name: [name] if name else {}),
+    "job": Needless("run.name says it"),
+    "model": Missing("the model is a checkpoint's (model.path), or a GPT of the sizes in section model"),
+    "optimizer": Needless("updates are fused"),
+    "lr_scheduler.decay_ratio": Missing("the rate decays from the end of the warm-up to the last step"),
+    "training.global_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
     "training.dataset": Missing("it names a data set of the tool: give its files in data.files"),
-    "training.mixed_precision_param": To("train.dtype", _precision),
-    "training.mixed_precision_reduce": To("partition.reduce_dtype", _reduced),
-    "training.compile": _COMPILED,
-    "training.seed": To("run.seed"),
-    "checkpoint.interval": To("checkpoint.every", _steps),
-    "checkpoint.keep_latest_k": _positive("checkpoint.keep"),
+    **_each("training.compile compile", _COMPILED),
     "checkpoint": Needless("every step is committed; checkpoint.every writes portable checkpoints beside"),
     "activation_checkpoint": _CHOSEN,
-    "compile": _COMPILED,
     "parallelism": Missing("ranks share all weights and split the batch; there is no other parallelism"),
-    "float8": _DTYPES,
-    "quantize": _DTYPES,
-    "metrics.log_freq": To("train.log_every"),
-    "metrics.enable_tensorboard": To("observe.tensorboard"),
-    "metrics.enable_wandb": To("observe.wandb"),
+    **_each("float8 quantize", _DTYPES),
     "metrics": Needless("metrics.jsonl is in the run's folder"),
     "profiling": Needless("observe.timeline writes a trace"),
     "comm": Needless("partition.timeout_s is the time limit of ranks"),
