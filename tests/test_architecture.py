@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 632,
     "activations": 2447,
     "api": 4529,
-    "app": 2630,
+    "app": 2608,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,
@@ -285,12 +285,12 @@ ROOM_BUDGETS = {
     "engine": 3846,
     "integrations": 686,
     "nvme": 1228,
-    "observe": 973,
+    "observe": 981,
     "optim": 1503,
     "partition": 2629,
     "planner": 2308,
     "predict": 5318,
-    "recipes": 4328,
+    "recipes": 4296,
     "shards": 4014,
 }
 

@@ -15,6 +15,7 @@ from infinity.core.errors import RecipeError
 from infinity.core.files import open_regular, read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import Evaluation, StepReport, finite, read_metrics
+from infinity.observe.sinks import scalars_of
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
 
@@ -71,20 +72,11 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     out = folder / REPORT if output is None else user_path(output, "--output")
     if out.is_dir() or not out.parent.is_dir():
         raise RecipeError(f"--output {output}: wanted a file's path, in a folder that exists")
-    data = json.dumps(finite_all(describe(folder, recipe)), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(finite(describe(folder, recipe)), allow_nan=False).replace("<", "\\u003c")
     page = files("infinity.app").joinpath("report.html").read_text("utf-8")
     page = page.replace("TITLE", html.escape(folder.resolve().name), 1).replace("DATA", data, 1)
     write_file(out, page)
     return out
-
-
-def finite_all(value: Any) -> Any:
-    """Replace floats that JSON cannot represent with None, also inside lists and dicts."""
-    if isinstance(value, (list, tuple)):
-        return [finite_all(each) for each in value]
-    if isinstance(value, dict):
-        return {key: finite_all(each) for key, each in value.items()}
-    return finite(value)
 
 
 def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -92,10 +84,10 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
     curves, stall_s, peaks = Curves(), defaultdict[str, float](float), dict[str, int]()
     total_s, last, sets = 0.0, None, {*(recipe.data.eval_sets or {}), *recipe.adapters}
     for line, _ in read_metrics(folder / runs.METRICS, 10**12):
+        for name, value in scalars_of(line).items():
+            curves.add(name, line.step, value)
         if isinstance(line, Evaluation):
-            _add_evaluation(curves, line, sets)
             continue
-        _add_step(curves, line)
         last, total_s = line, total_s + line.step_s
         for cause, waited_s in line.stall_s.items():
             stall_s[cause] += waited_s
@@ -112,7 +104,7 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
         "state": state,
         "about": _about(recipe, summary, last),
         "tiles": [*_tiles(curves, recipe, last, folder)],
-        "charts": [*_charts(curves)],
+        "charts": [*_charts(curves, sets)],
         "memory": [
             {"tier": tier, "peak": peak, "budget": summary.get("budgets", {}).get(tier)}
             for tier, peak in peaks.items() if peak
@@ -129,74 +121,57 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_step(curves: Curves, report: StepReport) -> None:
-    figures: dict[str, float | None] = {
-        "loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm,
-        "tokens_per_s": report.tokens_per_s, "step_s": report.step_s, "read": report.nbytes_read,
-        "written": report.nbytes_written, "planned read": report.planned_nbytes_read,
-        "planned written": report.planned_nbytes_written,
-        **{f"metric:{name}:training": value for name, value in report.metrics.items()},
-    }  # fmt: skip
-    if report.adapters:
-        figures |= {f"adapter:{name}": each.loss for name, each in report.adapters.items()}
-    for name, value in figures.items():
-        curves.add(name, report.step, value)
-
-
-def _add_evaluation(curves: Curves, found: Evaluation, sets: Collection[str]) -> None:
-    curves.add("held-out", found.step, found.loss)
-    for name, loss in found.adapters.items():
-        curves.add(f"adapter:{name}, held-out", found.step, loss)
-    for name, value in found.metrics.items():
-        part, _, metric = name.rpartition("/") if name.endswith("/loss") else _of_set(name, sets)
-        if metric == "loss":
-            curves.add(f"set:{part}", found.step, value)
-        else:
-            curves.add(f"metric:{metric}:{part or 'held-out'}", found.step, value)
-
-
-def _of_set(name: str, sets: Collection[str]) -> tuple[str, str, str]:
-    """Return set and metric of the name of an evaluation's metric, such as ``code/rewards/margins``."""
-    begin, _, rest = name.partition("/")
-    return (begin, "/", rest) if begin in sets else ("", "", name)
-
-
-def _charts(curves: Curves) -> Iterator[dict[str, Any]]:
-    """Yield each chart: title, format, and its lines."""
+def _charts(curves: Curves, sets: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield each chart: title, format, and its lines; ``sets`` are names of held-out sets and adapters."""
 
     def line(name: str, of: str, **how: Any) -> dict[str, Any]:
         return {"name": name, "points": curves[of], **how}
 
-    sets = [line(name.removeprefix("set:"), name, dots=True) for name in curves.names("set:")]
-    only = len(sets) == 1 and sets[0]["points"] == curves["held-out"]
-    held_out = [] if only else [line("held-out", "held-out", dots=True)]
-    loss = [line("training", "loss", noisy=True), *held_out, *sets]
+    of_sets, metrics = list[dict[str, Any]](), defaultdict[str, list[dict[str, Any]]](list)
+    for of in curves.names("metrics/"):
+        _, where, metric = of.split("/", 2)
+        begin, _, rest = metric.partition("/")
+        if metric.endswith("/loss"):
+            of_sets.append(line(metric.removesuffix("/loss"), of, dots=True))
+        elif where == "train":
+            metrics[metric].insert(0, line("training", of, noisy=True))
+        elif begin in sets:
+            metrics[rest].append(line(begin, of, dots=True))
+        else:
+            metrics[metric].append(line("held-out", of, dots=True))
+    only = len(of_sets) == 1 and of_sets[0]["points"] == curves["loss/held_out"]
+    held_out = [] if only else [line("held-out", "loss/held_out", dots=True)]
+    loss = [line("training", "loss/train", noisy=True), *held_out, *of_sets]
     yield {"title": "Loss", "format": "number", "wide": True, "series": loss}
-    adapters = [line(name.removeprefix("adapter:"), name) for name in curves.names("adapter:")]
+    adapters = [
+        line(name.removeprefix(begin) + end, name)
+        for begin, end in (("loss/train/", ""), ("loss/held_out/", ", held-out"))
+        for name in curves.names(begin)
+    ]
     if adapters:
         yield {"title": "Loss of each adapter", "format": "number", "wide": True, "series": adapters}
-    for metric in dict.fromkeys(name.split(":")[1] for name in curves.names("metric:")):
-        parts = sorted(curves.names(f"metric:{metric}:"), key=lambda name: not name.endswith(":training"))
-        series = [
-            line(of, name, noisy=of == "training", dots=of != "training")
-            for name in parts for of in [name.rpartition(":")[2]]
-        ]  # fmt: skip
-        yield {"title": _titled(metric), "format": "number", "series": series}
+    for metric, series in metrics.items():
+        title = metric.replace("_", " ").replace("/", ", ").capitalize()
+        yield {"title": title, "format": "number", "series": series}
     for title, of, shown in (
-        ("Tokens per second", "tokens_per_s", "number"), ("Seconds of a step", "step_s", "seconds"),
-        ("Learning rate", "lr", "number"), ("Norm of the gradient", "grad_norm", "number"),
+        ("Tokens per second", "speed/tokens_per_s", "number"),
+        ("Seconds of a step", "speed/step_s", "seconds"), ("Learning rate", "optimizer/lr", "number"),
+        ("Norm of the gradient", "optimizer/grad_norm", "number"),
     ):  # fmt: skip
-        yield {"title": title, "format": shown, "series": [line(title, of, noisy=of not in ("lr",))]}
+        yield {"title": title, "format": shown, "series": [line(title, of, noisy=of != "optimizer/lr")]}
     moved = [
-        line(name, name, colour=colour, dashed="planned" in name, noisy="planned" not in name)
-        for colour, name in ((0, "read"), (1, "written"), (0, "planned read"), (1, "planned written"))
+        line(
+            f"planned {name}" if planned else name,
+            f"bytes/{planned}{name}",
+            colour=colour,
+            dashed=bool(planned),
+            noisy=not planned,
+        )
+        for planned in ("", "planned_")
+        for colour, name in enumerate(("read", "written"))
     ]
     if any(value for each in moved for _, value in each["points"]):
         yield {"title": "Bytes that a rank moves in a step", "format": "bytes", "wide": True, "series": moved}
-
-
-def _titled(metric: str) -> str:
-    return metric.replace("_", " ").replace("/", ", ").capitalize()
 
 
 def _about(recipe: Recipe, summary: Mapping[str, Any], last: StepReport | None) -> str:
@@ -215,14 +190,17 @@ def _tiles(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and remark of the figures that are looked for first."""
     per = OBJECTIVES[recipe.train.task].example
-    for name, of in (("training loss", "loss"), ("held-out loss", "held-out")):
+    for name, of in (("training loss", "loss/train"), ("held-out loss", "loss/held_out")):
         if points := curves[of]:
             yield name, f"{points[-1][1]:.4f}", f"per {per}; at first {points[0][1]:.4f}"
     if best := best_steps(folder / BEST_FOLDER):
         yield "best model", f"step {best[-1]:,}", f"by {recipe.train.keep_best}; export --best"
-    for name, of, shown in (("tokens per second", "tokens_per_s", ",.0f"), ("a step takes", "step_s", ".3g")):
+    for name, of, shown in (
+        ("tokens per second", "speed/tokens_per_s", ",.0f"),
+        ("a step takes", "speed/step_s", ".3g"),
+    ):
         if values := sorted(value for _, value in curves[of][1:] or curves[of]):
-            unit = " s" if of == "step_s" else ""
+            unit = " s" if of == "speed/step_s" else ""
             yield name, f"{values[len(values) // 2]:{shown}}{unit}", "median"
     if last is not None:
         moved = last.nbytes_read + last.nbytes_written

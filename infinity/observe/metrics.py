@@ -319,9 +319,11 @@ def _number(loss: float | None) -> float:
 
 
 def finite(value: Any) -> Any:
-    """Replace floats that JSON cannot represent with None, also inside dicts."""
+    """Replace floats that JSON cannot represent with None, also inside dicts and lists."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -56,10 +56,10 @@ class Sink(View):
         self._try(self.begin, package, settings or {})
 
     def step(self, report: StepReport) -> None:
-        self._give(report.step, scalars_of_step(report))
+        self._give(report)
 
     def evaluated(self, found: Evaluation) -> None:
-        self._give(found.step, scalars_of_evaluation(found))
+        self._give(found)
 
     def close(self) -> None:
         self._try(self.end)
@@ -85,8 +85,9 @@ class Sink(View):
         write_file(path, f"{number}\n")
         return number
 
-    def _give(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        self._try(self.put, step, {name: float(each) for name, each in scalars.items() if each is not None})
+    def _give(self, line: StepReport | Evaluation) -> None:
+        scalars = {name: float(each) for name, each in scalars_of(line).items() if each is not None}
+        self._try(self.put, line.step, scalars)
 
     def _try(self, do: Callable[..., object], *given: Any) -> None:
         """Call ``do``; if that fails, now or earlier, do nothing: see [Note: a sink harms nothing]."""
@@ -170,8 +171,12 @@ class MLflow(Sink):
 SINKS: dict[str, type[Sink]] = {each.key: each for each in (TensorBoard, WeightsAndBiases, MLflow)}
 
 
-def scalars_of_step(report: StepReport) -> dict[str, float | None]:
-    """Return a step's figures by the names that sinks show."""
+def scalars_of(line: StepReport | Evaluation) -> dict[str, float | None]:
+    """Return the figures of a step or an evaluation by the names that sinks and the report have for them."""
+    return _of_evaluation(line) if isinstance(line, Evaluation) else _of_step(line)
+
+
+def _of_step(report: StepReport) -> dict[str, float | None]:
     scalars = {
         "loss/train": report.loss,
         "optimizer/lr": report.lr,
@@ -180,6 +185,8 @@ def scalars_of_step(report: StepReport) -> dict[str, float | None]:
         "speed/step_s": report.step_s,
         "bytes/read": report.nbytes_read,
         "bytes/written": report.nbytes_written,
+        "bytes/planned_read": report.planned_nbytes_read,
+        "bytes/planned_written": report.planned_nbytes_written,
         **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
         **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
         **{f"metrics/train/{name}": value for name, value in report.metrics.items()},
@@ -190,8 +197,7 @@ def scalars_of_step(report: StepReport) -> dict[str, float | None]:
     return scalars
 
 
-def scalars_of_evaluation(found: Evaluation) -> dict[str, float | None]:
-    """Return an evaluation's figures by the names that sinks show."""
+def _of_evaluation(found: Evaluation) -> dict[str, float | None]:
     scalars: dict[str, float | None] = {}
     for name, loss in {"": found.loss, **found.adapters}.items():
         end = f"/{name}" if name else ""
