@@ -274,24 +274,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 632,
+    "": 635,
     "activations": 2447,
-    "api": 4529,
-    "app": 2608,
+    "api": 4568,
+    "app": 2631,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,
     "device": 1063,
-    "engine": 3846,
+    "engine": 3867,
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
-    "optim": 1503,
+    "optim": 1562,
     "partition": 2629,
     "planner": 2308,
-    "predict": 5318,
-    "recipes": 4296,
-    "shards": 4014,
+    "predict": 5317,
+    "recipes": 4295,
+    "shards": 4029,
 }
 
 
