@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "partition": 2629,
     "planner": 2308,
     "predict": 5317,
-    "recipes": 4295,
+    "recipes": 4296,
     "shards": 4029,
 }
 

@@ -34,7 +34,7 @@ class Documents(NamedTuple):
     used: Tensor  # 0 for an example that is padding, (examples,)
     labels: Tensor  # of each first document, (examples,)
     reference: Tensor  # log-probabilities of the reference, (examples, d)
-    over_ranks: Callable[[Tensor], Tensor]  # the mean of a scalar over all ranks, which all call
+    over_ranks: Callable[[Tensor], Tensor]  # the mean of each value over all ranks, which all call
 
     @property
     def ratios(self) -> tuple[Tensor, ...]:
@@ -61,8 +61,9 @@ def kto(given: Documents, train: Any) -> tuple[Tensor, Metrics]:
     the reference; it has no gradient.
     """
     ratio, mismatched = given.ratios
-    distance = (mismatched.detach() * given.used).sum() / given.used.sum()
-    distance = given.over_ranks(distance).clamp(min=0)
+    sums = torch.stack([(mismatched.detach() * given.used).sum(), given.used.sum()])
+    distance, examples = given.over_ranks(sums)  # packed rows hold unequally many examples
+    distance = (distance / examples).clamp(min=0)
     desirable = given.labels > 0
     sign = torch.where(desirable, 1.0, -1.0)
     weight = torch.where(desirable, train.desirable_weight, train.undesirable_weight)
