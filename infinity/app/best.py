@@ -55,10 +55,10 @@ class Best:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.value, self.since = int(state["step"]), float(state["value"]), int(state["since"])
-        if self._folder is not None and self._leads and (self._folder / f"step-{self.step}").is_dir():
-            for later in best_steps(self._folder):
-                if later > self.step:  # of steps that are made again
-                    shutil.rmtree(self._folder / f"step-{later}")
+        kept = best_steps(self._folder) if self._folder is not None and self._leads else []
+        if self._folder is not None and self.step in kept:
+            for later in kept[kept.index(self.step) + 1 :]:  # of steps that are made again
+                shutil.rmtree(self._folder / f"step-{later}")
 
     def begin(self) -> None:
         """Remove what an earlier process of a run that begins has left."""
@@ -85,7 +85,7 @@ class Best:
         if self._folder is None:
             return
         out = self._folder / f"step-{self.step}"
-        if not out.is_dir():
+        if self.step not in best_steps(self._folder):
             self._write(out)
         if self._leads:
             self._say(f"best {self.metric} so far, {self.value:.4f}: saved {out}")
@@ -95,7 +95,8 @@ class Best:
 
 def best_steps(folder: Path) -> list[int]:
     """Return the steps of the best models in a folder, ascending: the last one is the best."""
-    found = (each.name.removeprefix("step-") for each in folder.glob("step-*"))
+    whole = folder.glob("step-*/[!.]*")  # what is being written, or was when a process was killed, has a dot
+    found = {each.parent.name.removeprefix("step-") for each in whole}
     return sorted(int(step) for step in found if step.isdecimal())
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from infinity.app import train as train_module
-from infinity.app.best import BEST_FOLDER, Best, best_steps
+from infinity.app.best import BEST_FOLDER, Best, best_of, best_steps
 from infinity.app.export import publish_run
 from infinity.app.loop import Loop
 from infinity.app.reference import REFERENCE
@@ -292,7 +292,9 @@ def test_a_run_without_a_best_model_says_so(place: Path, tmp_path: Path) -> None
 def follower(folder: Path, metric: str, patience: int | None = None) -> tuple[Best, list[str]]:
     said: list[str] = []
     given = load_recipe(overrides=[f"train.keep_best={metric}", f"train.patience={patience or 'null'}"])
-    return Best(given, folder, lambda out: out.mkdir(parents=True), leads=True, say=said.append), said
+    return Best(
+        given, folder, lambda out: (out / "model").mkdir(parents=True), leads=True, say=said.append
+    ), said
 
 
 def test_a_best_model_stays_until_the_next_but_one(tmp_path: Path) -> None:
@@ -316,3 +318,13 @@ def test_a_run_that_goes_on_forgets_best_models_of_steps_that_are_made_again(tmp
     assert best_steps(tmp_path / BEST_FOLDER) == [1]
     again.seen(Evaluation(2, 0.5))
     assert best_steps(tmp_path / BEST_FOLDER) == [1, 2]
+
+
+def test_what_a_kill_left_of_a_best_model_is_none_and_is_written_again(tmp_path: Path) -> None:
+    (tmp_path / BEST_FOLDER / "step-1/.model.0123abcd.part").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="keeps no best model"):
+        best_of(tmp_path)
+    best, _ = follower(tmp_path, "loss")
+    best.load_state_dict(best.state_dict())
+    best.seen(Evaluation(1, 0.5))
+    assert (best_of(tmp_path) / "model").is_dir()
