@@ -56,7 +56,7 @@ def _examples(data: Data, coloured: bool) -> Iterator[Text]:
         count = len(part.documents) // together
         if turn >= count:
             continue
-        at = turn * count // _EXAMPLES * together
+        at = turn * count // min(count, _EXAMPLES) * together
         for begin, end in part.documents[at : at + together, :2].tolist():
             of = f" of {part.name}, {end - begin:,} tokens"
             yield Text.assemble((f"example {number + 1}", "bold"), of)

@@ -122,3 +122,10 @@ def test_a_pair_is_shown_with_both_of_its_answers(folder: Path) -> None:
 def test_what_training_would_refuse_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "recipe.yaml", "data.skip_malformed=false"]) == 1
     assert "a.jsonl:13: wanted 'messages'" in capsys.readouterr().err
+
+
+def test_no_document_is_shown_twice(folder: Path) -> None:
+    write(folder / "two.jsonl", *({"prompt": f"{i}?", "completion": "y"} for i in range(2)))
+    said = shown("data.files=[two.jsonl]", "data.eval_fraction=0", "train.batch_size=1")
+    assert said.count("of two.jsonl, ") == said.count("0?") + said.count("1?") == 2
+    assert "1?" in said

@@ -128,7 +128,7 @@ def _values(value: Any) -> Any:
 def parse_json(content: bytes) -> Any:
     """Parse JSON; MalformedError: it is none, or has text that cannot be encoded."""
     try:
-        value = json.loads(content.decode())
+        value = json.loads(content.decode("utf-8-sig"))
         if b"\\u" in content:  # an escape may encode half a surrogate pair, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
         return value

@@ -7,6 +7,7 @@ Other files are text. Memory does not grow with a file, but for a JSON array.
 import csv
 import re
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
             reason = error.strerror if isinstance(error, OSError) else error
             raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
         if not files:
+            if path.is_dir():
+                raise DataError(f"{key}: {name!r} has no files of {', '.join(sorted(_SUFFIXES))}")
             raise DataError(f"{key}: {name!r} matches no file in {Path.cwd()}; {_hint(name)}")
         if path.is_dir() and (parts := _parts(files)):
             raise DataError(f"{key}: {name!r} has files of {parts}: give those to train on, as {name}/train*")
@@ -94,9 +97,7 @@ def _matches(name: str, path: Path) -> list[Path]:
     if is_saved(path):
         return [path]
     if path.is_dir():
-        # what else is JSON in a directory describes the data
-        suffixes = {".txt", *READERS} - {".json"}
-        found = (each for each in path.rglob("*") if each.suffix in suffixes)
+        found = (each for each in path.rglob("*") if each.suffix in _SUFFIXES)
         return sorted(each for each in found if each.is_file())
     if path.exists():
         return [path]  # a pipe or device is refused when it is opened
@@ -150,7 +151,7 @@ def _json_lines(path: Path, reading: Reading) -> _Rows:
 def _json(path: Path, reading: Reading) -> _Rows:
     """Yield the objects of a JSON array; many files of this name are JSONL."""
     with readable(path), open(open_regular(path), "rb") as file:
-        is_array = file.read(2**16).lstrip()[:1] == b"["
+        is_array = file.read(2**16).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
     if not is_array:
         yield from _json_lines(path, reading)
         return
@@ -232,6 +233,10 @@ READERS: dict[str, Callable[[Path, Reading], _Rows]] = {
 }  # fmt: skip
 
 
+#: Of files in a directory: what else is JSON there describes the data.
+_SUFFIXES = {".txt", *READERS} - {".json"}
+
+
 def _library(path: Path) -> Any:
     try:
         import datasets
@@ -272,7 +277,7 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield pieces of whole lines, or of words of longer ones, and whether each is the last."""
     lines: list[str] = []
     size = number = 0
-    with readable(path), open(open_regular(path), encoding="utf-8", newline="") as file:
+    with readable(path), open(open_regular(path), encoding="utf-8-sig", newline="") as file:
         try:
             while line := file.readline(PIECE_CHARS):
                 if size >= PIECE_CHARS:
@@ -284,7 +289,10 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
                 lines.append(line)
                 size += len(line)
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text, after line {number}: {error.reason}") from error
+            raise DataError(
+                f"{path}: not UTF-8 text, after line {number}: {error.reason}; files are text, but for those "
+                f"of {', '.join(READERS)}: decompress what is compressed"
+            ) from error
     if lines:
         yield "".join(lines), True
 

@@ -117,6 +117,26 @@ def test_a_directory_with_files_to_test_is_refused_and_not_trained_on(tmp_path: 
     assert len(find_files([str(tmp_path / "data/texts")])) == 3
 
 
+def test_a_directory_of_compressed_files_says_which_files_it_would_take(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=r"has no files of \.arrow, \.csv, \.jsonl"):
+        find_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "array.json", "a.csv"])
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path, name: str) -> None:
+    WRITE[name](tmp_path / name)
+    path = tmp_path / f"marked-{name}"
+    path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    marked, plain = ([row.record for row in rows(each, Reading())] for each in (path, tmp_path / name))
+    assert marked == plain
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffhello".encode())
+    assert [*sources.read_pieces(tmp_path / "a.txt")] == [("hello", True)]
+
+
 def test_a_name_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="hf download --repo-type dataset tatsu-lab/alpaca --local-dir DIR"):
@@ -133,6 +153,7 @@ def test_a_name_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest
         ("a.csv", 'prompt,completion\na,"b\n\n', r"a\.csv:2: not CSV: unexpected end of data"),
         ("a.csv", "question,completion\na,b\n", r"a\.csv: wanted .*; got the fields question, completion"),
         ("a.csv", b"prompt,completion\na,\xff\n", r"a\.csv:\d: not UTF-8 text"),
+        ("a.gz", b"\x1f\x8b\xff", r"a\.gz: not UTF-8 text, .*decompress what is compressed"),
         ("a.json", '[{"text": "a"}, 3]', r"a\.json: item 2: wanted an object; got int"),
         ("a.json", '[{"text": "a"}, {"body": "b"}]', r"a\.json: item 2: wanted .*; got the fields body"),
         ("a.json", '[{"text": "a"},', r"a\.json: not JSON"),
