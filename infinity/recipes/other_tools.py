@@ -49,6 +49,7 @@ _COMMITTED = Needless("every step is committed, and an interrupted run goes on b
 _COMPILED = Missing("models are not compiled by torch.compile; updates always are")
 _ATTENTION = Missing("attention is that of the checkpoint's config.json")
 _ITS_TEMPLATE = Missing("chats are rendered with the checkpoint's own chat template")
+_NO_OTHER = Missing("what is trained is adapters of LoRA, or all weights")
 _NO_CODE = Missing("no code of a checkpoint is run")
 _TORCHRUN = Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE")
 _DTYPES = Missing("train.dtype is bf16, fp16 or fp32")
@@ -269,7 +270,7 @@ _LORA: dict[str, Row] = {
         "additional_target=lora.modules_to_save",
         _texts,
     ),
-    "lora_target_linear": Needless("without lora.target_modules all linear layers get adapters"),
+    "lora_target_linear": To("lora.target_modules", lambda on: {"_linear": bool(on)}),
 }
 
 _TRAINER_DEFAULTS: Values = {
@@ -453,7 +454,10 @@ _TORCHTUNE: dict[str, Row] = {
         "model.lora_alpha=lora.alpha model.lora_dropout=lora.dropout model.use_dora=lora.dora "
         "shuffle=data.shuffle output_dir=run.dir log_every_n_steps=train.log_every"
     ),
-    **_to("dataset.data_files=data.files model.lora_attn_modules=lora.target_modules", _texts),
+    "dataset.data_files": To("data.files", _texts),
+    "model.lora_attn_modules": To(
+        "lora.target_modules", lambda names: [{"output_proj": "o_proj"}.get(name, name) for name in names]
+    ),
     **_to("clip_grad_norm=optim.max_grad_norm", _positive),
     "dtype": To("train.dtype", _precision),
     "optimizer._component_": To("optim.name", _optimizer),
@@ -539,7 +543,7 @@ TOOLS = {
     ),
     "LLaMA-Factory": Tool(
         frozenset({"finetuning_type", "cutoff_len"}), _LLAMA_FACTORY,
-        _TRAINER_DEFAULTS | {"model.seq_len": 2048, "data.eval_fraction": 0.0, "_eval": "no"},
+        _TRAINER_DEFAULTS | {"model.seq_len": 2048, "data.eval_fraction": 0.0, "_eval": "no", "_lora": True},
     ),
     "transformers' TrainingArguments": Tool(
         frozenset({"per_device_train_batch_size", "num_train_epochs"}), _TRAINER,

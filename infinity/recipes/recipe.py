@@ -45,8 +45,8 @@ _CHOSEN: dict[str, str | None] = {
     "train.schedule": "auto", "memory.activations": "auto", "memory.resident": "auto",
     "memory.updates": "auto", "partition.tile": "auto", "memory.device": None,
 }  # fmt: skip
-#: Sections of which each of several adapters may have keys of its own, and keys that all have in common.
-_OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale", "optim.ema")
+#: Sections of which each of several adapters may have keys of its own, and a key that all have in common.
+_OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale",)
 _OWN = "keys of its own in sections " + ", ".join(_OF_ADAPTERS)
 
 
@@ -273,7 +273,7 @@ class Recipe:
             durability=self.durability,
             dtype=self.train.dtype,
             device=self.train.device,
-            rule=self.optim.rule.name,
+            rule=self.optim.name,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,
             resume=self.run.resume,

@@ -180,6 +180,8 @@ def _not_here(values: Values) -> Iterator[Said]:
 
 def _combine_lora(v: Values, said: list[Said]) -> None:
     """Keep adapters and the form of their base if adapters are trained, else remove them."""
+    if v.pop("_linear", False):  # all of them, whatever is listed beside
+        v.pop("lora.target_modules", None)
     stored, settings = v.pop("_stored_as", None), [key for key in v if key.startswith("lora.")]
     if not v.pop("_lora", False):
         for key in settings:

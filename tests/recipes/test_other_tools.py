@@ -234,6 +234,14 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     for name, rule in {"paged_adamw_8bit": "adamw8bit", "adamw_torch_fused": "adamw", "lion": "lion"}.items():
         assert translated(AXOLOTL | {"optimizer": name}).recipe.optim.name == rule
     assert translated({"zero_optimization": 3, "optimizer": {"type": "Adam"}}).recipe.optim.name == "adamw"
+    assert not translated(LLAMA_FACTORY | {"finetuning_type": "full"}).recipe.lora.active
+    unsaid = {key: value for key, value in LLAMA_FACTORY.items() if key != "finetuning_type"}
+    assert translated(unsaid).recipe.lora.active
+    some = AXOLOTL | {"lora_target_modules": ["q_proj"]}
+    assert translated(some).recipe.lora.target_modules == ()
+    assert translated(some | {"lora_target_linear": False}).recipe.lora.target_modules == ("q_proj",)
+    tune = TORCHTUNE | {"model": {"lora_rank": 8, "lora_attn_modules": ["q_proj", "output_proj"]}}
+    assert translated(tune).recipe.lora.target_modules == ("q_proj", "o_proj")
     found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})
     assert found.recipe.train.eval_every is None
     assert why(found, "eval_strategy") == "train.eval_every is a number of steps"
