@@ -26,7 +26,7 @@ from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahe
 from infinity.device.memory import HostBuffer
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
-from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
+from infinity.optim.rule import PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.sgd import SGDRule as SGDRule
 
 #: Elements that the update pipeline reads, updates and writes at one time.
@@ -57,15 +57,12 @@ class OptimConfig(Config):
     eps: float = setting(1e-8, "added to the root of the second moment", Valid(1e-30, 1))
     weight_decay: float = setting(0.1, "decoupled weight decay", Valid(0, 10**6))
     options: Mapping[str, float] | None = setting(
-        None, "numbers of the rule that have no key here, as in {momentum: 0.9}"
-    )
-    ema: float | None = setting(
-        None,
-        "decay of an exponential moving average of the weights, such as 0.999; null: none is kept",
-        Valid(least=0, below=1),
+        None, "numbers of the rule that have no key here, as in {momentum: 0.9}", Valid(0, 10**6)
     )
     groups: Mapping[str, Mapping[str, float]] | None = setting(
-        None, 'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}'
+        None,
+        'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}',
+        Valid(0, 10**6),
     )
     max_grad_norm: float | None = setting(
         1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)
@@ -81,14 +78,8 @@ class OptimConfig(Config):
     def numbers(self) -> dict[str, Any]:
         """Numbers of the rule: of these keys those that it has, and the options."""
         own = {name: getattr(self, name) for name in ("lr", "betas", "eps", "weight_decay")}
-        numbers = {key: own[key] for key in self.rule.defaults if key in own} | dict(self.options or {})
-        return numbers if self.ema is None else {**numbers, EMA: self.ema}
-
-    @property
-    def rule(self) -> Rule:
-        """The update rule, with an average of the weights if one is kept."""
         rule = find_rule(self.name)
-        return rule if self.ema is None else rule.averaged
+        return {key: own[key] for key in rule.defaults if key in own} | dict(self.options or {})
 
 
 def find_rule(name: str | Rule) -> Rule:
@@ -108,11 +99,10 @@ def find_rule(name: str | Rule) -> Rule:
             return RULES[made.name]
         raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
     if name not in RULES:
-        plain = [each for each in RULES if not each.endswith(f"+{EMA}")]
-        near = difflib.get_close_matches(name, plain, n=2)
+        near = difflib.get_close_matches(name, RULES, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise SettingError(
-            "optim.name", name, f"one of {', '.join(plain)}, or module:Class of your own{hint}"
+            "optim.name", name, f"one of {', '.join(RULES)}, or module:Class of your own{hint}"
         )
     return RULES[name]
 
