@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infinity.app.loop import Loop
 from infinity.app.train import train
 from infinity.core.errors import InfinityError
 from infinity.recipes.loading import load_recipe
@@ -74,6 +75,8 @@ OPTIONS = {
 }
 RANKS = "two ranks (`torchrun`)"
 OPTIONS[RANKS] = Row(("train.batch_size=1",), same_losses=True)
+INTERRUPTED = "interrupted, and gone on (`durability.every=1`)"
+OPTIONS[INTERRUPTED] = Row(("durability.every=1", "memory.nvme=[FOLDER/nvme]"), same_losses=True)
 ROWS = {**{task: Row() for task in TASKS}, **FORMS, **OPTIONS}
 #: What an error says where two do not combine, by the mark of its note, and the note.
 ERRORS = {
@@ -110,7 +113,11 @@ REFUSED = {
 CELLS = [*product(TASKS, FORMS), *product(OPTIONS, [*TASKS, *[*FORMS][1:]]), *combinations(OPTIONS, 2)]
 CELLS = [(one, other) for one, other in CELLS if not ROWS[one].names & ROWS[other].names]
 FAST = [("kto", "several adapters"), ("classify", "adapters, NF4 base"), *REFUSED]
-FAST += [("layer schedule (`train.schedule=layer`)", "best model (`train.keep_best`)"), (RANKS, "kto")]
+FAST += [
+    ("layer schedule (`train.schedule=layer`)", "best model (`train.keep_best`)"),
+    (RANKS, "kto"),
+    (INTERRUPTED, "dpo"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,7 @@ def losses(place: Path, *features: str) -> list[float]:
     task = next((name for name in features if name in TASKS), "sft")
     files = ", ".join(f"{place}/{TASKS[task]}-{number}.jsonl" for number in range(2))
     keys = [key.replace("=prompts", f"={place}/prompts") for name in features for key in ROWS[name].keys]
+    interrupted = INTERRUPTED in features
     with tempfile.TemporaryDirectory() as folder:
         given = [
             f"run.dir={folder}/runs", "run.name=one", "observe.progress=false", f"model.path={place}/base",
@@ -152,16 +160,33 @@ def losses(place: Path, *features: str) -> list[float]:
             "train.accumulate=2", "train.eval_every=null", "train.threads=1", "train.dtype=fp32",
             "train.schedule=step", "optim.lr=1e-2",
         ]  # fmt: skip
+        given += [key.replace("FOLDER", folder) for key in keys]
         if RANKS in features:
-            run_ranks(trained, 2, [*given, *keys])
+            run_ranks(trained, 2, given, interrupted)
         else:
-            trained([*given, *keys])
+            trained(given, interrupted)
         lines = map(json.loads, (Path(folder) / "runs/one/metrics.jsonl").read_text().splitlines())
         return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
-def trained(overrides: list[str]) -> None:
-    train(load_recipe(overrides=overrides))
+def trained(overrides: list[str], interrupted: bool) -> None:
+    """Train; if ``interrupted``, stop in the last step, and go on with this one."""
+    recipe, step, made = load_recipe(overrides=overrides), Loop._step, list[int]()
+
+    def noted(loop: Loop, batches: Any) -> Any:
+        made.append(loop.step)
+        if interrupted and made == [*range(1, STEPS + 1)]:
+            raise KeyboardInterrupt
+        return step(loop, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_step", noted)
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                train(recipe)
+        train(recipe)
+    assert made[-1] == STEPS
+    assert made.count(1) == 1  # it goes on after a committed step, and does not begin anew
 
 
 @pytest.mark.parametrize(("one", "other"), few(FAST, CELLS))
