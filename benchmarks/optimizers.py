@@ -5,9 +5,10 @@ Tables, each from one run in turns:
 1. Bytes per parameter that an update on NVMe reads and writes (weight and state, bf16), and elements per
    second on the CPU beside torch's fused optimizer with its casts, where it has one, and beside a copy of as
    many bytes.
-2. Seconds of a step of 134 M parameters, all on NVMe, and its bytes.
+2. Seconds of a step of 134 M parameters, all on NVMe, its bytes, and their rate beside what fio reaches
+   at the same mix: near 1 the drive binds.
 3. The last training loss of the quickstart, and its held-out loss, after some steps in fp32.
-4. ``infinity plan`` for a Llama of 70 B on 8 H100 with drives.
+4. ``infinity plan`` for a GPT of 70 B on 8 H100 with drives.
 
     python benchmarks/optimizers.py [--quick] [--json FILE] [--rules adamw,adamw8bit] [--parts update,step]
 """
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import fio
 import llama
 import papers
 import processes
@@ -121,6 +123,8 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
     found = dict[tuple[str, int], Measured]()
     folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
     try:
+        if fio.available():
+            fio.prepare(folder, 2**30)
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else names[::-1]:
                 print(f"{name}, turn {turn + 1}", file=sys.stderr, flush=True)
@@ -136,6 +140,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                 )  # fmt: skip
                 for each, ranks in zip(tokens, processes.run(job, 1), strict=True):
                     found.setdefault((name, each), Measured()).add(ranks)
+        fio_s = {key: _fio_s(folder, each) for key, each in found.items()}
     finally:
         shutil.rmtree(folder)
     rows, claims = [], []
@@ -143,6 +148,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
         base = found.get(("adamw", each), measured)
         ratio = measured.median_s / base.median_s
         moved = [f"{measured.read / 1e9:.2f}", f"{measured.written / 1e9:.2f}"]
+        moved.append(f"{fio_s[name, each] / measured.median_s:.2f}")
         rows.append([name, str(each), f"{measured.median_s:.2f}", f"{ratio:.2f}", *moved])
         if name == "adamw8bit" and each == 512:
             claims.append(
@@ -152,11 +158,19 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                 )
             )  # fmt: skip
     print(f"\nA step of {shape.name}, all on NVMe")
-    print_table(["rule", "tokens", "step s", "/ adamw", "read GB", "written GB"], rows)
+    print_table(["rule", "tokens", "step s", "/ adamw", "read GB", "written GB", "rate / fio's"], rows)
     return claims
 
 
-def losses(names: list[str], quick: bool, root: Path) -> list[Claim]:
+def _fio_s(folder: Path, step: Measured) -> float:
+    """Return the time in which fio moves a step's bytes (s); NaN: there is no fio."""
+    if not fio.available():
+        return float("nan")
+    rate = fio.mixed_bytes_per_s(folder, step.read, step.written, seconds=3)
+    return (step.read + step.written) / rate
+
+
+def losses(names: list[str], quick: bool, root: Path, batch: int) -> list[Claim]:
     found: dict[str, tuple[float, float]] = {}
     count = 20 if quick else 300
     folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
@@ -167,7 +181,7 @@ def losses(names: list[str], quick: bool, root: Path) -> list[Claim]:
                 f"train.steps={count}", f"run.dir={folder / name}", "train.eval_every=null",
                 "train.dtype=fp32", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
                 f"optim.name={name}",
-                "train.batch_size=8", *TRAINED.get(name, []),
+                f"train.batch_size={batch}", *TRAINED.get(name, []),
             ]  # fmt: skip
             command = [sys.executable, "-m", "infinity", "train", "configs/quickstart.yaml", *given]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -183,7 +197,7 @@ def losses(names: list[str], quick: bool, root: Path) -> list[Claim]:
         [name, f"{loss:.4f}", f"{loss / base[0] - 1:+.2%}", f"{held:.4f}"]
         for name, (loss, held) in found.items()
     ]
-    print(f"\nThe quickstart after {count} steps of 8 x 256 tokens, fp32")
+    print(f"\nThe quickstart after {count} steps of {batch} x 256 tokens, fp32")
     print_table(["rule", "loss (mean of 20 steps)", "to adamw", "held-out loss"], rows)
     if "adamw8bit" not in found:
         return []
@@ -193,14 +207,19 @@ def losses(names: list[str], quick: bool, root: Path) -> list[Claim]:
 
 
 def plans(names: list[str], quick: bool) -> list[Claim]:
-    """A GPT of 70 B (80 layers of 8,192), all states on NVMe, 8 x 2,048 tokens on each of 8 GPUs."""
-    rows, layers, steps_s = [], (4 if quick else 80), {}
+    """A GPT of 80 layers of 8,192 (4 if ``quick``), all on NVMe, 2,048 tokens on each of 8 GPUs."""
+    rows, layers, steps_s, params = [], (4 if quick else 80), {}, 0
     for name in names:
-        cost = papers.plan("hgx-h100", 8, layers, 8192, 64, 1, f"optim.name={name}", seq=2048).cost
+        planned = papers.plan(
+            "hgx-h100", 8, layers, 8192, 64, 1, f"optim.name={name}", "train.dtype=bf16", seq=2048
+        )
+        cost, params = planned.cost, planned.run.params
         steps_s[name] = cost.step_s
         ratio = cost.step_s / steps_s.get("adamw", cost.step_s)
         rows.append([name, f"{cost.step_s:.2f}", f"{ratio:.2f}", cost.bottleneck])
-    print("\ninfinity plan: 70 B on hgx-h100, all on NVMe, 8 x 2,048 tokens")
+    print(
+        f"\ninfinity plan: a GPT of {params / 1e9:.1f} B on hgx-h100, all on NVMe, 2,048 tokens on each GPU"
+    )
     print_table(["rule", "step s", "/ adamw", "bottleneck"], rows)
     return []
 
@@ -214,6 +233,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", default="512,2048", help="of a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the quickstart")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every rule in steps")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args()
@@ -225,7 +245,7 @@ def main() -> None:
     if "step" in parts:
         claims += steps(names, options.quick, options.nvme, rounds, [*map(int, options.tokens.split(","))])
     if "loss" in parts:
-        claims += losses(names, options.quick, options.nvme)
+        claims += losses(names, options.quick, options.nvme, options.batch)
     if "plan" in parts:
         claims += plans(names, options.quick)
     print_claims(claims, options.json, wanted="")

@@ -286,10 +286,10 @@ ROOM_BUDGETS = {
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
-    "optim": 1505,
+    "optim": 1516,
     "partition": 2629,
     "planner": 2308,
-    "predict": 5318,
+    "predict": 5347,
     "recipes": 4310,
     "shards": 4014,
 }

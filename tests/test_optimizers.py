@@ -4,12 +4,15 @@ import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
+from infinity.engine.runtime import runtime_of
 from infinity.optim import Form, Moment
 from infinity.optim import Rule as UpdateRule
 from infinity.optim.rule import RULES
@@ -109,6 +112,57 @@ def test_training_is_bitwise_the_plain_loop(tmp_path, name, where, dtype):
     assert_bitwise(train(factory, batch, place(tmp_path, where), **how), plain)
 
 
+@pytest.mark.parametrize("name", few(("adamw8bit", "lion"), NUMBERS))
+def test_updates_that_began_before_a_step_was_clipped_are_undone_and_made_again(tmp_path, name):
+    factory, batch = models.build("gpt", seed=3)
+    how: dict[str, Any] = {"steps": 3, "rule": rule_of(name, max_grad_norm=0.01)}
+    ours = train(factory, batch, place(tmp_path, "nvme"), **how)
+    assert_bitwise(ours, reference(factory, batch, **how))
+    assert min(ours.norms) > 1
+    assert sum(each.rolled_back for each in ours.reports) > 0
+
+
+class LookedUp(nn.Module):
+    """Rows of 24 elements, of which 32 are three blocks of quantized moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(400, 24), nn.Linear(24, 8)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=self.out(self.embed(tokens)).square().mean())
+
+
+@pytest.mark.parametrize("name", few(("adamw8bit",), NUMBERS))
+def test_tiles_change_no_bit(tmp_path, name):
+    def factory() -> nn.Module:
+        torch.manual_seed(1)
+        return LookedUp()
+
+    def batch(number: int, *_: int) -> dict[str, Any]:
+        return {"tokens": torch.randint(400, (64,), generator=torch.Generator().manual_seed(number))}
+
+    how: dict[str, Any] = {"steps": 4, "rule": rule_of(name)}
+    tiles: list[Any] = []
+    ours = train(
+        factory, batch, [*place(tmp_path, "nvme"), "partition.tile=4KiB"], **how,
+        change=lambda model: tiles.extend(each for _, each in runtime_of(model).units.segments()),
+    )  # fmt: skip
+    assert [each.rows for each in tiles if each.is_tile] == [
+        range(n, min(n + 64, 400)) for n in range(0, 400, 64)
+    ]
+    assert_bitwise(ours, reference(factory, batch, **how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_many_steps_are_bitwise_the_plain_loop(tmp_path, name, dtype):
+    factory, batch = models.build("llama", seed=2)
+    how: dict[str, Any] = {"dtype": dtype, "steps": 20, "rule": rule_of(name)}
+    assert_bitwise(train(factory, batch, place(tmp_path, "nvme"), **how), reference(factory, batch, **how))
+
+
 def test_a_run_of_another_rule_or_of_none_that_is_here_is_refused(tmp_path, monkeypatch):
     factory, batch = models.build("gpt", seed=3)
     model = build(factory, "bf16", place(tmp_path, "nvme"))
@@ -164,6 +218,24 @@ def play(folder: str, names: list[str]) -> list[list[str]]:
 def test_two_ranks_give_the_same_bits_in_every_place(tmp_path, names):
     for digests in run_ranks(play, 2, str(tmp_path), names):
         assert all(host == nvme for host, nvme in digests)
+
+
+def play_alike(folder: str, names: list[str]) -> list[tuple[list[str], list[str]]]:
+    """Losses, and weights, of each rule; every rank is given the same batch."""
+    factory, batch = models.build("gpt", seed=3)
+    out = []
+    for name in names:
+        how: dict[str, Any] = {"steps": 3, "rule": rule_of(name, max_grad_norm=None)}
+        found = train(factory, lambda n, *_: batch(n), place(folder, "nvme")[:3], **how)
+        weights = [f"{key} {each.float().sum().item().hex()}" for key, each in found.weights.items()]
+        out.append(([loss.hex() for loss in found.losses], weights))
+    return out
+
+
+@pytest.mark.parametrize("names", [["adamw8bit"], pytest.param([*NUMBERS], marks=pytest.mark.slow)])
+def test_two_ranks_with_equal_gradients_train_as_one(tmp_path, names):
+    one, two = (run_ranks(play_alike, n, str(tmp_path / str(n)), names) for n in (1, 2))
+    assert one == two[:1] == two[1:]
 
 
 def test_shards_of_ranks_change_no_quantized_number():

@@ -445,8 +445,8 @@ def _optimizer(recipe: Recipe, model: Any) -> Optimizer:
     for name, task in recipe.tasks.items() if recipe.trains_adapters else ():
         optim = task.optim
         own = infinity.lora_groups(
-            model, lr=optim.lr, lr_ratio=task.lora.lr_ratio or 1.0, weight_decay=optim.weight_decay,
-            name=name or None,
+            model, lr=optim.lr, lr_ratio=task.lora.lr_ratio or 1.0, name=name or None,
+            weight_decay=optim.numbers.get("weight_decay", 0.0),
         )  # fmt: skip
         groups += [{**optim.numbers, **group} for group in own]
     optim, limits = recipe.optim, {name: task.optim.max_grad_norm for name, task in recipe.tasks.items()}

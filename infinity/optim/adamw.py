@@ -15,6 +15,7 @@ class AdamWRule(Rule):
     name = "adamw"
     moments = Moment("exp_avg"), Moment("exp_avg_sq")
     defaults: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
@@ -39,6 +40,7 @@ class AdamRule(AdamWRule):
 
     name = "adam"
     defaults: Mapping[str, Any] = {**AdamWRule.defaults, "weight_decay": 0.0}
+    recipe: Mapping[str, Any] = {}
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         return float(group["weight_decay"]), *super().numbers(group, step)[1:]
@@ -62,3 +64,6 @@ class AdamW8bitRule(AdamWRule):
 
     name = "adamw8bit"
     moments = Moment("exp_avg", Quantized()), Moment("exp_avg_sq", Quantized(signed=False))
+
+
+ADAMW_8BIT = AdamW8bitRule()

@@ -42,6 +42,8 @@ class Rule(ABC):
     moments: tuple[Moment, ...]  # beside the exact weight: one or more
     #: Numbers of a parameter group and their defaults, in the order of an optimizer's arguments.
     defaults: Mapping[str, Any] = MappingProxyType({"lr": 1e-3})
+    #: Those that are others in a recipe that does not name them.
+    recipe: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

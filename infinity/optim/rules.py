@@ -51,11 +51,14 @@ class OptimConfig(Config):
         "update rule: adamw, adamw8bit, adam, lion, sgd; module:Class of your own (infinity.optim.Rule)",
     )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
-    betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay of the first and second moment", Valid(least=0, below=1)
-    )
+    betas: tuple[float, float] | None = setting(
+        None, "decay of the moments; null: [0.9, 0.95] for AdamW, the rule's own for others",
+        Valid(least=0, below=1),
+    )  # fmt: skip
     eps: float = setting(1e-8, "added to the root of the second moment", Valid(1e-30, 1))
-    weight_decay: float = setting(0.1, "decoupled weight decay", Valid(0, 10**6))
+    weight_decay: float | None = setting(
+        None, "of matrices; null: 0.1 for AdamW, the rule's own for others: 0", Valid(0, 10**6)
+    )
     options: Mapping[str, float] | None = setting(
         None, "numbers of the rule that have no key here, as in {momentum: 0.9}", Valid(0, 10**6)
     )
@@ -76,10 +79,11 @@ class OptimConfig(Config):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Numbers of the rule: of these keys those that it has, and the options."""
-        own = {name: getattr(self, name) for name in ("lr", "betas", "eps", "weight_decay")}
-        rule = find_rule(self.name)
-        return {key: own[key] for key in rule.defaults if key in own} | dict(self.options or {})
+        """All numbers of the rule: its own, these keys where they are named, and the options."""
+        rule, keys = find_rule(self.name), ("lr", "betas", "eps", "weight_decay")
+        own = {key: getattr(self, key) for key in keys if key in rule.defaults}
+        named = {key: value for key, value in own.items() if value is not None}
+        return {**rule.defaults, **rule.recipe, **named, **(self.options or {})}
 
 
 def find_rule(name: str | Rule) -> Rule:

@@ -106,7 +106,8 @@ class Layout:
 
     @property
     def rates(self) -> RankRates:
-        return rank_rates(self.machine, self.model.ranks, self.model.dtype, self.recipe.train.threads)
+        threads, state = self.recipe.train.threads, self.storage.layout
+        return rank_rates(self.machine, self.model.ranks, self.model.dtype, threads, state)
 
     @property
     def layered(self) -> bool:

@@ -34,8 +34,10 @@ from infinity.device.machine import (
     usable_cores,
 )
 from infinity.nvme.probe import measure
-from infinity.optim.adamw import ADAMW
+from infinity.optim.adamw import ADAMW, ADAMW_8BIT
+from infinity.optim.rule import Rule
 from infinity.optim.rules import HostRule
+from infinity.optim.state import Quantized, StateLayout
 from infinity.recipes.loading import load_sections
 
 _RATE = Valid(least=1.0, most=1e18)
@@ -104,7 +106,13 @@ class HostConfig(Config):
     memory: int = setting(2**30, "host memory of a node", Valid(1, 2**60), nbytes=True)
     bytes_per_s: float = setting(1e10, "bandwidth of that memory", _RATE)
     core_bytes_per_s: float = setting(8e9, "what an optimizer's update moves on one core", _RATE)
+    core_codes_per_s: float = setting(5e8, "8-bit values that it decodes and encodes on one core", _RATE)
     watts: float = setting(0.0, "power of a node without its devices; 0: not known", _PRICE)
+
+    def update_bytes_per_s(self, layout: StateLayout) -> float:
+        """Return what one core moves per second in updates with such a state, and their gradients."""
+        nbytes, codes = _updated(layout)
+        return nbytes / (nbytes / self.core_bytes_per_s + codes / self.core_codes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +202,13 @@ class RankRates:
         return max(1, int(self.threads) // 2)
 
 
-def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None) -> RankRates:
-    """Return the rates of one of ``ranks`` that compute in ``dtype``, on a thread for each core if None."""
+def rank_rates(
+    machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None, state: StateLayout | None = None
+) -> RankRates:
+    """Return the rates of one of ``ranks`` that compute in ``dtype``, on a thread for each core if None.
+
+    ``state`` is what updates of weights have beside them; None: that of AdamW.
+    """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)
     link = links.host_bytes_per_s or 0.0
@@ -228,12 +241,13 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
             reduce = min(reduce, links.network_bytes_per_s / crossing)
     of_memory, own = host.bytes_per_s / local, min(used, cores)
     background = own if machine.on_accelerator else max(1, int(used) // 2)
+    updated = host.update_bytes_per_s(state or ADAMW.layout(DTYPES[dtype]))
     return RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
-        update_bytes_per_s=min(of_memory, own * host.core_bytes_per_s),
-        background_bytes_per_s=min(of_memory, background * host.core_bytes_per_s),
+        update_bytes_per_s=min(of_memory, own * updated),
+        background_bytes_per_s=min(of_memory, background * updated),
         decode_bytes_per_s=devices.memory_bytes_per_s or min(of_memory, used * host.core_bytes_per_s),
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
@@ -291,6 +305,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     torch.set_num_threads(cores)
     try:
         host_bytes_per_s = _copy_bytes_per_s(device)
+        core_bytes_per_s, core_codes_per_s = map(_rounded, _update_rates())
         devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None and cores > 1:
@@ -319,7 +334,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         links=links,
         host=HostConfig(
             cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s),
-            core_bytes_per_s=_rounded(_update_bytes_per_s()),
+            core_bytes_per_s=core_bytes_per_s, core_codes_per_s=core_codes_per_s,
         ),
         drives=_drives([Path(each) for each in directories]) if directories else DrivesConfig(),
     )  # fmt: skip
@@ -402,17 +417,30 @@ def _copy_bytes_per_s(device: torch.device) -> float:
     return 2 * _COPIED_NBYTES / _best_s(lambda: target.copy_(source), device)
 
 
-def _update_bytes_per_s() -> float:
-    """Return the bytes that one core reads and writes per second in an update of weights and state."""
-    dtype, device, arithmetic = torch.bfloat16, torch.device("cpu"), ADAMW
+def _updated(layout: StateLayout) -> tuple[float, int]:
+    """Return the bytes that an update of an element reads and writes, and its 8-bit values."""
+    codes = sum(isinstance(moment.form, Quantized) for moment in layout.moments)
+    return 2 * layout.bytes_per_element + layout.dtype.itemsize, codes
+
+
+def _update_rates() -> tuple[float, float]:
+    """Return the bytes that one core moves per second in updates, and the 8-bit values that it converts."""
+    nbytes, _ = _updated(ADAMW.layout(torch.bfloat16))
+    core_bytes_per_s = nbytes / _update_s(ADAMW)
+    nbytes, codes = _updated(ADAMW_8BIT.layout(torch.bfloat16))
+    converting_s = _update_s(ADAMW_8BIT) - nbytes / core_bytes_per_s
+    return core_bytes_per_s, codes / max(converting_s, 1e-12)
+
+
+def _update_s(arithmetic: Rule) -> float:
+    """Return the time of one core for an update of one element (s)."""
+    dtype, device = torch.bfloat16, torch.device("cpu")
     rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(arithmetic.idle)
     layout = rule.layout
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device=device) for _ in range(2))
     memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device=device)
     state = layout.views(memory, _UPDATED_NUMEL)
-    best_s = _best_s(lambda: rule.update(weight, grad, state, weight, hyper), device)
-    moved = 2 * layout.bytes_per_element + dtype.itemsize
-    return _UPDATED_NUMEL * moved / best_s
+    return _best_s(lambda: rule.update(weight, grad, state, weight, hyper), device) / _UPDATED_NUMEL
 
 
 def _best_s(run: Callable[[], object], device: torch.device) -> float:

@@ -45,6 +45,7 @@ class Scenario:
         place: Overrides of the recipe that say where states are; ``{folder}`` is a directory of the test.
         more: Further overrides.
         clip: The rule's ``max_grad_norm``.
+        update: Name of the rule.
         through: Micro-batches that go through the layers together; 0: no layer schedule.
         lora: Rank of the adapters; 0: none.
         base: A kind of :mod:`tests.helpers.quantized`: of the frozen checkpoint that has the adapters.
@@ -61,6 +62,7 @@ class Scenario:
     steps: int = 3
     accumulate: int = 1
     clip: float | None = None
+    update: str = "adamw"
     dropout: float = 0.0
     through: int = 0
     lora: int = 0
@@ -72,7 +74,7 @@ class Scenario:
 
     @property
     def rule(self) -> Rule:
-        return Rule(max_grad_norm=self.clip)
+        return Rule(name=self.update, lr=1e-2, max_grad_norm=self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)

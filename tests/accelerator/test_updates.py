@@ -1,5 +1,6 @@
 """An update on the accelerator gives the bits of one on the CPU."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,33 +9,36 @@ import torch
 from torch import nn
 
 from infinity.optim import rules
-from infinity.optim.adamw import ADAMW
-from infinity.optim.rules import DeviceRule, HostRule, measure_rates
+from infinity.optim.rules import DeviceRule, HostRule, find_rule, measure_rates
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-HYPER = ADAMW.hyper({**ADAMW.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
+NAMES = ("adamw", "adamw8bit", "adam", "lion", "sgd")
 
 
-def compare() -> list[str]:
+def compare(name: str) -> list[str]:
     """What differs between both ways, in each dtype, by name; and what there is besides."""
     from tests.accelerator import device
 
-    simulator, wrong = device.start(), []
+    simulator, wrong, rule = device.start(), [], find_rule(name)
+    hyper = rule.hyper({**rule.defaults, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
     rules._DEVICE_NUMEL = 2**13
     for schedule in ("eager", "lazy"):
         simulator.reset(schedule, 0)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            layout = ADAMW.layout(dtype)
+            layout = rule.layout(dtype)
             torch.manual_seed(5)
             weight, grad = (torch.randn(5 * 2**12 + 2048).to(dtype) for _ in range(2))
-            state = tuple((torch.rand(weight.numel()) * 9).to(field.dtype) for field in layout.fields)
+            state = layout.complete((), weight.numel())
+            for field in state:
+                field.copy_(torch.rand(field.numel()) * 9)
             other, states = weight.clone(), tuple(field.clone() for field in state)
             there = torch.device("sim", 0)
             pinned = [each.pin_memory(there) for each in (other, grad, *states)]
-            HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER)
-            DeviceRule(ADAMW, dtype, there).update(pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], HYPER)
+            HostRule(rule, dtype).update(weight, grad, state, weight, hyper)
+            DeviceRule(rule, dtype, there).update(pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], hyper)
             for name, one, two in zip(
                 ("weight", *(field.name for field in layout.fields)),
                 (weight, *state),
@@ -43,30 +47,34 @@ def compare() -> list[str]:
                 if not torch.equal(one, two):
                     wrong.append(f"{schedule} {dtype} {name}: {int((one != two).sum())} of {one.numel()}")
         wrong += simulator.races
-    assert min(measure_rates(ADAMW, torch.bfloat16, there, 1)) > 0
+    assert min(measure_rates(rule, torch.bfloat16, there, 1)) > 0
     return wrong
 
 
-def test_the_rule_gives_the_same_bits_on_the_accelerator() -> None:
+@pytest.mark.parametrize("name", few(("adamw", "adamw8bit", "lion"), NAMES))
+def test_the_rule_gives_the_same_bits_on_the_accelerator(name: str) -> None:
     harness.needs_simulator()
-    assert run_ranks(compare, 1, group=False) == [[]]
+    assert run_ranks(compare, 1, name, group=False) == [[]]
+
+
+STREAMED = ("memory.host=16MiB", "memory.resident=false")
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(("memory.host=64MiB",), marks=pytest.mark.slow),
-        ("memory.host=4MiB", "memory.resident=false"),
-    ],
+    ("name", "place"),
+    few(
+        [("adamw", STREAMED), ("adamw8bit", STREAMED)],
+        itertools.product(NAMES, (("memory.host=64MiB",), STREAMED)),
+    ),
 )
 def test_training_with_updates_on_the_accelerator_gives_the_same_bits(
-    tmp_path: Path, place: tuple[str, ...]
+    tmp_path: Path, name: str, place: tuple[str, ...]
 ) -> None:
     harness.needs_simulator()
-    place = (*place, "memory.nvme=[{folder}]", "memory.engine=threads")
+    place = (*place, "memory.nvme=[{folder}]", "memory.engine=threads", f"optim.name={name}")
     digests = []
     for where, schedules in (("host", [("eager", 0)]), ("device", [("eager", 0), ("random", 1)])):
-        scenario = harness.Scenario(place=(*place, f"memory.updates={where}"), clip=1.0, steps=2)
+        scenario = harness.Scenario(place=(*place, f"memory.updates={where}"), clip=1.0, steps=2, update=name)
         [runs] = harness.simulate(scenario, tmp_path / where, schedules)
         assert [run.faults for run in runs] == [[]] * len(schedules)
         digests += [run.digest for run in runs]

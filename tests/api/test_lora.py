@@ -30,6 +30,7 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight
 from tests.helpers.training import DTYPES, Trained, assert_bitwise, optimizer_for, small_units, streaming
 from tests.test_bytes import settled
+from tests.test_optimizers import rule_of
 
 pytestmark = [  # what peft itself says to users of plain PyTorch
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -45,7 +46,7 @@ PLACES = ("host", "adapters", "nvme")
 def overrides(place: str, folder: Any, *more: str) -> list[str]:
     if place == "host":
         return ["memory.host=256MiB", *more]
-    resident = ["memory.resident=true", "memory.host=400KiB"] if place == "adapters" else []
+    resident = ["memory.resident=true", "memory.host=520KiB"] if place == "adapters" else []
     return [*streaming(folder), *resident, *more]
 
 
@@ -105,6 +106,18 @@ def base_units(model: nn.Module) -> list[Any]:
 
 
 # --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    few((("adamw8bit", "nvme"),), itertools.product(("adamw8bit", "lion", "sgd"), ("host", "nvme"))),
+)
+def test_adapters_trained_by_other_rules_equal_the_plain_loop_to_the_bit(tmp_path, name, place):
+    rule, (factory, batch) = rule_of(name, max_grad_norm=0.01), models.build("llama", seed=1)
+    more = [f"optim.name={name}", "memory.host=16MiB"]
+    with closing(built(factory, training.recipe("bf16", overrides(place, tmp_path, *more)))) as model:
+        ours = train(model, batch, rule)
+    assert_bitwise(ours, train_plain(plain(factory, "bf16"), batch, "bf16", rule))
 
 
 @functools.cache
@@ -202,7 +215,7 @@ def tight(model: Any, rule: Rule) -> Any:
         optimizer_for(model, rule)
     [nbytes] = re.findall(r"\((\d+) bytes\)", str(error.value))
     updates = 2 * sum(unit.nbytes for unit in runtime.units if unit.trainable and unit.home.tier is Tier.NVME)
-    room = int(nbytes) + updates + max(unit.nbytes for unit in runtime.units)
+    room = int(nbytes) + updates + min(unit.nbytes for unit in base_units(model))
     runtime.storage.memory = replace(runtime.storage.memory, device=room)
     return optimizer_for(model, rule)
 
@@ -231,7 +244,7 @@ def test_a_step_reads_the_base_twice_at_most_and_writes_nothing_but_adapters(tmp
                 assert max(fetches[unit.index] for unit in base_units(model)) <= 2
                 assert seen.on_demand == 0
                 assert seen.nbytes_read == seen.planned_nbytes_read
-                assert 0.5 * base < seen.nbytes_read <= 2 * base + (2 * WEIGHT + STATE + WEIGHT) * adapters
+                assert 0.5 * base <= seen.nbytes_read <= 2 * base + (2 * WEIGHT + STATE + WEIGHT) * adapters
                 assert seen.nbytes_written == seen.planned_nbytes_written == (WEIGHT + STATE) * adapters
 
 
@@ -254,7 +267,7 @@ def test_the_base_takes_the_bytes_of_its_weights_on_disk_and_no_more(tmp_path):
             optimizer.synchronize()
             base = sum(unit.numel for unit in base_units(model))
             adapters = sum(unit.numel for unit in optimizer.runtime.units) - base
-            assert base > 3 * adapters
+            assert 2 * base > 3 * adapters  # whose small matrices take a block of 256 elements each
             versions = 2 * (WEIGHT + STATE) * adapters
             assert optimizer.report().peak_nbytes["nvme"] == base_itemsize * base + versions
 

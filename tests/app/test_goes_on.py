@@ -81,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 #: What a run calls at the end of each forward pass, optimizer step and evaluation.
 ENDS = {
     "loss": (BatchLoss, "sum"),
-    "step": (infinity.AdamW, "report"),
+    "step": (infinity.optim.Optimizer, "report"),
     "evaluation": (View, "evaluated"),
 }
 

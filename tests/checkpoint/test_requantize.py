@@ -86,7 +86,7 @@ def test_a_trained_model_is_quantized_again_and_the_error_is_what_it_says(writte
     close, infinity_close = [], infinity.close
     try:
         with pytest.MonkeyPatch.context() as patch:  # training ends, and the model stays
-            patch.setattr(infinity.AdamW, "close", lambda self: close.append(self))
+            patch.setattr(infinity.optim.Optimizer, "close", lambda self: close.append(self))
             train(model, batch, steps=2)
         result = infinity.export(model, tmp_path / "out", stored_as=directory)
         infinity.export(model, tmp_path / "bf16")

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ class Trial:
         clip: Gradients are clipped, so updates start at ``step()``.
         more: Overrides.
         saves: Portable checkpoints are saved in the background.
+        rule: By which it is updated.
     """
 
     kills: tuple[Kill, ...]
@@ -119,9 +120,10 @@ class Trial:
     clip: bool = False
     more: tuple[str, ...] = ()
     saves: bool = False
+    rule: str = "adamw"
 
     def __str__(self) -> str:
-        clip = (", clipped" if self.clip else "") + (", saving" if self.saves else "")
+        clip = f", {self.rule}" + (", clipped" if self.clip else "") + (", saving" if self.saves else "")
         return f"{self.place}, {self.world} ranks{clip} {self.more}: " + "; ".join(map(str, self.kills))
 
 
@@ -209,7 +211,7 @@ def train(folder: Path, trial: Trial, rank: int, world: int, keep: int | None) -
     """Build, resume, train, leave losses and final states in ``folder``."""
     settings = [
         f"memory.nvme=[{folder / 'nvme'}]", *PLACES[trial.place], "run.name=mine", "partition.timeout_s=20",
-        *trial.more,
+        f"optim.name={trial.rule}", *trial.more,
     ]  # fmt: skip
     torch.manual_seed(5)
     model = build(Net, "fp32", settings)
@@ -219,9 +221,10 @@ def train(folder: Path, trial: Trial, rank: int, world: int, keep: int | None) -
         groups = [{"params": list(model.parameters())}]
         loader = Loader(rank, world)
         following: dict[str, Any] = {"loader": loader}
-        optimizer = infinity.AdamW(
-            model, lr=0.01, params=groups, follow=following, max_grad_norm=0.5 if trial.clip else None
-        )
+        optimizer = infinity.optim.Optimizer(
+            model, trial.rule, lr=0.01, params=groups, follow=following,
+            max_grad_norm=0.5 if trial.clip else None,
+        )  # fmt: skip
         torch.manual_seed(11 + rank)
         start = infinity.resume(model, optimizer)
         log = os.open(folder / f"losses.{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -444,11 +447,11 @@ class Expected:
 
     def of(self, trial: Trial) -> Any:
         kept = tuple(kill for kill in trial.kills if kill.keep is not None)
-        key = trial.world, trial.clip, trial.saves, kept
+        key = trial.world, trial.clip, trial.saves, trial.rule, kept
         if key not in self._made:
             folder = self._folder / f"expected{len(self._made)}"
             folder.mkdir()
-            clean = Trial(kept, trial.world, "nvme", trial.clip, saves=trial.saves)
+            clean = replace(trial, kills=kept, place="nvme", more=("memory.host=16MiB",))
             for kill in (*kept, None):
                 codes = run_life(folder, clean, kill)
                 assert not any(codes), f"{codes} {log_of(folder)}"

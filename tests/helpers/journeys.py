@@ -93,7 +93,7 @@ def _commits(frame: FrameType) -> bool:
         if at.f_code.co_qualname in COMMITS:
             return True
         at = at.f_back
-    callers = frame.f_code.co_qualname in ("AdamW.step", "StepExecutor.commit")
+    callers = frame.f_code.co_qualname in ("Optimizer.step", "StepExecutor.commit")
     return callers or threading.current_thread() is not threading.main_thread()
 
 

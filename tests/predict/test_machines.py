@@ -8,6 +8,7 @@ import torch
 
 from infinity.cli import main
 from infinity.core.errors import RecipeError
+from infinity.optim.rules import find_rule
 from infinity.predict import machines
 from infinity.predict.machines import load_machine, machine_names, probe, rank_rates
 
@@ -122,8 +123,26 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(
 
 
 def test_ranks_that_cannot_exchange_bytes_end_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_copy_bytes_per_s", "_flops_per_s", "_update_bytes_per_s"):
+    for name in ("_copy_bytes_per_s", "_flops_per_s"):
         monkeypatch.setattr(machines, name, lambda *args: 1e9)
+    monkeypatch.setattr(machines, "_update_rates", lambda: (1e9, 1e9))
     monkeypatch.setattr("infinity.predict.machines.usable_cores", lambda: 2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
     assert probe([]).links.device_bytes_per_s is None
+
+
+def test_8_bit_values_take_the_time_of_cores() -> None:
+    """Beside the time of the bytes, of which there are fewer; other forms take that of their bytes."""
+    host, times = load_machine("vm-2core").host, {}
+    for name in ("adamw", "lion", "adamw8bit"):
+        state = find_rule(name).layout(torch.bfloat16)
+        nbytes = 2 * state.bytes_per_element + 2
+        times[name] = nbytes / host.update_bytes_per_s(state)
+        rates = rank_rates(load_machine("vm-2core"), 1, "bf16", state=state)
+        assert rates.background_bytes_per_s == host.update_bytes_per_s(state)
+        assert rates.update_bytes_per_s <= 2 * rates.background_bytes_per_s
+    assert times["adamw"] == pytest.approx(26 / host.core_bytes_per_s)
+    assert times["lion"] == pytest.approx(18 / host.core_bytes_per_s)
+    assert times["adamw8bit"] == pytest.approx(
+        (2 * (4 + 2 + 1 / 32) + 2) / host.core_bytes_per_s + 2 / host.core_codes_per_s
+    )

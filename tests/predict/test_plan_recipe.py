@@ -395,14 +395,14 @@ def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch:
         *SMALL, "train.steps=4", "train.eval_every=null", "data.files=[text.txt]", "observe.progress=false",
         "memory.host=64MiB", "train.threads=1",
     ])  # fmt: skip
-    report = program.infinity.AdamW.report
+    report = program.infinity.optim.Optimizer.report
 
     def report_when_settled(optimizer: Any, **given: Any) -> Any:
         settled(optimizer.runtime)  # else some bytes of a step's updates are counted in the next one's report
         found = report(optimizer, **given)
         return replace(found, step_s=found.step_s + 20.0)
 
-    monkeypatch.setattr(program.infinity.AdamW, "report", report_when_settled)
+    monkeypatch.setattr(program.infinity.optim.Optimizer, "report", report_when_settled)
     summary = program.train(recipe)
     assert summary is not None
     assert isinstance(summary.predicted, PredictedStep)

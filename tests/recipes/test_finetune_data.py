@@ -194,10 +194,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     with small_units(), infinity.Init(of):
         model = factory()
     optim = of.optim
-    rule = Rule(
-        lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
-        max_grad_norm=optim.max_grad_norm,
-    )  # fmt: skip
+    rule = Rule(**optim.numbers, max_grad_norm=optim.max_grad_norm)
     optimizer = infinity.AdamW(
         model, lr=rule.lr, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay,
         max_grad_norm=rule.max_grad_norm,

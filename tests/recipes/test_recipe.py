@@ -159,8 +159,8 @@ def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
         ("train.log_every={x: 1}", "got {'x': 1}; wanted int, 1 to 1,000,000,000"),
         ("optim.lr=-1", "got -1; wanted float, 0 to 1,000,000"),
         ("optim.lr=.inf", "got inf; wanted float, 0 to 1,000,000"),
-        ("optim.betas=[0.9,1]", "got [0.9, 1]; wanted [float, float], >= 0 and < 1"),
-        ("optim.betas=[0.9]", "got [0.9]; wanted [float, float], >= 0 and < 1"),
+        ("optim.betas=[0.9,1]", "got [0.9, 1]; wanted [float, float] or null, >= 0 and < 1"),
+        ("optim.betas=[0.9]", "got [0.9]; wanted [float, float] or null, >= 0 and < 1"),
         ("model.n_heads=5", "got 5; wanted a number for which d_model=384 gives heads of equal, even width"),
         ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
         ("run.resume=yes", "got true; wanted auto | never | must"),
@@ -238,7 +238,7 @@ def test_the_table_has_every_key_with_a_meaning_and_its_default() -> None:
     assert all(row.meaning and row.type for row in rows.values())
     assert rows["memory.host"][1:3] == ("size such as 8GiB or null, 1 to 2**60 bytes", "null")
     assert rows["train.dtype"][1:3] == ("auto | bf16 | fp16 | fp32", "auto")
-    assert rows["optim.betas"][1:3] == ("[float, float], >= 0 and < 1", "[0.9, 0.95]")
+    assert rows["optim.betas"][1:3] == ("[float, float] or null, >= 0 and < 1", "null")
     for row in rows.values():  # what the table shows can be written
         assert load_recipe(overrides=[f"{row.key}={row.default}"]) == Recipe()
 
@@ -341,3 +341,18 @@ def test_adapters_need_a_base_and_a_recipe_says_which_there_are(tmp_path: Path) 
     )
     with pytest.raises(RecipeError, match="adapters: no 'owl'; there are: fox"):
         load_recipe(path, ["model.path=/x"]).alone("owl")
+
+
+def test_numbers_that_a_recipe_does_not_name_are_those_of_its_rule() -> None:
+    for given, wanted in (
+        ("adamw", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ("adamw8bit", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ("adam", {"betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+        ("sgd", {"momentum": 0.0, "weight_decay": 0.0}),
+    ):
+        numbers = load_recipe(overrides=[f"optim.name={given}", "optim.lr=0.5"]).optim.numbers
+        assert {**numbers, **wanted, "lr": 0.5} == numbers
+    own = ["optim.name=sgd", "optim.weight_decay=0.1", "optim.options={momentum: 0.9}"]
+    named = load_recipe(overrides=own).optim.numbers
+    assert (named["weight_decay"], named["momentum"]) == (0.1, 0.9)

@@ -41,11 +41,13 @@ KILLED = [
     Trial((RECORDED, Kill("restore", after=True), Kill("taking over"), Kill("taking over", after=True))),
     Trial((Kill("close"), Kill("finishing", after=True), Kill("removing files", after=True))),
     Trial((Kill("the record", 2),), more=("durability.survives=power",)),
+    Trial((Kill("an update", 7), Kill("the record", 3)), more=("memory.host=16MiB",), rule="adamw8bit"),
 ]
 KILLED_ELSEWHERE = [
     Trial((Kill("the rename", 3, after=True), Kill("a removal", 9, after=True))),
     Trial((Kill("the head", after=True), Kill("retire", 9, after=True)), place="host"),
     Trial((RECORDED, Kill("adopting", 2), Kill("adopting", 2)), place="both"),
+    Trial((Kill("an update", 5, after=True), Kill("the commit", 2)), clip=True, rule="lion"),
 ]
 
 
@@ -95,6 +97,12 @@ OTHER_RANKS = [
 OTHER_RANKS_ELSEWHERE = [
     Trial((Kill(keep=3, world=2), Kill("making anew", 2), Kill("the record", after=True)), 1, "both"),
     Trial((Kill(keep=3, world=1), Kill("discard", after=True, rank=0)), 2, "host"),
+    Trial(
+        (Kill(keep=3, world=1), Kill("making anew", 2, rank=1)),
+        2,
+        more=("memory.host=16MiB",),
+        rule="adamw8bit",
+    ),
 ]
 
 

@@ -28,7 +28,7 @@ def parameters(draw):
 @given(parameters())
 def test_every_element_with_numbers_is_in_one_run_and_no_other(case):
     params, world_size = case
-    segments = layout([(name, param) for name, param, _ in params], 2)
+    segments = layout([(name, param) for name, param, _ in params])
     chosen = {id(param): number for _, param, number in params}
     hyper_of = {s.index: HYPERS[n] for s in segments if (n := chosen[id(s.param)]) is not None}
     for rank in range(world_size):
@@ -52,7 +52,7 @@ def test_every_element_with_numbers_is_in_one_run_and_no_other(case):
 
 def test_neighbours_with_the_same_numbers_are_one_run():
     params = [(f"p{i}", nn.Parameter(torch.empty(10, 10))) for i in range(4)]
-    unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
+    unit = Unit(0, layout(params), torch.bfloat16, 0, 1)
     assert len(runs_of(unit, dict.fromkeys(range(4), HYPERS[0]))) == 1
     assert len(runs_of(unit, {i: HYPERS[i // 2] for i in range(4)})) == 2
     assert len(runs_of(unit, dict.fromkeys((0, 2), HYPERS[0]))) == 2
