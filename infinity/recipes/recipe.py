@@ -210,11 +210,7 @@ class Recipe:
 
     def of_keys(self, keys: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return the values of keys such as ``train.steps``, by section and name."""
-        found: dict[str, dict[str, Any]] = {}
-        for key in keys:
-            section, name = key.split(".")
-            found.setdefault(section, {})[name] = self.value(key)
-        return found
+        return _by_section({key: self.value(key) for key in keys})
 
     def alone(self, name: str) -> "Recipe":
         """Return the recipe of one of ``adapters``, a run of which trains this adapter to the same bits."""
@@ -379,17 +375,21 @@ def keeping(before: Recipe, now: Recipe, chosen: Mapping[str, Any]) -> Recipe:
 
 def with_values(given: _Sections, values: Mapping[str, Any]) -> _Sections:
     """Return a dataclass of sections with other values of keys, all at once: some go together only."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
     changes: Any = {}
-    for name, new in sections.items():
+    for name, new in _by_section(values).items():
         try:
             changes[name] = replace(getattr(given, name), **new)
         except SettingError as error:
             raise SettingError(f"{name}.{error.key}", error.got, error.wanted) from error
     return replace(given, **changes)  # type: ignore[type-var]
+
+
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        found.setdefault(section, {})[name] = value
+    return found
 
 
 def _flat(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
