@@ -256,6 +256,7 @@ SLOW = {
     "checkpoints.md",
     "interruptions.md",
     "training_loops.md",
+    "data.md",
     "fine_tuning.md",
     "activations.md",
     "recipes.md",

@@ -49,7 +49,6 @@ _COMMITTED = Needless("every step is committed, and an interrupted run goes on b
 _COMPILED = Missing("models are not compiled by torch.compile; updates always are")
 _ATTENTION = Missing("attention is that of the checkpoint's config.json")
 _ITS_TEMPLATE = Missing("chats are rendered with the checkpoint's own chat template")
-_NO_OTHER = Missing("what is trained is adapters of LoRA, or all weights")
 _NO_CODE = Missing("no code of a checkpoint is run")
 _TORCHRUN = Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE")
 _DTYPES = Missing("train.dtype is bf16, fp16 or fp32")
