@@ -281,6 +281,7 @@ def _verify(args: argparse.Namespace) -> None:
         "the run trained (model.path), and say how far they are from the trained ones",
     ),
     _flag("--best", "the model of the best evaluation (train.keep_best), in place of the last one"),
+    _flag("--ema", "the average of the weights that the run keeps (optim.ema), in place of the last ones"),
     _flag("--merge", "merge adapters into the weights of their base; RUN may be a directory of adapters"),
     _flag(
         "--per-expert",
@@ -302,12 +303,14 @@ def _export(args: argparse.Namespace) -> None:
     if args.base is not None and not (args.merge or args.per_expert):
         raise RecipeError("--base is for --merge and --per-expert")
     which = {"base": args.base, "adapter": args.adapter, "best": args.best}
+    if args.ema and (args.best or args.per_expert):
+        raise RecipeError("--ema is without --best and --per-expert")
     if args.per_expert:
         if args.merge or args.stored:
             raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
         _say_once(f"exported {publish_per_expert(args.run, args.out, **which)} to {args.out}")
         return
-    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, **which)
+    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, ema=args.ema, **which)
     _say_once(f"exported {what} to {args.out}")
 
 

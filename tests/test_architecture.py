@@ -274,24 +274,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 632,
+    "": 635,
     "activations": 2447,
-    "api": 4529,
-    "app": 2609,
+    "api": 4568,
+    "app": 2632,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,
     "device": 1063,
-    "engine": 3846,
+    "engine": 3867,
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
-    "optim": 1516,
+    "optim": 1575,
     "partition": 2629,
     "planner": 2308,
-    "predict": 5347,
-    "recipes": 4310,
-    "shards": 4014,
+    "predict": 5346,
+    "recipes": 4309,
+    "shards": 4029,
 }
 
 

@@ -55,6 +55,8 @@ from infinity.shards.storage import chunk_places
 _READ_AHEAD = 8
 #: Folders in which a run keeps its trained model, or only its adapters.
 MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
+#: The folder of a run in which either is that of the averages.
+EMA_FOLDER = "ema"
 
 
 def export(
@@ -66,6 +68,7 @@ def export(
     stored_as: str | Path | None = None,
     merge: bool = False,
     adapter: str | None = None,
+    ema: bool = False,
 ) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
@@ -85,6 +88,7 @@ def export(
         merge: Write the base with the adapters of ``model`` merged into its weights: these are streamed from
             the checkpoint that was loaded, and adapters are added in fp32, a block of rows at a time.
         adapter: With ``merge``, the name of the one that is merged, if the model has several.
+        ema: Write the average of the weights that the optimizer keeps (its ``ema``) in place of the weights.
 
     Returns:
         With ``stored_as``, what quantization changed; its ``str`` is one line.
@@ -94,13 +98,14 @@ def export(
             fit the stored form.
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
+        StateError: ``ema``, but the optimizer keeps no average.
     """
     runtime, out = runtime_of(model), user_path(out, "out")
     like = None if stored_as is None else user_path(stored_as, "stored_as")
     if merge:
         how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "stored_as": like}
-        return _merge(model, runtime, out, adapter, **how)
-    write = partial(_write, model, runtime, max_shard_nbytes, tokenizer)
+        return _merge(model, runtime, out, adapter, ema, **how)
+    write = partial(_write, model, runtime, max_shard_nbytes, tokenizer, ema)
 
     def shapes() -> dict[str, tuple[int, ...]]:
         saved = saved_tensors(model, dict(named_targets(model)))
@@ -138,7 +143,9 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from convert(model, sources, specs).items()
 
 
-def _merge(model: Any, runtime: Runtime, out: Path, adapter: str | None, **how: Any) -> Requantized | None:
+def _merge(
+    model: Any, runtime: Runtime, out: Path, adapter: str | None, ema: bool, **how: Any
+) -> Requantized | None:
     """Write the base of ``model`` with an adapter merged; that is written beside ``out`` meanwhile."""
     ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"merging adapters into {out}"):
@@ -158,7 +165,7 @@ def _merge(model: Any, runtime: Runtime, out: Path, adapter: str | None, **how: 
                 f"merge needs the checkpoint that the base was loaded from: {found}. Load "
                 "the base with infinity.from_pretrained, or save adapters alone (save_lora)"
             )
-    values = gathered_adapters(model, name)
+    values = gathered_adapters(model, name, ema=ema)
     with Publication(out, ranks) as place:  # is never published
         with all_ranks_or_raise(ranks, f"writing adapters beside {out}"):
             if ranks.rank == 0:
@@ -169,9 +176,9 @@ def _merge(model: Any, runtime: Runtime, out: Path, adapter: str | None, **how: 
             return merge_adapters(merged, out, ranks=ranks, **how)
 
 
-def check_room_for(model: nn.Module, folder: Path) -> None:
-    """Raise a DiskError if :func:`export` would find the file system of ``folder`` too small."""
-    nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
+def check_room_for(model: nn.Module, folder: Path, copies: int = 1) -> None:
+    """Raise a DiskError if ``folder`` has no room for as many copies as :func:`export` writes."""
+    nbytes = copies * sum(p.numel() * p.itemsize for p in model.parameters())
     check_room(folder, nbytes, f"finding room for the trained model in {folder}")
 
 
@@ -319,7 +326,9 @@ def plan_export(
     return ExportPlan(files, places, {key: sorted(each) for key, each in spans.items()}, members, groups)
 
 
-def _write(model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer: Any, out: Path) -> Path:
+def _write(
+    model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer: Any, ema: bool, out: Path
+) -> Path:
     """Write ``model`` to ``out``, which is returned; every rank must call."""
     ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -338,13 +347,13 @@ def _write(model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer:
                         values = named[name].detach().cpu().contiguous().reshape(-1)
                         for span in spans:
                             writer.write(files[span.file], span.start, values[span.offset : span.stop])
-                for unit, start, values in _read_weights(runtime, plan):
+                for unit, start, values in (_read_averages if ema else _read_weights)(runtime, plan):
                     for span in plan.within(unit, start, start + len(values)):
                         low, high = max(start, span.offset), min(start + len(values), span.stop)
                         at = span.start + (low - span.offset) * values.itemsize
                         writer.write(files[span.file], at, values[low - start : high - start])
                     writer.check()
-            _write_converted(model, named, runtime, plan, writer, files)
+            _write_converted(model, named, runtime, plan, writer, files, ema=ema)
             with all_ranks_or_raise(ranks, f"writing {place.out}"):
                 writer.finish()
             written = int(ranks.sum(writer.nbytes, "bytes that were exported"))
@@ -389,9 +398,18 @@ def _read_weights(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, in
                 yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)
 
 
+def _read_averages(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, int, Tensor]]:
+    """Yield the averages of this rank's weights as :func:`_read_weights` does."""
+    runtime.synchronize()
+    for unit in runtime.units:
+        if plan.within(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
+            for begin, values in runtime.tiers.averages(unit):
+                yield unit, unit.shard_start + begin, values
+
+
 def _write_converted(
     model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, plan: ExportPlan, writer: RangeWriter,
-    files: Sequence[OutputFile],
+    files: Sequence[OutputFile], *, ema: bool,
 ) -> None:  # fmt: skip
     """Write what transformers converts, unit by unit, keeping members of groups that end later."""
     ranks, aside = runtime.ranks, dict[str, Tensor]()
@@ -399,9 +417,13 @@ def _write_converted(
         what = "buffers" if unit == _WHOLE else runtime.units[unit].name
         with all_ranks_or_raise(ranks, f"converting {what}"):
             tensors: list[Any] = [named[name] for name in names]
-            whole = unit == _WHOLE
-            with contextlib.nullcontext() if whole else runtime.values.gathered(tensors, modify=False):
-                here = {name: each.detach().cpu() for name, each in zip(names, tensors, strict=True)}
+            averages = runtime.values.averages(tensors) if ema else {}
+            in_memory = ema or unit == _WHOLE
+            with contextlib.nullcontext() if in_memory else runtime.values.gathered(tensors, modify=False):
+                here = {
+                    name: averages[id(each)] if id(each) in averages else each.detach().cpu()
+                    for name, each in zip(names, tensors, strict=True)
+                }
                 for group, specs in plan.groups.get(unit, ()):
                     sources = {name: here.pop(name) if name in here else aside.pop(name) for name in group}
                     for key, value in convert(model, sources, specs).items():

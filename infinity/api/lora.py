@@ -245,8 +245,11 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
         construction.builder.close()
 
 
-def gathered_adapters(model: Any, adapter: str = DEFAULT) -> dict[str, torch.Tensor]:
-    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call."""
+def gathered_adapters(model: Any, adapter: str = DEFAULT, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call.
+
+    With ``ema``: the averages that the optimizer keeps.
+    """
     from infinity.api.expert_lora import factors_of
 
     if not hasattr(model, "peft_config"):
@@ -262,10 +265,12 @@ def gathered_adapters(model: Any, adapter: str = DEFAULT) -> dict[str, torch.Ten
     for unit in runtime.units:
         inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
         if inside:
-            with gathered([p for p in named.values() if id(p) in inside]):
-                held = (name for name, param in named.items() if id(param) in inside)
-                for name in held if runtime.ranks.rank == 0 else ():
-                    value = named[name].detach()
+            held = [p for p in named.values() if id(p) in inside]
+            averages = runtime.values.averages(held) if ema else {}
+            with contextlib.nullcontext() if ema else gathered(held):
+                names = (name for name, param in named.items() if id(param) in inside)
+                for name in names if runtime.ranks.rank == 0 else ():
+                    value = averages.get(id(named[name]), named[name].detach())
                     if (factor := factors.get(id(named[name]))) is not None:
                         value = factor.as_matrix(value)
                     values[name] = value.cpu().clone()

@@ -21,7 +21,7 @@ from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
-from infinity.optim.rule import Rule
+from infinity.optim.rule import EMA, OFFSET, Rule
 from infinity.optim.rules import LossScaler, find_rule
 
 #: Largest buffer of which a first copy is kept (bytes).
@@ -45,6 +45,8 @@ class Optimizer(torch.optim.Optimizer):
         rule: Its name (``lion``), or an object of a subclass of :class:`infinity.optim.Rule`. Before the
             first step of the model it may be another than ``optim.name`` of the recipe.
         numbers: Of the rule, such as ``lr``; vectors (biases, norms) do not decay.
+        ema: Keep an exponential moving average of the weights with this decay, such as 0.999, for
+            ``infinity.export(model, out, ema=True)``: as torch's ``AveragedModel`` after each step.
         groups: By patterns of names, with ``|`` between several (``"*.bias|*norm*"``), numbers of the
             parameters whose names match; of several patterns that match, the last one counts.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
@@ -67,11 +69,13 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, rule: str | Rule, *,
         max_grad_norm: float | Mapping[str, float | None] | None = None,
-        params: Iterable[dict[str, Any]] | None = None,
+        params: Iterable[dict[str, Any]] | None = None, ema: float | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
         **numbers: Any,
     ) -> None:  # fmt: skip
         self.runtime, chosen = runtime_of(model), find_rule(rule)
+        if ema is not None:
+            chosen, numbers[EMA] = chosen if EMA in chosen.defaults else chosen.averaged, ema
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
@@ -404,12 +408,17 @@ class Optimizer(torch.optim.Optimizer):
         """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
         The state of the same rule of ``torch.optim`` with the same parameter groups is accepted, too; exact
-        weights, which it lacks, stay as they are.
+        weights, which it lacks, stay as they are. An average that it lacks begins with the weights.
         """
         self.runtime.values.check_step_over()
         params = self._params()
         state = {i: {"step": 1, **each} for i, each in state_dict["state"].items()}  # SGD's has no counts
-        _check_groups(self.rule, state_dict["param_groups"], self.param_groups)
+        groups = state_dict["param_groups"]
+        if EMA in self.rule.defaults:
+            groups = [{EMA: self.defaults[EMA], **group} for group in groups]
+            zero = torch.zeros((), device="cpu")
+            state = {i: {OFFSET: zero.expand(params[i].shape), **each} for i, each in state.items()}
+        _check_groups(self.rule, groups, self.param_groups)
         moments = self.runtime.tiers.layout.full_names[1:]
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
@@ -439,7 +448,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"{self.rule.name} does not keep (it keeps {', '.join(moments)})"
                 )
         with uninterrupted:
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            super().load_state_dict({"state": {}, "param_groups": groups})
             self._connect()
             self.runtime.values.load_optimizer_fields(fields)
             if self.scaler is not None and "loss_scaler" in state_dict:
@@ -534,8 +543,8 @@ def _check_numbers(rule: Rule, group: Mapping[str, Any]) -> None:
         elif isinstance(default, bool):
             if value not in (False, True):
                 raise SettingError(name, value, "true or false")
-        elif not _is_number(value, positive):
-            raise SettingError(name, value, f"a number {positive}")
+        elif not _is_number(value, valid := beta if name == EMA else positive):
+            raise SettingError(name, value, f"a number {valid}")
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise SettingError(name, group[name], f"False: infinity's {rule.name} is plain")

@@ -47,7 +47,7 @@ from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.engine.runtime import Runtime, runtime_of
-from infinity.optim.rule import Rule
+from infinity.optim.rule import OFFSET, Rule
 from infinity.partition.unit import Segment, Unit
 
 #: The most elements of a record.
@@ -543,10 +543,11 @@ class PortableValues:
                 if not held or not param.requires_grad or id(param) not in self._sharded:
                     continue
                 state = f"{prefix}state.{held[0]}."
-                if missing := [m for m in self._moments if state + m not in self._checkpoint]:
+                missing = [m for m in self._moments if state + m not in self._checkpoint]
+                if missing not in ([], [OFFSET]):  # an average begins with the weights
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]
                     continue
-                for moment in self._moments:
+                for moment in self._moments[: len(self._moments) - len(missing)]:  # that is the last one
                     self._take(param, state + moment)
                 self.steps[id(param)] = self._count(state + "step")
                 theirs = numbers.get(held[0], {})

@@ -35,8 +35,9 @@ _MANY_TENSORS = 10**6
 
 
 def save_lora(
-    model: Any, directory: str | Path, *, per_expert: bool = False, name: str | None = None
-) -> None:
+    model: Any, directory: str | Path, *, per_expert: bool = False, name: str | None = None,
+    ema: bool = False,
+) -> None:  # fmt: skip
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
     The adapter called ``name`` is saved; None: all, and those with a name each in a directory of that name
@@ -45,7 +46,8 @@ def save_lora(
     adapters is gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or
     not at all. With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM
     and SGLang load them, and alphas of single layers are a factor of their values; a CheckpointError says
-    that checkpoints of this kind of model have no such layers.
+    that checkpoints of this kind of model have no such layers. With ``ema`` they are the average that the
+    optimizer keeps.
     """
     out = user_path(directory, "directory")
     known = [*getattr(model, "peft_config", ())]
@@ -59,7 +61,7 @@ def save_lora(
         if runtime_of(model).ranks.rank == 0:
             publication = stack.enter_context(Publication(out))
         for each in names or [DEFAULT]:
-            values = gathered_adapters(model, each)
+            values = gathered_adapters(model, each, ema=ema)
             if publication is not None:
                 folder = publication.path if name is not None else publication.path / each
                 folder.mkdir(exist_ok=True)

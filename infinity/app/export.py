@@ -8,7 +8,7 @@ from typing import Any
 
 import infinity
 from infinity.api.adapters import CONFIG
-from infinity.api.export import ADAPTERS_FOLDER, copy_saved, export_run, saved_folder
+from infinity.api.export import ADAPTERS_FOLDER, EMA_FOLDER, copy_saved, export_run, saved_folder
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import split_experts
@@ -28,11 +28,12 @@ from infinity.recipes.recipe import Recipe
 
 def publish_run(
     path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
-    base: str | Path | None = None, adapter: str | None = None, best: bool = False,
+    base: str | Path | None = None, adapter: str | None = None, best: bool = False, ema: bool = False,
 ) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
-    ``best``: those of the best evaluation (``train.keep_best``), in place of the last ones.
+    ``best``: those of the best evaluation (``train.keep_best``), in place of the last ones. ``ema``: the
+    average that the run keeps (``optim.ema``).
 
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
     call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
@@ -41,7 +42,7 @@ def publish_run(
     ``adapter`` is published alone.
     """
     (folder, adapter), result = _folder_of(path, adapter), None
-    if merge and (folder / CONFIG).is_file() and adapter is None:
+    if merge and not ema and (folder / CONFIG).is_file() and adapter is None:
         found = _base_of(folder, base)
         if rank() == 0:
             result = _merge(folder, found, user_path(out, "OUT"), stored)
@@ -56,14 +57,15 @@ def publish_run(
     stored_as = recipe.model.path if recipe is not None and stored else None
     if recipe is not None and (why := _why_plain(recipe, stored, merge)):
         raise CheckpointError(f"{folder} trained {why}")
-    source = best_of(folder) if best else folder
+    source = _source(folder, best, ema)
     alone, after = not merge and (source / ADAPTERS_FOLDER).is_dir(), ""
     if best:
         after = f" after step {source.name.removeprefix('step-')}, the best"
     if not best and runs.is_interrupted(folder):
         with last_commit(folder) as (now, model, _, step):
             now = _of_adapter(now, adapter)
-            result = write_model(now, model, user_path(out, "OUT"), stored_as, merge=merge, adapter=adapter)
+            how: dict[str, Any] = {"merge": merge, "adapter": adapter, "ema": ema}
+            result = write_model(now, model, user_path(out, "OUT"), stored_as, **how)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
     elif rank() == 0 and merge and recipe is not None:
         adapters = saved_folder(source) / (adapter or "")
@@ -72,8 +74,22 @@ def publish_run(
     elif rank() == 0:
         result = export_run(source, out, stored_as, adapter)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
-    what = f"the {kind} of {path}{after}"
+    what = f"the {'average of the ' if ema else ''}{kind} of {path}{after}"
     return what if result is None else f"{what} ({result})"
+
+
+def _source(folder: Path, best: bool, ema: bool) -> Path:
+    """Return the folder of a run that has the values to publish: its own, or one inside."""
+    if best:
+        return best_of(folder)
+    kept = folder / EMA_FOLDER
+    if not ema or runs.is_interrupted(folder):
+        return folder
+    if not kept.is_dir():
+        raise CheckpointError(
+            f"{folder} keeps no average of the weights: wanted a run with optim.ema, such as 0.999"
+        )
+    return kept
 
 
 def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:

@@ -20,6 +20,7 @@ from infinity.activations.controller import Activations
 from infinity.api.adapters import CONFIG, VALUES, LoraConfig
 from infinity.api.export import (
     ADAPTERS_FOLDER,
+    EMA_FOLDER,
     MODEL_FOLDER,
     check_room_for,
 )
@@ -102,6 +103,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         if _saves(recipe):
             out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
             write_model(recipe, model, out)
+            if recipe.optim.ema is not None:
+                write_model(recipe, model, folder / EMA_FOLDER / out.name, ema=True)
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
         if activations is not None:
@@ -186,10 +189,10 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
 
     What an earlier process of the run has saved is removed; raises now if there is no room to save.
     """
-    for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
+    for saved in (MODEL_FOLDER, ADAPTERS_FOLDER, EMA_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and not recipe.trains_adapters:
-        check_room_for(model, folder)
+        check_room_for(model, folder, 1 if recipe.optim.ema is None else 2)
     if after < 0:
         _keep_adapters(recipe, folder / _GIVEN)
     if recipe.observe.metrics:
@@ -451,7 +454,7 @@ def _optimizer(recipe: Recipe, model: Any) -> Optimizer:
         groups += [{**optim.numbers, **group} for group in own]
     optim, limits = recipe.optim, {name: task.optim.max_grad_norm for name, task in recipe.tasks.items()}
     return Optimizer(
-        model, optim.name, max_grad_norm=limits if recipe.adapters else optim.max_grad_norm,
+        model, optim.rule, max_grad_norm=limits if recipe.adapters else optim.max_grad_norm,
         params=groups or None, groups=optim.groups, **optim.numbers,
     )  # fmt: skip
 
@@ -484,13 +487,17 @@ def _best(recipe: Recipe, data: Mapping[str, Data], model: Any, folder: Path, vi
 
 def write_model(
     recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False,
-    adapter: str | None = None,
+    adapter: str | None = None, ema: bool = False,
 ) -> Requantized | None:  # fmt: skip
-    """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
+    """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call.
+
+    ``ema``: their average in place of the last values.
+    """
     if not recipe.trains_adapters or merge:
         how: dict[str, Any] = {"tokenizer": tokenizer_of(recipe), "merge": merge, "adapter": adapter}
+        how["ema"] = ema
         return infinity.export(model, out, stored_as=stored_as, **how)
-    infinity.save_lora(model, out, name=adapter)
+    infinity.save_lora(model, out, name=adapter, ema=ema)
     return None
 
 

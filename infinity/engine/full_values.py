@@ -231,6 +231,27 @@ class FullValues:
                     fields[name].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
         return out
 
+    def averages(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Return averaged weights, in the compute dtype on the CPU, by ``id``; every rank must call.
+
+        Tensors that are in no unit are left out.
+        """
+        self._executor().updates.drain()
+        out, wanted = dict[int, Tensor](), {id(tensor) for tensor in tensors}
+        for unit in self.units:
+            segments = [s for s in unit.segments if id(s.whole) in wanted]
+            if not segments:
+                continue
+            shard = torch.empty(unit.shard_numel, dtype=unit.dtype, device="cpu")
+            for start, values in self.tiers.averages(unit):
+                shard[start : start + len(values)] = values
+            full = self.tiers.gather(unit, shard)
+            for s in segments:
+                if s.first == 0:
+                    out[id(s.whole)] = torch.empty(s.whole_shape, dtype=unit.dtype, device="cpu")
+                out[id(s.whole)].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
+        return out
+
     def clear_optimizer_fields(self) -> None:
         """Set moments and step counts to zero, as in a new optimizer; exact weights stay."""
         if self._executor().updates.hypers.groups:

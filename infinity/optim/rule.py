@@ -11,6 +11,11 @@ than the accelerator to run them.
 matrix. A rule that needs whole matrices (Muon, Shampoo) needs an owner for each of them, who gathers its
 gradient and moments, and sends back the update: a step between the complete gradient and the commit, whose
 result an elementwise rule then applies. So such a rule is a pair: what is made of a matrix, and this class.
+
+[Note: averages] An exponential moving average of the weights is one more moment of any rule. What is kept is
+the average minus the weight: zero for a parameter that was never updated, so that both are equal. As in
+``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, the average of a parameter begins with
+the weight after its first update.
 """
 
 import functools
@@ -28,6 +33,8 @@ from infinity.optim.state import Moment, StateLayout, master_of, store_master
 
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
 PIECE_NUMEL, TEMPORARIES = 2**18, 8
+#: The moment that is an average minus the weight, and the number of a group that is its decay.
+OFFSET, EMA = "ema_offset", "ema"
 #: Every update rule, by the name that commit records give it. Rules keep nothing between updates.
 RULES: "dict[str, Rule]" = {}
 
@@ -48,7 +55,8 @@ class Rule(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in vars(cls):
-            RULES[cls.name] = cls()
+            rule = RULES[cls.name] = cls()
+            RULES[rule.averaged.name] = rule.averaged
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -72,6 +80,11 @@ class Rule(ABC):
             return Formula.of(self.update)
         except NotElementwiseError:
             return None
+
+    @functools.cached_property
+    def averaged(self) -> "Averaged":
+        """This rule with an exponential moving average of the weights: see [Note: averages]."""
+        return Averaged(self)
 
     @functools.cached_property
     def idle(self) -> Mapping[str, Any]:
@@ -127,3 +140,37 @@ class Rule(ABC):
         for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
             place.fill_(number)
         self.update_by_torch(weight, grad, state, weight, there, piece_numel=piece_numel)
+
+
+class Averaged(Rule):
+    """Another rule, and an exponential moving average of the weights: see [Note: averages]."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule, self.name = rule, f"{rule.name}+{EMA}"
+        self.moments = (*rule.moments, Moment(OFFSET))
+        self.defaults, self.recipe = {**rule.defaults, EMA: 0.999}, rule.recipe
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        toward = 1.0 if step == 1 else 1 - float(group[EMA])
+        return *self._rule.numbers(group, step), toward
+
+    def update(self, weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        *rest, toward = moments_and_numbers
+        offset = rest.pop(len(self._rule.moments))
+        after, *moments = self._rule.update(weight, grad, *rest)
+        offset = offset + (weight - after)
+        return after, *moments, offset - toward * offset
+
+    @functools.cached_property
+    def formula(self) -> Formula | None:
+        inner, place = self._rule.formula, 2 + len(self._rule.moments)
+        if inner is None:
+            return None
+        given, (after, *moments) = inner.parameters, inner.results
+        offset = f"({OFFSET} + (before_ - after_))"
+        lines = [("before_", given[0], given[0]), *inner.lines, ("after_", *after), (OFFSET, offset, offset)]
+        result = f"({OFFSET} - (toward_ * {OFFSET}))"
+        return Formula(
+            (*given[:place], OFFSET, *given[place:], "toward_"), tuple(lines),
+            (("after_", "after_"), *moments, (result, result)),
+        )  # fmt: skip

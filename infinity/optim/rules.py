@@ -26,7 +26,7 @@ from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahe
 from infinity.device.memory import HostBuffer
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
-from infinity.optim.rule import PIECE_NUMEL, RULES, TEMPORARIES, Rule
+from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.sgd import SGDRule as SGDRule
 
 #: Elements that the update pipeline reads, updates and writes at one time.
@@ -62,6 +62,11 @@ class OptimConfig(Config):
     options: Mapping[str, float] | None = setting(
         None, "numbers of the rule that have no key here, as in {momentum: 0.9}", Valid(0, 10**6)
     )
+    ema: float | None = setting(
+        None,
+        "decay of an exponential moving average of the weights, such as 0.999; null: none is kept",
+        Valid(least=0, below=1),
+    )
     groups: Mapping[str, Mapping[str, float]] | None = setting(
         None,
         'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}',
@@ -80,10 +85,16 @@ class OptimConfig(Config):
     @property
     def numbers(self) -> dict[str, Any]:
         """All numbers of the rule: its own, these keys where they are named, and the options."""
-        rule, keys = find_rule(self.name), ("lr", "betas", "eps", "weight_decay")
+        rule, keys = self.rule, ("lr", "betas", "eps", "weight_decay", EMA)
         own = {key: getattr(self, key) for key in keys if key in rule.defaults}
         named = {key: value for key, value in own.items() if value is not None}
         return {**rule.defaults, **rule.recipe, **named, **(self.options or {})}
+
+    @property
+    def rule(self) -> Rule:
+        """The update rule, with an average of the weights if one is kept."""
+        rule = find_rule(self.name)
+        return rule if self.ema is None else rule.averaged
 
 
 def find_rule(name: str | Rule) -> Rule:
@@ -103,10 +114,11 @@ def find_rule(name: str | Rule) -> Rule:
             return RULES[made.name]
         raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
     if name not in RULES:
-        near = difflib.get_close_matches(name, RULES, n=2)
+        plain = [each for each in RULES if not each.endswith(f"+{EMA}")]
+        near = difflib.get_close_matches(name, plain, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise SettingError(
-            "optim.name", name, f"one of {', '.join(RULES)}, or module:Class of your own{hint}"
+            "optim.name", name, f"one of {', '.join(plain)}, or module:Class of your own{hint}"
         )
     return RULES[name]
 

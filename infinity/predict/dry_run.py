@@ -33,7 +33,6 @@ from infinity.device.memory import Lease
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import EngineConfig, reduction_dtype
 from infinity.engine.schedule import Blocks, check_model
-from infinity.optim.rules import find_rule
 from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing
@@ -90,7 +89,7 @@ class Layout:
         #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
         self.micro_batches = 1 if self.layered else recipe.micro_batches
         rank = Ranks(0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"))
-        self.storage = Storage(memory, self.host_nbytes, dtype, rank.device, find_rule(recipe.optim.name))
+        self.storage = Storage(memory, self.host_nbytes, dtype, rank.device, recipe.optim.rule)
         self.storage.stack.close()  # its arithmetic alone is wanted
         reduced = reduction_dtype(EngineConfig(partition=recipe.partition), dtype)
         self.reduce_itemsize = (reduced if ranks > 1 else dtype).itemsize

@@ -45,8 +45,8 @@ _CHOSEN: dict[str, str | None] = {
     "train.schedule": "auto", "memory.activations": "auto", "memory.resident": "auto",
     "memory.updates": "auto", "partition.tile": "auto", "memory.device": None,
 }  # fmt: skip
-#: Sections of which each of several adapters may have keys of its own, and a key that all have in common.
-_OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale",)
+#: Sections of which each of several adapters may have keys of its own, and keys that all have in common.
+_OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale", "optim.ema")
 _OWN = "keys of its own in sections " + ", ".join(_OF_ADAPTERS)
 
 
@@ -269,7 +269,7 @@ class Recipe:
             durability=self.durability,
             dtype=self.train.dtype,
             device=self.train.device,
-            rule=self.optim.name,
+            rule=self.optim.rule.name,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,
             resume=self.run.resume,

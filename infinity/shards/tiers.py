@@ -22,6 +22,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
+from infinity.optim.rule import OFFSET
 from infinity.optim.state import StateLayout, master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.base import BaseHome, FrozenBase
@@ -280,6 +281,20 @@ class Tiers:
         """Yield the first element and the fp32 fields of each chunk, valid until the next one."""
         for start, weight, state in self._each_chunk(unit):
             yield start, self.layout.full_values(weight, state)
+
+    def averages(self, unit: Unit) -> Generator[tuple[int, Tensor]]:
+        """Yield the first element and the averaged weights, in the compute dtype, of each chunk.
+
+        A StateError says that the rule keeps none.
+        """
+        names = self.layout.full_names
+        if OFFSET not in names:
+            raise StateError(
+                "the optimizer keeps no average of the weights: make it with ema=0.999, or set optim.ema "
+                "before the run begins"
+            )
+        for start, fields in self.chunk_fields(unit):
+            yield start, (fields[0] + fields[names.index(OFFSET)]).to(unit.dtype)
 
     def set_shard_fields(self, unit: Unit, fields: Sequence[Tensor]) -> None:
         """Replace this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from infinity.optim import formula
 from infinity.optim.cuda import elementwise_source
@@ -80,6 +81,31 @@ def test_every_form_gives_the_bits_of_the_plain_reference(case, dtype):
             assert torch.equal(got, plainly)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_an_average_is_the_plain_one_bitwise_and_that_of_torch_to_rounding(case, dtype):
+    name, group, plain, _ = CASES[case]
+    rule, decay = RULES[name].averaged, 0.9
+    assert RULES[rule.name] is rule
+    p, *moments, offset = gradient(0, torch.float32), *torch.zeros(3, NUMEL)
+    theirs, multi_avg = torch.empty(0), get_ema_multi_avg_fn(decay)
+    for step in range(1, STEPS + 1):
+        before = p.clone()
+        plain(p, *moments, gradient(step, dtype).float() * torch.tensor(0.7), step, group)
+        offset = offset + (before - p)
+        offset = offset - torch.tensor(1.0 if step == 1 else 1 - decay) * offset
+        if step == 1:
+            theirs = p.clone()
+        else:
+            multi_avg([theirs], [p], step)
+    wanted = [compute_weight(p, dtype), p, *moments[: len(rule.moments) - 1], offset]
+    assert rule.loop(dtype) is not None
+    for by_torch in (False, True):
+        got = trained(rule, {**group, "ema": decay}, dtype, by_torch=by_torch)
+        assert all(torch.equal(each, plainly) for each, plainly in zip(got, wanted, strict=True))
+    torch.testing.assert_close(p + offset, theirs, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3]])
 def test_it_follows_torchs_own(case):
     name, group, _, theirs = CASES[case]
@@ -112,7 +138,7 @@ extern "C" void all(CALLED, int n)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd", "adamw+ema", "sgd+ema"])
 def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
     """Compiled for the host, thread by thread, without fused multiply-adds."""
     if shutil.which("g++") is None:
