@@ -63,6 +63,7 @@ OPTIONS = {
     "updates within backward (`optim.max_grad_norm=null`)": Row(("optim.max_grad_norm=null",)),
     "8-bit AdamW (`optim.name=adamw8bit`)": Row(("optim.name=adamw8bit",)),
     "Lion (`optim.name=lion`)": Row(("optim.name=lion",)),
+    "average of the weights (`optim.ema`)": Row(("optim.ema=0.9",), same_losses=True),
     "bf16 (`train.dtype`)": Row(("train.dtype=bf16",)),
     "fp16 (`train.dtype`)": Row(("train.dtype=fp16",)),
     "packing (`data.packing=true`)": Row(("data.packing=true",)),

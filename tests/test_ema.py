@@ -1,5 +1,6 @@
 """An average of the weights beside any rule: that of torch's AveragedModel, exported, on any ranks."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from infinity.cli import main
 from tests.app.test_goes_on import interrupt as interrupt_run
 from tests.app.test_goes_on import recipe as recipe_of
 from tests.helpers import families, models
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import build, recipe, small_units
 from tests.shards.test_resume import interrupt, run, same, state
@@ -59,7 +61,9 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
             torch.testing.assert_close(got[name], value.to(got[name].dtype), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "where"), [(n, "nvme") for n in RULES] + [("adamw", "host")])
+@pytest.mark.parametrize(
+    ("name", "where"), few([("adamw", "host"), ("lion", "nvme")], itertools.product(RULES, ("host", "nvme")))
+)
 def test_the_export_is_torchs_average_and_training_is_as_without(tmp_path, name, where):
     factory, batch = models.build("gpt", seed=3)
     ends = []
