@@ -277,7 +277,7 @@ ROOM_BUDGETS = {
     "": 635,
     "activations": 2447,
     "api": 4568,
-    "app": 2632,
+    "app": 2633,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2297,

@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
-from infinity.core.errors import RecipeError
+from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import open_regular, read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import Evaluation, StepReport, finite, read_metrics
@@ -66,7 +66,7 @@ class Curves:
 
 
 def write_report(path: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of the run in a folder, and return its path; RecipeError: there is no run."""
+    """Write the page of a run's folder, and return its path; RecipeError: no run, or it cannot be written."""
     folder = user_path(path, "RUN")
     recipe = runs.recipe_of(folder)
     out = folder / REPORT if output is None else user_path(output, "--output")
@@ -75,7 +75,8 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     data = json.dumps(finite(describe(folder, recipe)), allow_nan=False).replace("<", "\\u003c")
     page = files("infinity.app").joinpath("report.html").read_text("utf-8")
     page = page.replace("TITLE", html.escape(folder.resolve().name), 1).replace("DATA", data, 1)
-    write_file(out, page)
+    with library_errors(RecipeError, f"{out} cannot be written (--output FILE writes elsewhere)"):
+        write_file(out, page)
     return out
 
 

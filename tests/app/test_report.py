@@ -162,5 +162,7 @@ def test_the_command_writes_the_page_where_it_is_told(
     assert capsys.readouterr().out.splitlines()[0] == f"wrote {folder / 'report.html'}"
     with pytest.raises(RecipeError, match=r"--output .*: wanted a file's path, in a folder that exists"):
         write_report(folder, tmp_path / "none" / "page.html")
+    with pytest.raises(RecipeError, match=r"/proc/report\.html cannot be written"):
+        write_report(folder, "/proc/report.html")
     with pytest.raises(RecipeError, match=r"wanted the folder of a run"):
         write_report(tmp_path / "none")
