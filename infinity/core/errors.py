@@ -7,9 +7,10 @@ import copy
 import errno as errno_names
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 #: The most that a message quotes of another library's (characters).
@@ -162,17 +163,30 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {reason}") from error
 
 
+#: Guards the threads inside :func:`quiet_libraries`, and what puts the filters back.
+_quiet, _quiet_threads, _filters = threading.Lock(), list[int](), ExitStack()
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Show no log record and no warning of any library in the context; errors are raised as ever."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
+    """Show no log record and no warning of any library in the context; errors are raised as ever.
+
+    Filters are those of the process: the first thread that enters sets them, the last one puts them back.
+    """
+    with _quiet:
+        if not _quiet_threads:
+            _filters.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.CRITICAL)
+            _filters.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            yield
+        _quiet_threads.append(threading.get_ident())
+    try:
+        yield
     finally:
-        logging.disable(before)
+        with _quiet:
+            _quiet_threads.pop()
+            if not _quiet_threads:
+                _filters.close()
 
 
 def _remade(kind: type[DiskError], errno: int, text: str, attributes: dict[str, object]) -> DiskError:

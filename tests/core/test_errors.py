@@ -1,7 +1,10 @@
 """Errors keep their family and say what was wanted, where, and what to turn."""
 
 import errno
+import logging
 import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,3 +61,16 @@ def test_errors_travel_between_processes(tmp_path):
     copy = pickle.loads(pickle.dumps(directory))
     assert (type(copy), str(copy), copy.path) == (errors.DirectoryError, str(directory), str(tmp_path))
     assert errors.copied(directory) is not directory
+
+
+def test_a_thread_that_ends_its_quiet_leaves_that_of_others():
+    before, level = [*warnings.filters], logging.root.manager.disable
+    first, second = errors.quiet_libraries(), errors.quiet_libraries()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.__enter__).result()
+        second.__enter__()
+        other.submit(first.__exit__, None, None, None).result()
+        warnings.warn("an error in tests", FutureWarning, stacklevel=1)
+        assert logging.root.manager.disable == logging.CRITICAL
+        second.__exit__(None, None, None)
+    assert (warnings.filters, logging.root.manager.disable) == (before, level)
