@@ -131,6 +131,10 @@ class CutSizes:
         nbytes = param.numel() * itemsize
         if is_packed(module, param):
             most, tile_nbytes, block = self.most_experts_nbytes, self.expert_tile_nbytes, 1
+            own = (each for each in dict.values(module._parameters) if each is not None)
+            largest = max((each for each in own if is_packed(module, each)), key=torch.Tensor.numel)
+            if largest is not param:  # its tiles end where others do, so that a part of experts is as small
+                block = max(1, self.rows(module, largest, itemsize))
         else:
             most, tile_nbytes, block = self.most_weight_nbytes, self.tile_nbytes, _BLOCK_ROWS
             looked_up = isinstance(module, nn.Embedding) and not (

@@ -131,6 +131,18 @@ def test_a_tile_is_one_expert_where_one_rank_computes_on_the_host(mebibytes, ran
     assert given.rows(module, module.down_proj, 2) == 8 // mebibytes
 
 
+@pytest.mark.parametrize("most", [7, 21, 64])
+@pytest.mark.parametrize("names", [("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")])
+def test_tiles_of_all_weights_of_experts_end_at_the_same_experts(names, most):
+    """A tile of the smaller one could hold one expert more than two of the larger one."""
+    module = Packed(128, 2**10)
+    for name, rows in zip(names, (2, 1), strict=True):
+        setattr(module, name, nn.Parameter(torch.empty(128, rows, 1024, device="meta")))
+    sizes = CutSizes.of(f"{most * 4096 + 2048}B", 2**30, 1)
+    found = [sizes.rows(module, getattr(module, name), 2) for name in names]
+    assert found == [most, 2 * most if most < 64 else 0]  # 0: it is not tiled
+
+
 def test_a_large_parameter_begins_a_unit_where_memory_holds_no_larger_one():
     class Wide(nn.Module):
         def __init__(self) -> None:
