@@ -245,7 +245,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     def _kept(self, passing: PassingPlan) -> Iterator[tuple[int, int | None, int]]:
         """Yield begin, end and bytes of what stays for backward of that which blocks are given.
 
-        Of all micro-batches but the recorded one.
+        Of all micro-batches but the recorded one; and less of that, where its own has left.
         """
         lives, spans, others = self._recorded.storages.lives, self.block_spans, passing.slices - 1
         takers, seen = self._takers, set[int]()
@@ -253,13 +253,17 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
             for index in takers.keys() & {*mark.inputs} - seen:
                 seen.add(index)
                 life, alone = lives[index], takers[index] == 1
-                if not alone and self.batch.packing is None:
-                    continue  # all micro-batches have the same one
-                number = min(others, kept_of(passing, block - 1)) if alone and block else others
-                yield (
-                    life.born, None if life.died is None else max(life.died, spans[-1].backward),
-                    number * life.nbytes,
-                )  # fmt: skip
+                if not alone:
+                    died = None if life.died is None else max(life.died, spans[-1].backward)
+                    if self.batch.packing is not None:  # else all micro-batches have the same one
+                        yield life.born, died, others * life.nbytes
+                    continue
+                span, kept = spans[block], kept_of(passing, block - 1) if block else passing.slices
+                yield life.born, span.done, min(others, kept) * life.nbytes
+                if not kept:  # the recorded one leaves, too
+                    yield span.end, span.backward, -life.nbytes
+                if life.died is not None:  # with the graph of autograd, in the record
+                    yield span.done, max(span.done, life.died), -life.nbytes
 
     def _together(self, passing: PassingPlan) -> Iterator[tuple[int, int, int]]:
         """Yield begin, end and bytes of what blocks with experts have of all micro-batches but one."""
