@@ -17,6 +17,11 @@ from infinity.core.plan import Place
 ON_THEIR_WAY = 4
 
 
+def share_of_free(*, together: bool) -> int:
+    """Return n if values may take an n-th of the device memory that is free; see :meth:`Rooms.within`."""
+    return 4 if together else 2
+
+
 @dataclass(frozen=True, slots=True)
 class Rooms:
     """Gives the bytes that waiting values and gradients may take."""
@@ -36,7 +41,7 @@ class Rooms:
         """
         if activations in ("keep", "plan"):
             return cls(None)
-        share = 4 if together else 2
+        share = share_of_free(together=together)
         return cls(0 if activations == "offload" else max(0, device) // share, max(0, host) // 2, nvme)
 
 

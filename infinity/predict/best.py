@@ -27,6 +27,7 @@ from typing import NamedTuple
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
+from infinity.planner.passing import share_of_free
 from infinity.predict.changes import LEAST_GAIN, Keys, whole, with_keys, written
 from infinity.predict.dry_run import (
     DEVICE_MEMORY,
@@ -234,8 +235,19 @@ class _Search:
                 low, high = (middle, high) if fits(middle) else (low, middle - 1)
 
     def _offer(self, keys: Keys) -> bool:
-        """Try a candidate, with another budget for units if memory is short; return whether it fits."""
-        tried = self._try(keys)
+        """Try a candidate; return whether it fits."""
+        tried = self._with_room(keys, self._try)
+        planned = tried.planned
+        if planned is None or tried.lacks:
+            return False
+        if planned not in self._fitting and least_s(planned) < (1 - LEAST_GAIN) * self._best_s:
+            self._fitting.append(planned)
+            self._fitting.sort(key=lambda each: each.cost.step_s)
+        return True
+
+    def _with_room(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
+        """Return what ``attempt`` returns, with another budget for units if memory is short."""
+        tried = attempt(keys)
         for _ in range(_BUDGETS):
             left = self._left_for_units(tried)
             short = HOST_MEMORY if not self.machine.on_accelerator and tried.planned else DEVICE_MEMORY
@@ -246,14 +258,8 @@ class _Search:
             ):
                 break
             keys = {**keys, "memory.device": left}
-            tried = self._try(keys)
-        planned = tried.planned
-        if planned is None or tried.lacks:
-            return False
-        if planned not in self._fitting and least_s(planned) < (1 - LEAST_GAIN) * self._best_s:
-            self._fitting.append(planned)
-            self._fitting.sort(key=lambda each: each.cost.step_s)
-        return True
+            tried = attempt(keys)
+        return tried
 
     @property
     def _best_s(self) -> float:
@@ -295,7 +301,9 @@ class _Search:
             return None if tried.keys.get("memory.device") else self._most_of_device
         if planned.policy == "plan":
             return None
-        left = planned.device_nbytes - planned.trace.peak_nbytes
+        left, before = planned.device_nbytes - planned.trace.peak_nbytes, planned.division.total
+        if planned.layered and left < before:  # a share of what units give goes to what waits between blocks
+            left -= (before - left) // (share_of_free(together=planned.model.has_experts) - 1)
         if not machine.on_accelerator:  # states are there, too
             left -= sum(unit.resident_nbytes for unit in planned.units if not unit.on_nvme)
         return whole(left) if left > 0 else None
@@ -405,11 +413,14 @@ class _Search:
             estimate = self._fitting.pop(0)
             name, keys = next((n, each.keys) for n, each in self._tried.items() if each.planned is estimate)
             self.say(f"checking {name or 'the recipe as written'}")
-            again = partial(dry_run, estimate.recipe, self.machine, None, estimate, here=self.here)
-            tried = _attempt(keys, again)
+            tried = self._with_room(keys, partial(self._by_own_record, estimate))
             if not tried.lacks:
                 return tried.planned
             self._tried[name] = tried
+
+    def _by_own_record(self, estimate: DryRun, keys: Keys) -> _Tried:
+        recipe, _ = with_keys(self.recipe, self.machine, keys)
+        return _attempt(keys, partial(dry_run, recipe, self.machine, None, estimate, here=self.here))
 
     def _changes(self, recipe: Recipe) -> dict[str, int | str | None]:
         """Return what differs in ``recipe`` from what was written."""
