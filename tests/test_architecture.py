@@ -276,13 +276,13 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 635,
     "activations": 2447,
-    "api": 4568,
+    "api": 4616,
     "app": 2633,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2311,
     "device": 1063,
-    "engine": 3867,
+    "engine": 3873,
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
@@ -291,7 +291,7 @@ ROOM_BUDGETS = {
     "planner": 2313,
     "predict": 5361,
     "recipes": 4309,
-    "shards": 4029,
+    "shards": 4061,
 }
 
 

@@ -1,6 +1,7 @@
 """Frozen weights in recomputed forwards: the plain bits, and they leave when backward has passed them."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
-from tests.helpers import models
+from tests.helpers import models, quantized
 from tests.helpers.cases import few
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
@@ -108,3 +110,39 @@ def test_a_frozen_model_that_fits_host_memory_is_read_once(tmp_path):
     assert storage.store is not None
     assert storage.store.engine.nbytes_read == 0
     infinity.close(model)
+
+
+def after(tmp_path: Path, base: Path, how: str, *, ran: bool) -> tuple[list[Tier], list[float]]:
+    """Return homes of units, and losses, of a model that is trained in part; it may have run before."""
+    nbytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    places = [f"memory.nvme=[{tmp_path / 'drive'}]", f"memory.host={4 * nbytes}", "memory.device=4MiB"]
+    recipe = infinity.load_recipe(overrides=[*places, "train.dtype=fp32"])
+    model: Any = infinity.from_pretrained(base, recipe, frozen=True)
+    ids = torch.arange(16).view(2, 8)
+    if ran:
+        with torch.no_grad():
+            model(ids)
+        assert runtime_of(model).tiers.store.engine.nbytes_written == 0
+    torch.manual_seed(3)
+    if how == "thawed":
+        model.requires_grad_(True)
+    else:
+        model = infinity.add_lora(model, rank=2, target_modules=["q_proj"])
+    optimizer, losses = infinity.AdamW(model, lr=0.01), list[float]()
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    homes = [unit.home.tier for unit in runtime_of(model).units]
+    infinity.close(model)
+    return homes, losses
+
+
+@pytest.mark.parametrize(("form", "how"), [("fp32", "thawed"), ("fp32", "adapters"), ("fp8", "adapters")])
+def test_room_that_a_run_before_the_optimizer_took_is_there_for_training(tmp_path, form, how):
+    base = tmp_path / "base"
+    models.build("llama", seed=2)[0]().float().save_pretrained(base)
+    if form == "fp8":
+        quantized.fp8(base)
+    assert after(tmp_path, base, how, ran=True) == after(tmp_path, base, how, ran=False)

@@ -13,12 +13,13 @@ import os
 import shutil
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from infinity.api.adapters import CONFIG, VALUES
@@ -28,7 +29,7 @@ from infinity.api.merge import merge as merge_adapters
 from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
 from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.load import Part, named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import (
     FilePlan,
@@ -45,6 +46,7 @@ from infinity.comm.ranks import ALONE, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
+from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.device.memory import Lease
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition.unit import Unit
@@ -121,10 +123,10 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values of all that :func:`export` writes, for a server that takes new weights.
 
     As vLLM's ``load_weights`` and SGLang's ``update_weights_from_tensor`` take them: keys of the checkpoint,
-    experts one by one, in the compute dtype, on the device. Tensors that are converted together, such as the
-    experts of a layer, are gathered at one time, which takes memory for them on every rank beside the
-    budgets. A value is valid until the next one is asked for. Every rank must iterate to the end, and gets
-    all of them.
+    experts one by one, in the compute dtype, on the device. One unit is gathered at a time. A value that is
+    not one piece of it takes memory beside the budgets; so do tensors that transformers computes from others,
+    which are gathered together. A value is valid until the next one is asked for. Every rank must iterate to
+    the end, and gets all of them.
 
     Raises:
         CheckpointError: The model has adapters: servers load what :func:`infinity.save_lora` writes.
@@ -132,11 +134,34 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     runtime = runtime_of(model)
     runtime.check_between_steps()
-    named = dict(named_targets(model))
-    together: dict[frozenset[str], list[TensorSpec]] = {}
+    named, converted = dict(named_targets(model)), dict[frozenset[str], list[TensorSpec]]()
+    homes = _locate(named, runtime.units)
+    copied: list[tuple[list[_Range], TensorSpec]] = []
     for item in saved_tensors(model, named):
-        together.setdefault(item.sources, []).append(item.spec)
-    for names, specs in together.items():
+        if item.parts is None:
+            converted.setdefault(item.sources, []).append(item.spec)
+        else:
+            copied.append((_ranges(item.parts, homes), item.spec))
+    opened = [_WHOLE]
+    with UninterruptedExit() as held:
+        for ranges, spec in sorted(copied, key=lambda each: [(of.unit, of.start) for of in each[0]]):
+            shape = 0 if len(ranges) == 1 else spec.shape
+            value = torch.empty(shape, dtype=spec.dtype, device=runtime.ranks.device).view(-1)
+            for of in ranges:
+                if of.unit not in opened:
+                    with uninterrupted:
+                        held.close()
+                        held.enter_context(runtime.values.full(runtime.units[of.unit], modify=False))
+                    opened = [_WHOLE, of.unit]
+                flat = named[of.source].detach() if of.unit == _WHOLE else runtime.units[of.unit].flat
+                assert flat is not None
+                piece = flat.reshape(-1)[of.start : of.stop]
+                if len(ranges) == 1:
+                    value = piece
+                else:
+                    value[of.at : of.at + len(piece)] = piece
+            yield spec.key, value.view(spec.shape)
+    for names, specs in converted.items():
         tensors: list[Any] = [named[name] for name in names]
         with runtime.values.gathered(tensors, modify=False):
             sources = {name: named[name].detach() for name in sorted(names)}
@@ -287,6 +312,37 @@ class _Location(NamedTuple):
     stop: int = 0
 
 
+class _Range(NamedTuple):
+    """Locates values of a saved tensor from element ``at`` on: ``[start, stop)`` of a unit's flat buffer."""
+
+    source: str
+    unit: int  # _WHOLE: of the tensor ``source``, in place of a flat buffer
+    start: int
+    stop: int
+    at: int
+
+
+def _locate(named: Mapping[str, Tensor], units: Iterable[Unit]) -> dict[str, list[_Location]]:
+    """Return where the elements of each tensor are, in order."""
+    tiles: dict[int, list[_Location]] = {}  # by id of the parameter
+    for unit in units:
+        for s in unit.segments:
+            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
+            tiles.setdefault(id(s.whole), []).append(home)
+    return {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
+
+
+def _ranges(parts: Iterable[Part[str]], homes: Mapping[str, Sequence[_Location]]) -> list[_Range]:
+    found = []
+    for part in parts:
+        for home in homes[part.source]:
+            low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
+            if low < high:
+                shift, at = home.offset - home.first, part.start + low - part.offset
+                found.append(_Range(part.source, home.unit, low + shift, high + shift, at))
+    return found
+
+
 def plan_export(
     model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit], max_shard_nbytes: int
 ) -> ExportPlan:
@@ -294,12 +350,7 @@ def plan_export(
 
     ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
     """
-    tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
-    for unit in units:
-        for s in unit.segments:
-            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
-            tiles.setdefault(id(s.whole), []).append(home)
-    homes = {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
+    homes = _locate(named, units)
     saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[n][-1] for n in item.sources))
     files = plan_files([item.spec for item in saved], max_shard_nbytes)
     places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
@@ -309,14 +360,10 @@ def plan_export(
         file, start = places[item.spec.key]
         if item.parts is None:
             together.setdefault(item.sources, []).append(item.spec)
-        for part in item.parts or ():
-            for home in homes[part.source]:
-                low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
-                if low < high:
-                    begin = start + (part.start + low - part.offset) * item.spec.dtype.itemsize
-                    source = part.source if home.unit == _WHOLE else home.unit
-                    shift = home.offset - home.first
-                    spans[source].append(SavedRange(low + shift, high + shift, file, begin))
+        for of in _ranges(item.parts or (), homes):
+            begin = start + of.at * item.spec.dtype.itemsize
+            source = of.source if of.unit == _WHOLE else of.unit
+            spans[source].append(SavedRange(of.start, of.stop, file, begin))
     members: defaultdict[int, list[str]] = defaultdict(list)
     groups: defaultdict[int, list[tuple[frozenset[str], list[TensorSpec]]]] = defaultdict(list)
     for sources, specs in together.items():

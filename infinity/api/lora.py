@@ -78,10 +78,10 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
         )
     if adapters_of(model).generators and not hasattr(model, "add_weighted_adapter"):  # not peft's
         raise StateError("add_lora: the model has adapters already; give it what the first call returned")
-    if runtime.construction.active or runtime.started:
+    if runtime.construction.active or not runtime.at_rest():
         raise StateError(
-            "add_lora wants a model that is finished and did not run yet: call it after the `with "
-            "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
+            "add_lora wants a model that is finished and did not run with gradients yet: call it after the "
+            "`with infinity.Init(recipe)` block, before infinity.AdamW"
         )
     if config is not None and settings:
         raise RecipeError(f"add_lora: {', '.join(settings)} beside a config; say it in the config")

@@ -85,6 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         elif groups:
             raise SettingError("groups", groups, "parameter groups either as params or by patterns")
         with uninterrupted:
+            movable = self.runtime.at_rest()
             self.runtime.use_rule(chosen)
         super().__init__(params, defaults)
         self._check_limits()
@@ -92,10 +93,10 @@ class Optimizer(torch.optim.Optimizer):
         with uninterrupted:
             self.runtime.tiers.settle(
                 self.runtime.units,
-                movable=not self.runtime.started,
+                movable=movable,
                 planned=self.runtime.activations.policy in ("plan", "offload"),
             )
-            if self.runtime.started:
+            if not movable:
                 self.runtime.values.clear_optimizer_fields()
             self._connect()
         #: Identity and version of buffers, with a copy if small: batch norm writes its means uncounted.

@@ -62,7 +62,7 @@ class FullValues:
             with uninterrupted:
                 for unit in units:
                     if not any(segment.is_tile for segment in unit.segments):
-                        stack.enter_context(self._full(unit, modify))
+                        stack.enter_context(self.full(unit, modify))
                 for param in tiled.values():
                     stack.enter_context(self._full_tiles(param, modify))
             yield
@@ -80,7 +80,7 @@ class FullValues:
             self._executor()  # raises if the model was closed meanwhile
             for unit, segment in self.units.places(param) if modify else ():
                 rows = segment.rows
-                with self._full(unit, modify=True):
+                with self.full(unit, modify=True):
                     segment.param.copy_(param[rows.start : rows.stop])
         finally:
             if not outer:
@@ -91,12 +91,12 @@ class FullValues:
         places = self.units.places(param)
         values = torch.empty(places[0][1].whole_shape, dtype=places[0][0].dtype, device=device)
         for unit, segment in places:
-            with self._full(unit, modify=False):
+            with self.full(unit, modify=False):
                 values[segment.rows.start : segment.rows.stop].copy_(segment.param)
         return values
 
     @contextlib.contextmanager
-    def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
+    def full(self, unit: Unit, modify: bool) -> Iterator[None]:
         """Hold the full values of a unit; what the block wrote is dropped if it raises."""
         executor, before, stored = self._executor(), None, False
         prefetcher = executor.prefetcher

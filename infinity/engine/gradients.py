@@ -125,10 +125,10 @@ class ReleasedGradient(torch.Tensor):
                 return None  # the same
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
-            "infinity.AdamW(model, ...), not another optimizer. In place of torch.nn.utils.clip_grad_norm_ "
-            "give it max_grad_norm, or call optimizer.clip_grad_norm_(max_norm) before step(); read "
-            "optimizer.grad_norm after it; see gradients by infinity.on_gradient(model, fn); scale the loss "
-            "by optimizer.scale(loss)"
+            "infinity.AdamW(model, ...), not another optimizer; in a Trainer by infinity.trainer(Trainer). "
+            "In place of torch.nn.utils.clip_grad_norm_ give it max_grad_norm, or call "
+            "optimizer.clip_grad_norm_(max_norm) before step(); read optimizer.grad_norm after it; see "
+            "gradients by infinity.on_gradient(model, fn); scale the loss by optimizer.scale(loss)"
         )
 
     @staticmethod

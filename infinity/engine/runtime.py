@@ -243,20 +243,26 @@ class Runtime:
 
     def reopen(self) -> None:
         """Prepare for another ``Init`` block, in which the model is changed."""
-        if self._executor is None:
-            return
-        executor = self._executor
-        if executor.updates.hypers.groups or executor.hooks.hooked or executor.blocks is not None:
+        if not self.at_rest():
             raise StateError(
                 "infinity.Init of a model that has its optimizer or a layer schedule, or ran with gradients: "
                 "add modules and resize embeddings before that"
             )
-        self._executor.retire()
+
+    def at_rest(self) -> bool:
+        """End what a run without gradients left; return whether units and their homes may change."""
+        executor = self._executor
+        if executor is None:
+            return True
+        if executor.updates.hypers.groups or executor.hooks.hooked or executor.blocks is not None:
+            return False
+        executor.retire()
         for unit in self.units:
             if unit.state is UnitState.GATHERED:  # in host memory, its parameters views of its shard
                 unit.detach()
                 unit.lifecycle.move(UnitState.ON_HOST)
         self._executor = None
+        return True
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:

@@ -7,8 +7,8 @@ live on NVMe. With one rank and no accelerator, the home of a unit in host memor
 gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
 is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
 frozen ones to units that would live on NVMe. A model that runs before it has an optimizer (a reference, one
-that generates) gives that to its other frozen units. A unit that is thawed later gets its moments then. All
-ranks must freeze the same units.
+that generates) lends that to its other frozen units, until an optimizer needs the room. A unit that is thawed
+later gets its moments then. All ranks must freeze the same units.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
+from infinity.device.memory import Lease
 from infinity.optim.rule import OFFSET
 from infinity.optim.state import StateLayout, master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
@@ -38,6 +39,7 @@ class Tiers:
         self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.resident_nbytes = storage.resident_nbytes
         self.taken: dict[int, int] = {}  # bytes of it by unit's index, with those set aside
+        self._lent: list[Unit] = []  # in host memory only until an optimizer needs the room
         self.base: FrozenBase | None = None  # while a checkpoint with one is loaded
         self.base_files: Mapping[str, str] = {}  # digests of a sample of each of its files, by name
         # An interrupted run is still to be adopted: until then units on NVMe have no room, and drop writes.
@@ -75,6 +77,9 @@ class Tiers:
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel))
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
 
+    def _trainable_nbytes(self, unit: Unit) -> int:
+        return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
+
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """Return the dtype of this rank's reduced gradient."""
         return self._reduce_dtype if self._ranks.world_size > 1 else unit.dtype
@@ -92,7 +97,7 @@ class Tiers:
 
     def place(self, unit: Unit) -> None:
         """Give a new unit its home, with room for its weights and what makes them exact."""
-        nbytes = self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
+        nbytes = self._trainable_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
             unit.move_to(home)
@@ -125,19 +130,22 @@ class Tiers:
         units = list(units)
         if movable:
             trained_units = [unit for unit in units if unit.trainable]
-            for unit in units:
-                if trains or not unit.trainable:
-                    self._give_back(unit)
             trained = [(self.gradient_nbytes(unit), unit.shard_nbytes) for unit in trained_units]
             settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
             self.resident_nbytes += settled_nbytes - self.storage.resident_nbytes
             self.storage.resident_nbytes = settled_nbytes
+            if trains:
+                self._end_loan(trained_units)
+            for unit in units:
+                if trains or not unit.trainable:
+                    self._give_back(unit)
             for unit in trained_units if trains else ():
                 self._promote(unit)
             frozen = [u for u in units if not u.trainable and u.index not in self.taken]
             sizes = [self.resident_nbytes_of(unit, moments=False) for unit in frozen]
             for place in budget.spread(sizes, self.resident_nbytes - sum(self.taken.values())):
                 self._promote(frozen[place])
+                self._lent += [] if trains else [frozen[place]]
         for unit in units if trains else ():
             if unit.trainable:
                 self._make_trainable(unit)
@@ -157,15 +165,39 @@ class Tiers:
         held.stored_form = lease
         unit.move_to(held)
 
+    def _end_loan(self, trained: Iterable[Unit]) -> None:
+        """Move back what a run without an optimizer brought to host memory, if ``trained`` units need it."""
+        wanted = {unit.index: self._trainable_nbytes(unit) for unit in trained}
+        lent, self._lent = self._lent, []
+        for unit in lent if sum((self.taken | wanted).values()) > self.resident_nbytes else ():
+            host = unit.home
+            if host.stored_form is not None:
+                self._drop_form(unit, host.stored_form)
+            elif isinstance(host, HostHome):
+                disk = DiskHome(self.store, unit)
+                disk.reloadable = host.reloadable
+                for start, weight, state in disk.chunks(read=False, write=True):
+                    stop = start + len(weight)
+                    values = host.weight[start:stop], *self.layout.part(host.state, start, stop)
+                    for target, source in zip((weight, *state), values, strict=False):  # without moments
+                        target.copy_(source)
+                self._move(unit, disk)
+                for lease in host.leases:
+                    lease.release()
+                del self.taken[unit.index]
+
+    def _drop_form(self, unit: Unit, form: Lease) -> None:
+        bare = copy(unit.home)
+        bare.stored_form = None
+        unit.move_to(bare)
+        form.release()
+        del self.taken[unit.index]
+
     def _give_back(self, unit: Unit) -> None:
         """Give back what was set aside and is not needed: moments, or a trained unit's stored form."""
-        home, form = unit.home, unit.home.stored_form
+        form = unit.home.stored_form
         if form is not None and (unit.trainable or unit.stored is None):
-            bare = copy(home)
-            bare.stored_form = None
-            unit.move_to(bare)
-            form.release()
-            self._take(unit, 0)
+            self._drop_form(unit, form)
         elif unit.index in self.taken:  # of a trained one, the moments of another rule may take less
             trained_nbytes = self._trained_nbytes(unit) if unit.trainable else 0
             self._take(unit, self.resident_nbytes_of(unit, moments=False) + trained_nbytes)
@@ -178,7 +210,7 @@ class Tiers:
             if home.stored_form is None:
                 self._hold(unit, home, 0)
             return
-        nbytes = self.resident_nbytes_of(unit, moments=False) + (self._trained_nbytes(unit) if trained else 0)
+        nbytes = self._trainable_nbytes(unit) if trained else self.resident_nbytes_of(unit, moments=False)
         if self._take(unit, nbytes):
             host = HostHome(self.storage, unit)
             host.reloadable = home.reloadable

@@ -424,7 +424,7 @@ def test_adding_adapters_at_a_wrong_moment_is_an_error_that_says_when(tmp_path, 
             model = factory()
             stack.enter_context(closing(model))
             if when == "inside":
-                with pytest.raises(StateError, match=r"after the `with.*before anything"):
+                with pytest.raises(StateError, match=r"after the `with.*before infinity"):
                     add_lora(model)
         if when == "after a forward":
             model(**batch(0))

@@ -29,6 +29,10 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
 
 
+def weights_of(run: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((run / "model").glob("*.safetensors"))]
+
+
 def sampled(folder: Path, name: str, *more: str) -> list[dict[str, Any]]:
     prompts = folder / "prompts.txt"
     prompts.write_text("the quick\n\nlazy d\n")
@@ -43,8 +47,10 @@ def answer(folder: Path, prompt: str, **how: Any) -> str:
 
 
 def test_samples_change_no_number_and_the_last_is_what_chat_writes(tmp_path: Path):
-    without = metrics_of(tmp_path, "without")
+    without = metrics_of(tmp_path, "without", "run.save=true")
     assert numbers(sampled(tmp_path, "with", "run.save=true")) == numbers(without)
+    assert weights_of(tmp_path / "with")
+    assert weights_of(tmp_path / "with") == weights_of(tmp_path / "without")
     found = samples_of(tmp_path / "with")
     assert [(line["step"], line["prompt"]) for line in found] == [
         (step, prompt) for step in (1, 2, 3) for prompt in ("the quick", "lazy d")
@@ -147,21 +153,37 @@ def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
     assert bytes(encoded) == b"user: b\nassistant: "
 
 
-def test_chat_with_adapters_writes_what_their_run_did(tmp_path: Path):
+@pytest.mark.parametrize("trained", ["all", "adapters", "two adapters"])
+def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: str):
     make_base(tmp_path / "base")
     question = {"messages": [{"role": "user", "content": "hello there"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(question) + "\n")
-    answered = {"messages": [*question["messages"], {"role": "assistant", "content": "general"}]}
-    (tmp_path / "data.jsonl").write_text((json.dumps(answered) + "\n") * 8)
+    for name, answered in (("a", "general"), ("b", "quick fox")):
+        given = {"messages": [*question["messages"], {"role": "assistant", "content": answered}]}
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(given) + "\n") * 8)
     recipe = [
-        f"run.dir={tmp_path}", "run.name=adapters", "observe.progress=false", "train.steps=2",
-        f"data.files={tmp_path}/data.jsonl", f"data.cache={tmp_path}/tokens", "data.eval_fraction=0",
-        f"model.path={tmp_path}/base", "model.seq_len=64", "lora.rank=2", "optim.lr=0.1", "train.threads=1",
+        f"run.dir={tmp_path}", "run.name=tuned", "observe.progress=false", "train.steps=2",
+        f"data.cache={tmp_path}/tokens", "data.eval_fraction=0",
+        f"model.path={tmp_path}/base", "model.seq_len=64", "optim.lr=0.1", "train.threads=1",
         "train.batch_size=2", "train.dtype=fp32", "train.sample_every=2", "train.sample_tokens=6",
-        f"train.sample_prompts={tmp_path}/prompts.jsonl", "train.eval_every=null",
+        f"train.sample_prompts={tmp_path}/prompts.jsonl", "train.eval_every=null", "run.save=true",
     ]  # fmt: skip
+    names = ("a", "b") if trained == "two adapters" else ()
+    for name in names:
+        recipe += [f"adapters.{name}.data.files=[{tmp_path}/{name}.jsonl]", f"adapters.{name}.lora.rank=2"]
+    if not names:
+        recipe += [f"data.files={tmp_path}/a.jsonl", *(["lora.rank=2"] if trained == "adapters" else [])]
     train(infinity.load_recipe(overrides=recipe))
-    [found] = samples_of(tmp_path / "adapters")
-    assert found["prompt"] == question["messages"]
-    assert found["text"]
-    assert answer(tmp_path / "adapters", "hello there") == found["text"]
+    run = tmp_path / "tuned"
+    found = samples_of(run)
+    assert [line.get("adapter") for line in found] == list(names or (None,))
+    for line in found:
+        assert line["prompt"] == question["messages"]
+        assert line["text"]
+        assert answer(run, "hello there", adapter=line.get("adapter")) == line["text"]
+    if names:
+        assert found[0]["text"] != found[1]["text"]
+        with pytest.raises(RecipeError, match=r"has the adapters a, b: add --adapter NAME"):
+            answer(run, "hello there")
+    with pytest.raises(RecipeError, match=r"no 'c'; there are: "):
+        answer(run, "hello there", adapter="c")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.api.saved import saved_tensors
 from infinity.checkpoint.load import named_targets
+from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models, training, zoo
 from tests.helpers.cases import few
@@ -156,6 +157,7 @@ def test_weights_that_are_transposed_on_saving_are_converted_group_by_group(
         groups = {item.sources for item in saved if item.parts is None}
         assert sorted(map(len, groups)) == [1, 1, 1, 3, 3, 3]
         infinity.export(model, tmp_path / "out", max_shard_nbytes=SMALL_FILES)
+        assert_equal(streamed(model), tensors_of(tmp_path / "out"))
         values = infinity.state_dict(model)
     plain = plain_twin(factory, values)
     turned(plain)
@@ -164,7 +166,7 @@ def test_weights_that_are_transposed_on_saving_are_converted_group_by_group(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
-def test_experts_are_streamed_without_gathering_a_unit(
+def test_experts_are_exported_without_gathering_a_unit_and_streamed_with_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factory, _ = zoo.build(name, seed=7)
@@ -172,6 +174,12 @@ def test_experts_are_streamed_without_gathering_a_unit(
         before = {id(p): p.data_ptr() for p in model.parameters()}
         infinity.export(model, tmp_path / "out")
         assert all(is_placeholder(p.data) and p.data_ptr() == before[id(p)] for p in model.parameters())
+        runtime = runtime_of(model)
+        pins = runtime.executor().prefetcher.residents.pins
+        largest = max(unit.nbytes for unit in runtime.units)
+        for key, value in infinity.stream_weights(model):
+            assert value.untyped_storage().nbytes() <= largest, key
+            assert sum(count > 0 for count in pins.values()) <= 1
     keys = tensors_of(tmp_path / "out")
     assert any(".experts.3." in key for key in keys)
     assert not any("gate_up_proj" in key for key in keys)

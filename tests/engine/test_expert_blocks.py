@@ -100,7 +100,7 @@ def tiles_read(folder: Path, micro_batches: int, tiles: int) -> tuple[list[int],
         mover.start = lambda unit: (started.update([unit]), start(unit))[1]
         routed = {unit.index for unit in runtime.units if unit.routed}
         scheduled = infinity.layer_schedule(model, micro_batches)
-        runtime.executor().prefetcher.hold_blocks((3 + tiles) * 4096, [])  # 3: of the larger block
+        runtime.executor().prefetcher.hold_blocks((5 + tiles) * 4096, [])  # 5: what else of the block
         for _ in range(4):
             started.clear()
             loss = scheduled(**batch(0)).loss
