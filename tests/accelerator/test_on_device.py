@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.core.errors import StateError
+from infinity.core.nbytes import aligned
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
 from infinity.optim import rule as update_rule
 from infinity.optim.rules import HostRule
+from infinity.optim.state import BLOCK_NUMEL
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -129,9 +131,12 @@ def place(more: tuple[str, ...]) -> dict[str, Any]:
     assert on_device is not None
     assert executor.host is not None
     on_cpu = [unit for unit in units if unit.home.there is None]
+    # between two parameters of a run there may be padding, as each begins on a block
+    sizes = [s.numel for unit in on_cpu for s in unit.segments]
+    numel, padded = sum(sizes), sum(aligned(size, BLOCK_NUMEL) for size in sizes)
     found = {
         "here": [unit.home.there is not None for unit in units],
-        "on the cpu": sum(updated) == sum(s.numel for u in on_cpu for s in u.segments),
+        "on the cpu": numel <= sum(updated) <= padded,
         "gradients in host memory": executor.host.gradients.peak_nbytes,
         "states": on_device.pool.leased_nbytes,
         "most": on_device.pool.capacity_nbytes,
