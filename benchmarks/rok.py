@@ -41,10 +41,10 @@ from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, PLAN, Planning
+from infinity.data.sequences import Batch
 from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
-from infinity.recipes.data.sequences import Batch
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
 

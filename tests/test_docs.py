@@ -160,8 +160,8 @@ def run_yaml(text: str, names: dict[str, Any]) -> None:
 
 
 def run_json(text: str, names: dict[str, Any]) -> None:
-    from infinity.recipes.data.formats import FORMATS, Reading
-    from infinity.recipes.data.sources import load_object
+    from infinity.data.formats import FORMATS, Reading
+    from infinity.data.sources import load_object
 
     for line in text.splitlines():
         Reading(tuple(FORMATS)).standard(load_object(line.encode()))

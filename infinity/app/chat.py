@@ -17,7 +17,7 @@ from infinity.app.train import set_threads
 from infinity.comm.ranks import world_size
 from infinity.core.errors import RecipeError
 from infinity.core.files import user_path
-from infinity.recipes.data.tokenizer import ASSISTANT, Chat, Message
+from infinity.data.tokenizer import ASSISTANT, Chat, Message
 from infinity.recipes.recipe import Recipe, with_values
 
 

@@ -28,11 +28,11 @@ from infinity.core.errors import (
     first_line,
     library_errors,
 )
+from infinity.data.loader import Data, HeldOut
+from infinity.data.sequences import Batch, join
 from infinity.engine.schedule import LayerSchedule
 from infinity.observe.metrics import AdapterReport, Evaluation, StepReport, View
 from infinity.optim.rules import OptimConfig
-from infinity.recipes.data.loader import Data, HeldOut
-from infinity.recipes.data.sequences import Batch, join
 from infinity.recipes.objectives import OBJECTIVES, TaskLoss
 from infinity.recipes.recipe import Recipe
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from infinity.comm.ranks import rank
 from infinity.core.errors import RecipeError
 from infinity.core.files import create_file, open_regular
-from infinity.recipes.data.loader import Data
-from infinity.recipes.data.sequences import Batch, BatchShape, Examples, Ints, Sequences
+from infinity.data.loader import Data
+from infinity.data.sequences import Batch, BatchShape, Examples, Ints, Sequences
 from infinity.recipes.recipe import Recipe
 
 #: The file in a run's folder: by part of the data, a number for each document, NaN where it was not needed.

@@ -11,6 +11,7 @@ from typing import Any
 
 from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
+from infinity.app.samples import SAMPLES
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import open_regular, read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
@@ -21,8 +22,7 @@ from infinity.recipes.recipe import Recipe
 
 #: The page in the run's folder, where nothing else is said.
 REPORT = "report.html"
-#: What the model wrote in training, a line for each sample; and the most samples and characters of a page.
-SAMPLES = "samples.jsonl"
+#: The most samples and characters of a page.
 _MOST_SAMPLES, _MOST_CHARS = 60, 4000
 #: The most points of a curve; of more, neighbours are averaged.
 _MOST_POINTS = 1500

@@ -19,7 +19,7 @@ from infinity.checkpoint.model import longest_sequence
 from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import append_file, open_regular, read_file
-from infinity.recipes.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
+from infinity.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 

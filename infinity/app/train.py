@@ -28,6 +28,7 @@ from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
 from infinity.app.loop import Loop
+from infinity.app.samples import read_prompts
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
@@ -38,14 +39,14 @@ from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, save_measured
+from infinity.data.loader import Data, open_data
+from infinity.data.sequences import BatchShape
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
 from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.sinks import SINKS
 from infinity.observe.timeline import write_trace
-from infinity.recipes.data.loader import Data, open_data
-from infinity.recipes.data.sequences import BatchShape
 from infinity.recipes.models import GPT, require_causal
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe, TrainConfig, keys_of, with_values
@@ -87,7 +88,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         runtime = optimizer.runtime
         if rank() == 0:
             runtime.say.attach(views.log)
-        best = _best(recipe, data, model, folder, views)
+        best = _best(recipe, model, folder, views)
         loop = Loop(recipe, model, optimizer, data, views, folder, best)
         if rank() == 0:
             runs.write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
@@ -167,6 +168,9 @@ def _prepared(run: runs.Run, recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Re
     # Such lines come from any rank: one tokenizes while others wait.
     say = _sayer(recipe)
     data = open_inputs(recipe, say)
+    _check_best(recipe, data)  # before weights are read
+    if recipe.train.sample_prompts is not None:
+        read_prompts(recipe.train.sample_prompts)
     if run.before is None:
         run = run.choosing(ranks.decide(lambda: _choose(run.recipe, data, ranks, say), "the plan"))
     return run, with_values(run.recipe, {"memory.nvme": drives}), data
@@ -463,11 +467,11 @@ def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
 
 
-def _best(recipe: Recipe, data: Mapping[str, Data], model: Any, folder: Path, views: View) -> Best | None:
-    """Return what follows the metric of ``train.keep_best``; None: nothing asks for it."""
+def _check_best(recipe: Recipe, data: Mapping[str, Data]) -> None:
+    """Raise if ``train.keep_best`` or ``train.patience`` asks for what no evaluation says."""
     train = recipe.train
     if train.keep_best is None and train.patience is None:
-        return None
+        return
     key = "train.patience" if train.keep_best is None else "train.keep_best"
     sets = {"/".join(filter(None, (name, each))) for name, own in data.items() for each in own.evaluated}
     if train.eval_every is None or not sets:
@@ -479,9 +483,15 @@ def _best(recipe: Recipe, data: Mapping[str, Data], model: Any, folder: Path, vi
     if train.keep_best not in (None, *known):
         raise SettingError(key, train.keep_best, f"null, or a metric of evaluations: {', '.join(known)}")
 
+
+def _best(recipe: Recipe, model: Any, folder: Path, views: View) -> Best | None:
+    """Return what follows the metric of ``train.keep_best``; None: nothing asks for it."""
+
     def write(out: Path) -> None:
         write_model(recipe, model, out / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER))
 
+    if recipe.train.keep_best is None and recipe.train.patience is None:
+        return None
     return Best(recipe, folder, write, leads=rank() == 0, say=views.log)
 
 
@@ -494,9 +504,10 @@ def write_model(
     ``ema``: their average in place of the last values.
     """
     if not recipe.trains_adapters or merge:
-        how: dict[str, Any] = {"tokenizer": tokenizer_of(recipe), "merge": merge, "adapter": adapter}
-        how["ema"] = ema
-        return infinity.export(model, out, stored_as=stored_as, **how)
+        return infinity.export(
+            model, out, stored_as=stored_as, tokenizer=tokenizer_of(recipe), merge=merge, adapter=adapter,
+            ema=ema,
+        )  # fmt: skip
     infinity.save_lora(model, out, name=adapter, ema=ema)
     return None
 

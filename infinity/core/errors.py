@@ -157,7 +157,10 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = str(error).strip()[:_QUOTED_CHARS] or type(error).__name__
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror and str(error.filename) in what:
+            reason = error.strerror  # what is wrong with a file that is named already
+        reason = reason.strip()[:_QUOTED_CHARS] or type(error).__name__
         if isinstance(error, KeyError):  # which says the key alone
             reason = f"{reason} is unknown, or missing"
         raise kind(f"{what}: {reason}") from error

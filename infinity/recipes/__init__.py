@@ -1,1 +1,1 @@
-"""What a recipe says: its keys, the data that it names, the models that it can describe."""
+"""What a recipe says: its keys, its task and model; recipes made of other tools' configurations."""

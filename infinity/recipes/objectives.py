@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinity.activations.recompute import in_backward
-from infinity.recipes.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, Kind
-from infinity.recipes.data.sequences import Batch
+from infinity.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, Kind
+from infinity.data.sequences import Batch
 from infinity.recipes.models import CausalLoss
 
 Metrics = Mapping[str, Tensor]

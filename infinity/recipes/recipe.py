@@ -24,11 +24,11 @@ from infinity.core.config import (
     shown,
 )
 from infinity.core.errors import RecipeError
+from infinity.data.entries import DataConfig
 from infinity.engine.executor import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
-from infinity.recipes.data.entries import DataConfig
 from infinity.recipes.models import ModelConfig
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.other_tools import near

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from infinity.core.config import SettingError, shown
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import read_file, user_path
-from infinity.recipes.data.sources import may_be_of_hub
+from infinity.data.sources import may_be_of_hub
 from infinity.recipes.other_tools import TOOLS, Missing, Needless, Row, To, Tool, Values, tool_of
 from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved

@@ -25,8 +25,8 @@ from infinity.app.runs import (
 from infinity.cli import main
 from infinity.core.errors import ChangedFileError, InfinityError, LockedError, RecipeError, StateError
 from infinity.core.files import lock_file
+from infinity.data.sources import find_files
 from infinity.observe.metrics import MetricsFile, StepReport
-from infinity.recipes.data.sources import find_files
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe, changed_numbers
 from infinity.shards.journal import CommitRecord, Journal, RankFiles

@@ -15,7 +15,7 @@ from infinity.app.samples import SAMPLES, Samples, Writer, Writing, read_prompts
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import RecipeError
-from infinity.recipes.data.tokenizer import Chat, DataError, open_tokenizer
+from infinity.data.tokenizer import Chat, DataError, open_tokenizer
 from tests.helpers.launch import run_ranks
 from tests.helpers.runs import metrics_of
 from tests.helpers.tokenizers import write_tokenizer

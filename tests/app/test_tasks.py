@@ -240,15 +240,17 @@ def test_each_held_out_set_has_figures_of_its_own(place: Path, tmp_path: Path) -
         ("dpo", "train.eval_every=null", r"train\.patience: got 3; wanted null without evaluations"),
         ("reward", "data.packing=true", r"packing: got True.*scores whole documents"),
         ("classify", "model.num_labels=1", r"num_labels: the data has labels up to 1.*num_labels=2"),
+        ("dpo", "train.sample_prompts=none.txt", r"train\.sample_prompts: none\.txt: No such file"),
         ("kto", "data.files=labelled.jsonl", r"labelled\.jsonl:1: .*wanted 'prompt' and 'completion'"),
         ("classify", "data.files=pairs.jsonl", r"pairs\.jsonl:1: .*wanted 'text'"),
     ],
 )  # fmt: skip
-def test_what_a_task_cannot_use_is_said(
-    task: str, override: str, message: str, place: Path, tmp_path: Path
+def test_what_a_task_cannot_use_is_said_before_weights_are_read(
+    task: str, override: str, message: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr(train_module, "built")
     override = override.replace("data.files=", f"data.files={place}/")
-    with pytest.raises(RecipeError if "files" not in override else Exception, match=message):
+    with pytest.raises(Exception if "files" in override or "prompts" in override else RecipeError, match=message):
         train(recipe(place, tmp_path, task, "train.patience=3", override))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.recipes.data.sequences import Batch
+from infinity.data.sequences import Batch
 from infinity.recipes.models import GPT, GPTConfig
 from infinity.recipes.objectives import OBJECTIVES, Documents, Objective, TaskLoss
 

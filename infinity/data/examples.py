@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infinity.recipes.data.formats import Completion, Reading, Record
-from infinity.recipes.data.sources import has_rows, rows
-from infinity.recipes.data.tokenizer import (
+from infinity.data.formats import Completion, Reading, Record
+from infinity.data.sources import has_rows, rows
+from infinity.data.tokenizer import (
     ASSISTANT,
     Chat,
     DataError,
@@ -24,7 +24,7 @@ from infinity.recipes.data.tokenizer import (
     MalformedError,
     Tokenizer,
 )
-from infinity.recipes.data.tokens import Encode, encode_document
+from infinity.data.tokens import Encode, encode_document
 
 #: The largest label of a text.
 _MOST_LABEL = 10**6

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from infinity.core.errors import UnsafePathError
 from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
-from infinity.recipes.data.formats import Completion, Reading, document_of
-from infinity.recipes.data.sources import files_of, has_rows, read_pieces, readable, rows
-from infinity.recipes.data.tokenizer import (
+from infinity.data.formats import Completion, Reading, document_of
+from infinity.data.sources import files_of, has_rows, read_pieces, readable, rows
+from infinity.data.tokenizer import (
     Chat,
     DataError,
     Encoded,

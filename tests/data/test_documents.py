@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data import sources as documents_module
-from infinity.recipes.data.formats import Completion, Reading, document_of
-from infinity.recipes.data.sources import find_files, load_object, read_lines, read_pieces
-from infinity.recipes.data.tokenizer import Chat, DataError, MalformedError
+from infinity.data import sources as documents_module
+from infinity.data.formats import Completion, Reading, document_of
+from infinity.data.sources import find_files, load_object, read_lines, read_pieces
+from infinity.data.tokenizer import Chat, DataError, MalformedError
 from tests.helpers.cases import examples
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity.recipes.data import sources
-from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.formats import Reading
-from infinity.recipes.data.loader import Data, open_data
-from infinity.recipes.data.sequences import BatchShape
-from infinity.recipes.data.sources import find_files, rows
-from infinity.recipes.data.tokenizer import BytesTokenizer, DataError, MalformedError
-from infinity.recipes.data.tokens import Tokens, open_tokens
+from infinity.data import sources
+from infinity.data.entries import DataConfig
+from infinity.data.formats import Reading
+from infinity.data.loader import Data, open_data
+from infinity.data.sequences import BatchShape
+from infinity.data.sources import find_files, rows
+from infinity.data.tokenizer import BytesTokenizer, DataError, MalformedError
+from infinity.data.tokens import Tokens, open_tokens
 
 ROWS = [{"prompt": f"question {i}\n", "completion": f'an "answer", {i}\n', "id": i} for i in range(600)]
 COLUMNS = ("prompt", "completion", "id")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from infinity.core.config import SettingError
-from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.formats import COLUMNS, FORMATS, SUPERVISED, Completion, Reading, document_of
-from infinity.recipes.data.tokenizer import Chat, MalformedError
+from infinity.data.entries import DataConfig
+from infinity.data.formats import COLUMNS, FORMATS, SUPERVISED, Completion, Reading, document_of
+from infinity.data.tokenizer import Chat, MalformedError
 
 ASKED, ANSWERED = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 CHAT = {"messages": [ASKED, ANSWERED]}

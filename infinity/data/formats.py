@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from infinity.core.config import shown
-from infinity.recipes.data.tokenizer import ASSISTANT, Chat, MalformedError, Message
+from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError, Message
 
 Record: TypeAlias = dict[str, Any]
 

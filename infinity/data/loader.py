@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infinity.core.config import SettingError
-from infinity.recipes.data.entries import EVAL_SETS, HELD_OUT, TRAIN, DataConfig, Part, Sources, open_sources
-from infinity.recipes.data.examples import Kind
-from infinity.recipes.data.sequences import (
+from infinity.data.entries import EVAL_SETS, HELD_OUT, TRAIN, DataConfig, Part, Sources, open_sources
+from infinity.data.examples import Kind
+from infinity.data.sequences import (
     Batch,
     BatchShape,
     Ints,
@@ -24,8 +24,8 @@ from infinity.recipes.data.sequences import (
     joined,
     token_stream,
 )
-from infinity.recipes.data.tokenizer import DataError
-from infinity.recipes.data.tokens import Tokens
+from infinity.data.tokenizer import DataError
+from infinity.data.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)

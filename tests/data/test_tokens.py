@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from infinity.recipes.data import tokens as tokens_module
-from infinity.recipes.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
-from infinity.recipes.data.tokens import Tokens, open_tokens
+from infinity.data import tokens as tokens_module
+from infinity.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
+from infinity.data.tokens import Tokens, open_tokens
 from tests.helpers.cases import examples
 from tests.helpers.limits import comes_true
 from tests.helpers.tokenizers import write_tokenizer

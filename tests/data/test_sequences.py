@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.loader import Data, TokenLoader, open_data
-from infinity.recipes.data.sequences import (
+from infinity.data.entries import DataConfig
+from infinity.data.loader import Data, TokenLoader, open_data
+from infinity.data.sequences import (
     Batch,
     BatchShape,
     Sequences,
@@ -20,8 +20,8 @@ from infinity.recipes.data.sequences import (
     join,
     token_stream,
 )
-from infinity.recipes.data.tokenizer import DataError
-from infinity.recipes.data.tokens import Tokens
+from infinity.data.tokenizer import DataError
+from infinity.data.tokens import Tokens
 from tests.helpers.cases import examples
 
 SIZES = st.lists(st.integers(1, 40), max_size=60)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import CheckpointError
-from infinity.recipes.data import tokenizer as tokenizer_module
-from infinity.recipes.data.tokenizer import (
+from infinity.data import tokenizer as tokenizer_module
+from infinity.data.tokenizer import (
     BytesTokenizer,
     Chat,
     DataError,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from infinity.core.errors import library_errors
 from infinity.core.files import open_regular, read_file, user_path
 from infinity.core.nbytes import format_nbytes
-from infinity.recipes.data.formats import Reading, Record, parse_json
-from infinity.recipes.data.tokenizer import DataError, MalformedError
+from infinity.data.formats import Reading, Record, parse_json
+from infinity.data.tokenizer import DataError, MalformedError
 
 #: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
 PIECE_CHARS = 1 << 20

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
-from infinity.recipes.data.examples import Kind
-from infinity.recipes.data.formats import COLUMNS, SUPERVISED, Reading
-from infinity.recipes.data.sources import find_files
-from infinity.recipes.data.tokenizer import DataError, Tokenizer, open_tokenizer
-from infinity.recipes.data.tokens import Tokens, open_tokens
+from infinity.data.examples import Kind
+from infinity.data.formats import COLUMNS, SUPERVISED, Reading
+from infinity.data.sources import find_files
+from infinity.data.tokenizer import DataError, Tokenizer, open_tokenizer
+from infinity.data.tokens import Tokens, open_tokens
 
 #: Keys of data, the last one followed by a name.
 TRAIN, HELD_OUT, EVAL_SETS = "data.files", "data.eval_files", "data.eval_sets."

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.recipes.data.examples import Kind
-from infinity.recipes.data.tokens import Tokens
+from infinity.data.examples import Kind
+from infinity.data.tokens import Tokens
 
 Ints = NDArray[np.int64]
 

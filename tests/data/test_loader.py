@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.recipes.data.entries import DataConfig
-from infinity.recipes.data.loader import Data, HeldOut, TokenLoader, open_data
-from infinity.recipes.data.sequences import Batch, BatchShape, token_stream
-from infinity.recipes.data.tokenizer import DataError
+from infinity.data.entries import DataConfig
+from infinity.data.loader import Data, HeldOut, TokenLoader, open_data
+from infinity.data.sequences import Batch, BatchShape, token_stream
+from infinity.data.tokenizer import DataError
 from tests.helpers.cases import examples
 
 # ten sequences of four, each known by its first token

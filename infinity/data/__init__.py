@@ -1,0 +1,1 @@
+"""Training data: files of many kinds as batches of tokens, deterministic, sharded and resumable."""

@@ -1,1 +1,0 @@
-"""Training data: text files and JSONL as batches of tokens, deterministic, sharded and resumable."""
