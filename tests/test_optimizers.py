@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
 from infinity.optim import Form, Moment
 from infinity.optim import Rule as UpdateRule
@@ -35,15 +36,15 @@ NUMBERS: dict[str, tuple[float, tuple[tuple[str, Any], ...]]] = {
     "sgd": (
         0.1, (("momentum", 0.9), ("dampening", 0.5), ("weight_decay", 0.1), ("nesterov", False)),
     ),
-    "signed momentum": (1e-2, (("beta", 0.9),)),
+    "signed mean": (1e-2, (("beta", 0.9),)),
     "three": (1e-2, ()),
 }  # fmt: skip
 
 
-class SignedMomentum(UpdateRule):
+class SignedMean(UpdateRule):
     """A rule from outside: the sign of a mean, whose state is kept in bfloat16."""
 
-    name = "signed momentum"
+    name = "signed mean"
     moments = (Moment("mean", Form(torch.bfloat16)),)
     defaults: Mapping[str, Any] = {"lr": 1e-3, "beta": 0.9}
 
@@ -71,7 +72,7 @@ class Three(UpdateRule):
         return weight - lr * (grad + mean) / (count + 1), grad, mean, count + 1
 
 
-def signed_momentum_(p, m, _, g, t, group):
+def signed_mean_(p, m, _, g, t, group):
     beta = torch.tensor(group["beta"])
     mean = beta * m + (1 - beta) * g
     p.sub_(torch.tensor(group["lr"]) * mean.sign())
@@ -84,7 +85,7 @@ def three_(p, m, last, g, t, group):
     p.sub_(torch.tensor(group["lr"]) * (g + m) / (torch.tensor(float(t - 1)) + 1))
 
 
-UPDATES.update({"signed momentum": signed_momentum_, "three": three_})
+UPDATES.update({"signed mean": signed_mean_, "three": three_})
 
 
 def rule_of(name: str, **more: Any) -> Rule:
@@ -372,7 +373,7 @@ def test_the_state_of_torchs_sgd_is_loaded_and_that_of_another_rule_is_refused()
     infinity.close(model)
 
 
-@pytest.mark.parametrize("name", few(("adamw8bit", "signed momentum"), NUMBERS))
+@pytest.mark.parametrize("name", few(("adamw8bit", "signed mean"), NUMBERS))
 def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
     factory, batch = models.build("gpt", seed=3)
     rule, path = rule_of(name), tmp_path / "saved"
@@ -393,3 +394,12 @@ def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
         assert run(model, optimizer, batch, range(2, 4)) == losses
         same(state(model, optimizer), final)
         infinity.close(model)
+
+
+def test_a_name_belongs_to_one_rule() -> None:
+    """A class that is made again keeps it, as in a notebook; another one would be used in its place."""
+    with pytest.raises(SettingError, match=r"Mine\.name: got 'adamw'; wanted another name.*AdamWRule"):
+        type("Mine", (SignedMean,), {"name": "adamw", "__module__": __name__})
+    again = type("SignedMean", (SignedMean,), {"name": "signed mean", "__module__": __name__})
+    assert type(RULES["signed mean"]) is again
+    RULES["signed mean"] = SignedMean()

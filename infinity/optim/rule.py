@@ -19,6 +19,7 @@ the weight after its first update.
 """
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.core.config import SettingError
 from infinity.optim.cuda import elementwise_kernel
 from infinity.optim.formula import Formula, NotElementwiseError
 from infinity.optim.state import Moment, StateLayout, master_of, store_master
@@ -55,6 +57,12 @@ class Rule(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in vars(cls):
+            known = type(RULES[cls.name]) if cls.name in RULES else cls
+            if _identity(cls) != _identity(known):
+                raise SettingError(
+                    f"{cls.__qualname__}.name", cls.name,
+                    f"another name: it is that of {known.__module__}.{known.__qualname__}",
+                )  # fmt: skip
             rule = RULES[cls.name] = cls()
             RULES[rule.averaged.name] = rule.averaged
 
@@ -140,6 +148,11 @@ class Rule(ABC):
         for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
             place.fill_(number)
         self.update_by_torch(weight, grad, state, weight, there, piece_numel=piece_numel)
+
+
+def _identity(rule: type[Rule]) -> tuple[str, str]:
+    """Return what a class keeps if it is made again: in a notebook, or of a script that is imported, too."""
+    return getattr(sys.modules.get(rule.__module__), "__file__", None) or rule.__module__, rule.__qualname__
 
 
 class Averaged(Rule):

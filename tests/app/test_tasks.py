@@ -250,7 +250,9 @@ def test_what_a_task_cannot_use_is_said_before_weights_are_read(
 ) -> None:
     monkeypatch.delattr(train_module, "built")
     override = override.replace("data.files=", f"data.files={place}/")
-    with pytest.raises(Exception if "files" in override or "prompts" in override else RecipeError, match=message):
+    with pytest.raises(
+        Exception if "files" in override or "prompts" in override else RecipeError, match=message
+    ):
         train(recipe(place, tmp_path, task, "train.patience=3", override))
 
 
