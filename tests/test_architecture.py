@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
-    "optim": 1575,
+    "optim": 1588,
     "partition": 2633,
     "planner": 2313,
     "predict": 5361,
