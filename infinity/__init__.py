@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infinity.api.export import stream_weights as stream_weights
     from infinity.api.init import Init as Init
     from infinity.api.init import close as close
+    from infinity.api.init import ema as ema
     from infinity.api.init import from_pretrained as from_pretrained
     from infinity.api.init import gathered as gathered
     from infinity.api.init import layer_schedule as layer_schedule
@@ -54,7 +55,7 @@ _HOMES = {
         "integrations.accelerate": "Accelerator",
         "api.optimizer": "AdamW",
         "api.export": "export stream_weights",
-        "api.init": "Init close from_pretrained gathered layer_schedule no_sync on_gradient resume "
+        "api.init": "Init close ema from_pretrained gathered layer_schedule no_sync on_gradient resume "
         "state_dict",
         "api.lora": "add_lora lora_groups",
         "api.offload_activations": "offload_activations",

@@ -18,7 +18,9 @@ from infinity.app.export import publish_run
 from infinity.app.train import train
 from infinity.cli import main
 from tests.app.test_goes_on import interrupt as interrupt_run
+from tests.app.test_goes_on import metrics
 from tests.app.test_goes_on import recipe as recipe_of
+from tests.app.test_goes_on import same as alike
 from tests.helpers import families, models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -179,6 +181,10 @@ def on_ranks(folder: str) -> bool:
         optimizer.step()
         averages.update(model)
     close(exported(model, Path(folder) / "out"), averages.weights())
+    before = infinity.state_dict(model, every_rank=True)
+    with infinity.ema(model):
+        close(infinity.state_dict(model, every_rank=True), averages.weights())
+    assert alike(infinity.state_dict(model, every_rank=True), before)
     infinity.close(model)
     return True
 
@@ -201,11 +207,14 @@ def test_adapters_are_averaged_saved_and_merged(tmp_path):
         average = {k: average[k].lerp(v, 1 - DECAY) if average else v for k, v in weights.items()}
     infinity.save_lora(model, tmp_path / "adapters", ema=True)
     infinity.save_lora(model, tmp_path / "last")
+    with infinity.ema(model):
+        infinity.save_lora(model, tmp_path / "inside")
     merged = exported(model, tmp_path / "merged", merge=True)
     infinity.close(model)
     got = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     last = load_file(tmp_path / "last" / "adapter_model.safetensors")
     assert len(got) == len(average) > 0
+    assert alike(load_file(tmp_path / "inside" / "adapter_model.safetensors"), got)
     close(got, {key.replace(".default", ""): value for key, value in average.items()})
     assert not any(torch.equal(got[key], last[key]) for key in got)
     theirs = peft.PeftModel.from_pretrained(
@@ -232,6 +241,22 @@ def test_a_recipe_keeps_an_average_which_is_exported_after_the_run_and_before(tm
     assert any(not torch.equal(late[key], last[key]) for key in late)
 
 
+def test_evaluations_and_the_best_model_are_of_the_average(tmp_path):
+    more = ("optim.schedule=constant", "train.steps=2", "train.eval_every=2", "run.save=true")
+    for name, ema in (("plain", ()), ("averaged", ("optim.ema=0.9", "train.keep_best=loss"))):
+        (tmp_path / name).mkdir()
+        train(recipe_of(tmp_path / name, *more, *ema))
+    folder = tmp_path / "averaged/runs/one"
+    publish_run(folder, tmp_path / "best", best=True)
+    publish_run(folder, tmp_path / "average", ema=True)
+    best, average = (load_file(tmp_path / name / "model.safetensors") for name in ("best", "average"))
+    assert alike(best, average)
+    *plain, last = metrics(tmp_path / "plain")
+    *averaged, of_average = metrics(tmp_path / "averaged")
+    assert averaged == plain
+    assert of_average["loss"] != last["loss"]
+
+
 def test_what_cannot_be_averaged_is_said(tmp_path, capsys):
     factory, batch = models.build("gpt", seed=3)
     model = build(factory, "bf16", [])
@@ -241,6 +266,11 @@ def test_what_cannot_be_averaged_is_said(tmp_path, capsys):
     run(model, optimizer, batch, [0])
     with pytest.raises(infinity.StateError, match=r"keeps no average.*ema=0\.999"):
         infinity.export(model, tmp_path / "out", ema=True)
+    leased = optimizer.runtime.storage.host_pool.leased_nbytes
+    with pytest.raises(infinity.StateError, match=r"keeps no average.*ema=0\.999"), infinity.ema(model):
+        pass
+    assert optimizer.runtime.storage.host_pool.leased_nbytes == leased
+    run(model, optimizer, batch, [1])
     assert not (tmp_path / "out").exists()
     infinity.close(model)
     (tmp_path / "run").mkdir()
@@ -248,3 +278,63 @@ def test_what_cannot_be_averaged_is_said(tmp_path, capsys):
         publish_run(tmp_path / "run", tmp_path / "out", ema=True)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--ema", "--best"]) != 0
     assert "--ema is without --best" in capsys.readouterr().err
+
+
+def loss_of(model: Any, batch: Any) -> float:
+    with torch.no_grad():
+        return float(model(**batch(9)).loss)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["memory.host=64MiB"],
+        ["memory.host=128MiB", "memory.nvme=[{}]", "optim.ema=0.8"],
+        ["memory.host=128MiB", "memory.resident=false", "memory.nvme=[{}]", "run.name=mine"],
+    ],
+    ids=["host", "both", "nvme"],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_context_evaluates_the_average_and_is_undone_bitwise(tmp_path, monkeypatch, more, dtype):
+    factory, batch = models.build("gpt", seed=3)
+    given = [each.format(tmp_path / "nvme") for each in more]
+    model = build(factory, dtype, given)
+    optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0, ema=DECAY)
+    pool = optimizer.runtime.storage.host_pool
+    if len(more) == 3 and "run.name=mine" not in more:  # no room for weights beside their averages
+        lease = pool.try_lease
+        monkeypatch.setattr(
+            pool, "try_lease", lambda n, who: None if who.startswith("weights of") else lease(n, who=who)
+        )
+    losses = run(model, optimizer, batch, range(2))
+    average, before, last = exported(model, tmp_path / "out"), state(model, optimizer), loss_of(model, batch)
+    leased = pool.leased_nbytes
+    with infinity.ema(model):
+        inside, weights = loss_of(model, batch), infinity.state_dict(model)
+        infinity.export(model, tmp_path / "inside")
+        with pytest.raises(infinity.StateError, match=r"train.*after the block"), torch.enable_grad():
+            model(**batch(0))
+        for refused in (optimizer.state_dict, lambda: model.load_state_dict(weights)):
+            with pytest.raises(infinity.StateError, match="after the block"):
+                refused()
+        with pytest.raises(infinity.StateError, match="after the block"), infinity.ema(model):
+            pass
+    assert pool.leased_nbytes == leased
+    assert loss_of(model, batch) == last != inside
+    same(state(model, optimizer), before)
+    got = load_file(tmp_path / "inside/model.safetensors")
+    for key, value in average.items():
+        assert torch.equal(got[key], value)
+        assert torch.equal(weights[key], value)
+    losses += run(model, optimizer, batch, range(2, 4))
+    end = state(model, optimizer)
+    infinity.close(model)
+    model = build(factory, dtype, [])
+    optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0, ema=DECAY)
+    assert run(model, optimizer, batch, range(4)) == losses
+    same(state(model, optimizer), end)
+    infinity.close(model)
+    plain = factory()
+    plain.load_state_dict({k: v.float() for k, v in weights.items()})
+    if dtype == "fp32":
+        assert loss_of(plain, batch) == pytest.approx(inside, rel=1e-5)

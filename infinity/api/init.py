@@ -395,6 +395,22 @@ def gathered(
         yield
 
 
+@contextlib.contextmanager
+def ema(model: nn.Module) -> Iterator[None]:
+    """Context manager in which weights are the averages that the optimizer keeps (its ``ema``).
+
+    As to evaluate them, to generate and to export; gradients are off. Afterwards all is as before, bitwise.
+    Every rank must enter it, between two steps. It reads weights and states once, and takes a place on NVMe,
+    or in host memory, for a second copy of the weights in the compute dtype.
+
+    Raises:
+        StateError: The optimizer keeps no average; or, in the block, what would train or save states.
+        BudgetError: ``memory.host`` has no room for a second copy of the weights, and there is no NVMe.
+    """
+    with runtime_of(model).values.averaged(), torch.no_grad():
+        yield
+
+
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """Return ``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
     values = runtime_of(model).values

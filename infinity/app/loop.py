@@ -219,6 +219,14 @@ class Loop:
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
+        """Evaluate the model, or the average of its weights where the optimizer keeps one."""
+        if any(task.data.evaluated for task in self.tasks):
+            averages = self._recipe.optim.ema is not None
+            with infinity.ema(self._model) if averages else nullcontext():
+                self._evaluate_weights(step)
+            self._optimizer.report()  # excludes the time and bytes of this from the next step's report
+
+    def _evaluate_weights(self, step: int) -> None:
         losses, counts, metrics = dict[str, float](), list[int](), dict[str, float]()
         sets = dict[str, list[tuple[float, int]]]()
         self.loss.metrics()  # those of a step before
@@ -240,10 +248,7 @@ class Loop:
                 counts.append(sum(examples))
         finally:
             self._model.train()
-        if not losses:
-            return
         metrics |= {f"{name}/loss": mean_of(*zip(*found)) for name, found in sets.items()}
-        self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
         loss = mean_of([*losses.values()], counts)
         losses.pop("", None)
         per_token = OBJECTIVES[self._recipe.train.task].data is None
@@ -251,7 +256,6 @@ class Loop:
         self._views.evaluated(found)
         if self.best is not None and step > 0:
             self.best.seen(found)
-            self._optimizer.report()
 
     def _evaluated(self, task: Task, held_out: HeldOut) -> tuple[float, int, dict[str, float]]:
         """Return the mean loss over held-out data, its examples, and the means of metrics."""

@@ -259,6 +259,7 @@ class StepExecutor:
         return Rooms.within(policy, free, host, nvme=Place.NVME in stores, together=together)
 
     def _begin_forward(self) -> None:
+        self.tiers.check_exact(self.units)
         self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
         self.divide_again(accumulates=False)
         self.updates.expect()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.comm.ranks import Ranks, peer_errors
+from infinity.comm.ranks import Ranks, all_ranks_or_raise, peer_errors
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
@@ -251,6 +251,33 @@ class FullValues:
                     out[id(s.whole)] = torch.empty(s.whole_shape, dtype=unit.dtype, device="cpu")
                 out[id(s.whole)].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
         return out
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold averages in the place of weights; every rank must enter, between two steps."""
+        self.check_step_over()
+        self.tiers.check_exact(self.units)
+        updates, trained = self._executor().updates, [unit for unit in self.units if unit.home.trains]
+        updates.drain()
+        updates.records.land_residents()  # whose memory is written
+        with UninterruptedExit() as stack:
+            with uninterrupted, all_ranks_or_raise(self.ranks, "putting averages in the place of weights"):
+                self._change(trained)
+                stack.callback(self._change, trained)
+                for unit in trained:
+                    stack.callback(self.tiers.put_average(unit))
+                stack.callback(self._change, trained)
+                self._change(trained)
+            yield
+
+    def _change(self, units: Iterable[Unit]) -> None:
+        """Take note that weights of units are written, or will be: copies of them are stale."""
+        executor = self._executor()
+        executor.hooks.release_unscoped_units()
+        executor.prefetcher.forget()
+        for unit in units:
+            unit.updates += 1
+            unit.allow_writes()
 
     def clear_optimizer_fields(self) -> None:
         """Set moments and step counts to zero, as in a new optimizer; exact weights stay."""

@@ -12,6 +12,7 @@ later gets its moments then. All ranks must freeze the same units.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 
 import torch
@@ -328,6 +329,55 @@ class Tiers:
         for start, fields in self.chunk_fields(unit):
             yield start, (fields[0] + fields[names.index(OFFSET)]).to(unit.dtype)
 
+    def put_average(self, unit: Unit) -> Callable[[], None]:
+        """Put averages in the place of a trained unit's weights; return a call that puts the weights back.
+
+        A unit on NVMe is read from another place there meanwhile. Of one in host memory the weights are kept
+        beside, or on NVMe if ``memory.host`` has no room.
+        """
+        home = unit.home
+        self.at_home(unit)
+        with ExitStack() as undo:
+            undo.callback(setattr, home, "averaged", False)
+            if not isinstance(home, HostHome):
+                disk = self._written(unit, self.averages(unit))
+                undo.callback(disk.free)
+                self._move(unit, disk)
+                undo.callback(self._move, unit, home)
+                disk.averaged = True
+                return undo.pop_all().close
+            if self.on_device is not None:
+                self.on_device.leave(unit.index)
+            weight, who = home.weight, f"weights of {unit.name}, whose average is in their place"
+            lease = self.storage.host_pool.try_lease(weight.nbytes, who=who)
+            if lease is None and self.storage.store is None:
+                lease = self.storage.host_pool.lease(weight.nbytes, who=who)  # or the error
+            if lease is None:
+                disk = self._written(unit, ((start, part) for start, part, _ in home.chunks()))
+                undo.callback(disk.free)
+                undo.callback(lambda: _write(weight, ((start, part) for start, part, _ in disk.chunks())))
+            else:
+                undo.callback(lease.release)
+                undo.callback(weight.copy_, lease.tensor[: weight.nbytes].view(unit.dtype).copy_(weight))
+            _write(weight, self.averages(unit))
+            home.averaged = True
+            return undo.pop_all().close
+
+    def _written(self, unit: Unit, weights: Iterable[tuple[int, Tensor]]) -> DiskHome:
+        """Write chunks of weights, in the compute dtype, to a place of their own on NVMe."""
+        disk = DiskHome(self.store, unit)
+        for (_, weight, state), (_, values) in zip(disk.chunks(read=False, write=True), weights):
+            store_master(self.layout, values, weight, state)
+        return disk
+
+    def check_exact(self, units: Iterable[Unit]) -> None:
+        """Raise a StateError if averages are in the place of weights."""
+        if any(unit.home.averaged for unit in units):
+            raise StateError(
+                "inside infinity.ema(model), where the weights are their averages, a model may be evaluated, "
+                "generate and be exported: train, write weights, and save or load states after the block"
+            )
+
     def set_shard_fields(self, unit: Unit, fields: Sequence[Tensor]) -> None:
         """Replace this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
         self._make_trainable(unit)
@@ -346,6 +396,7 @@ class Tiers:
 
     def _each_chunk(self, unit: Unit, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Yield the chunks of a unit's newest values in memory; ``write`` stores them again."""
+        self.check_exact([unit])
         if write:
             self.snapshot.wait()
             self.before_write()
@@ -428,3 +479,8 @@ class Tiers:
         """End the save beside training. May be called twice."""
         snapshot, self.snapshot = self.snapshot, Snapshot(self.storage, (), {})
         snapshot.close()
+
+
+def _write(weight: Tensor, chunks: Iterable[tuple[int, Tensor]]) -> None:
+    for start, values in chunks:
+        weight[start : start + len(values)] = values

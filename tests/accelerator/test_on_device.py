@@ -485,3 +485,35 @@ def test_with_all_states_on_the_device_no_thread_competes_with_the_one_that_comp
     first, *_, last = run(busy_threads)
     assert "infinity-device-update" in first  # which brings the states there
     assert last == set()
+
+
+def averaged() -> dict[str, bool]:
+    begin("random", 3)
+    model = training.build(models.build("llama", seed=1)[0], "bf16", ["memory.host=64MiB", *PART])
+    optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0, ema=0.5)
+    steps(model, optimizer, range(2))
+    before, inside = state(model, optimizer), dict[str, Tensor]()
+    average = {
+        name: (fields["master"] + fields["ema_offset"]).bfloat16()
+        for name, fields in zip(dict(model.named_parameters()), optimizer.state_dict()["state"].values())
+    }
+    on_device = executor_of(model).tiers.on_device
+    assert on_device is not None
+    were = on_device.pool.leased_nbytes
+    with infinity.ema(model):
+        inside = infinity.state_dict(model)
+    found = {
+        "on the device": were > 0,
+        "averages": all(bool((inside[n].cpu() != before[n].cpu()).any()) for n in inside if "proj" in n),
+        "in order": sorted(float(v.float().sum()) for v in average.values())
+        == sorted(float(inside[n].float().sum()) for n in average),
+        "undone": same(state(model, optimizer), before),
+    }
+    steps(model, optimizer, range(2, 3))
+    optimizer.close()
+    return found
+
+
+def test_averages_take_the_place_of_weights_that_are_on_the_device():
+    found = run(averaged)
+    assert found == dict.fromkeys(found, True)

@@ -118,3 +118,21 @@ def test_each_rank_sees_its_shard_of_the_averaged_gradient(tmp_path):
     for name in alone:
         assert sum(squares.get(name, 0.0) for squares, _ in ranks) == pytest.approx(alone[name], rel=1e-5)
     assert ranks[0][1] == pytest.approx(norm, rel=1e-5)
+
+
+def test_torchs_function_and_a_gradients_values_say_what_to_write(tmp_path):
+    with lockstep("nvme", tmp_path, rule=Rule(max_grad_norm=1.0)) as pair:
+        loss, params = pair.backward(1), [*pair.model.parameters()]
+        assert all(p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in params)
+        for read in (
+            lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),
+            lambda: torch.nn.utils.clip_grad_value_(params, 1.0),
+            lambda: params[0].grad.norm().item(),
+            lambda: params[0].grad.data.norm(2),
+        ):
+            with pytest.raises(infinity.StateError, match=r"max_grad_norm, or call\s+optimizer.clip_grad"):
+                read()
+        assert repr(params[0].grad).startswith("ReleasedGradient(shape=")
+        pair.optimizer.step()
+        pair.follow(loss, number=1)
+        pair.check()
