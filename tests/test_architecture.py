@@ -274,25 +274,25 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 635,
+    "": 636,
     "activations": 2447,
-    "api": 4616,
-    "app": 2644,
+    "api": 4632,
+    "app": 2648,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2314,
     "data": 2267,
     "device": 1063,
-    "engine": 3873,
+    "engine": 3901,
     "integrations": 686,
     "nvme": 1228,
     "observe": 981,
     "optim": 1588,
-    "partition": 2633,
+    "partition": 2634,
     "planner": 2313,
     "predict": 5361,
     "recipes": 2042,
-    "shards": 4061,
+    "shards": 4117,
 }
 
 
