@@ -26,22 +26,12 @@ from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.lora import gathered_adapters, write_adapters
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
-from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
+from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
 from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import Part, named_targets
+from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
-from infinity.checkpoint.writer import (
-    FilePlan,
-    OutputFile,
-    Publication,
-    RangeWriter,
-    TensorSpec,
-    check_room,
-    create_files,
-    plan_files,
-    writing,
-)
+from infinity.checkpoint.writer import Publication, TensorSpec, check_room, writing
 from infinity.comm.ranks import ALONE, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
@@ -141,7 +131,7 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if item.parts is None:
             converted.setdefault(item.sources, []).append(item.spec)
         else:
-            copied.append((_ranges(item.parts, homes), item.spec))
+            copied.append((_ranges(item, homes), item.spec))
     opened = [_WHOLE]
     with UninterruptedExit() as held:
         for ranges, spec in sorted(copied, key=lambda each: [(of.unit, of.start) for of in each[0]]):
@@ -270,37 +260,23 @@ def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda 
 _WHOLE = -1
 
 
-class SavedRange(NamedTuple):
-    """Maps elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, to bytes of a file."""
-
-    offset: int
-    stop: int
-    file: int
-    start: int
-
-
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """Holds the place of each tensor in the files; the same on every rank."""
+    """Holds the tensors of a directory in order, and where their values come from; the same on every rank."""
 
-    files: tuple[FilePlan, ...]
-    places: Mapping[str, tuple[int, int]]  # by key: the file's number, and the first byte in it
+    specs: Sequence[TensorSpec]
     #: Written unchanged: by a unit's index, or by name where every rank has the whole tensor; ascending.
-    spans: Mapping[int | str, list[SavedRange]]
+    ranges: Mapping[int | str, list["_Range"]]
     #: Names of tensors that are converted, by the index of their last unit.
     members: Mapping[int, list[str]]
     #: Names of tensors that are converted together, and the results, by the index of their last unit.
     groups: Mapping[int, list[tuple[frozenset[str], list[TensorSpec]]]]
 
-    @property
-    def values_nbytes(self) -> int:
-        return sum(file.nbytes - len(file.header) for file in self.files)
-
-    def within(self, unit: Unit, start: int, stop: int) -> Sequence[SavedRange]:
-        """Return the spans that elements ``[start, stop)`` of the flat buffer meet; spans do not overlap."""
-        spans = self.spans.get(unit.index, [])
-        first = bisect_right(spans, start, key=lambda span: span.stop)
-        return spans[first : bisect_left(spans, stop, key=lambda span: span.offset)]
+    def within(self, unit: Unit, start: int, stop: int) -> Sequence["_Range"]:
+        """Return the ranges that elements ``[start, stop)`` of the flat buffer meet; they do not overlap."""
+        ranges = self.ranges.get(unit.index, [])
+        first = bisect_right(ranges, start, key=lambda each: each.stop)
+        return ranges[first : bisect_left(ranges, stop, key=lambda each: each.start)]
 
 
 class _Location(NamedTuple):
@@ -315,6 +291,7 @@ class _Location(NamedTuple):
 class _Range(NamedTuple):
     """Locates values of a saved tensor from element ``at`` on: ``[start, stop)`` of a unit's flat buffer."""
 
+    key: str
     source: str
     unit: int  # _WHOLE: of the tensor ``source``, in place of a flat buffer
     start: int
@@ -332,81 +309,62 @@ def _locate(named: Mapping[str, Tensor], units: Iterable[Unit]) -> dict[str, lis
     return {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
 
 
-def _ranges(parts: Iterable[Part[str]], homes: Mapping[str, Sequence[_Location]]) -> list[_Range]:
+def _ranges(saved: SavedTensor, homes: Mapping[str, Sequence[_Location]]) -> list[_Range]:
     found = []
-    for part in parts:
+    for part in saved.parts or ():
         for home in homes[part.source]:
             low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
             if low < high:
                 shift, at = home.offset - home.first, part.start + low - part.offset
-                found.append(_Range(part.source, home.unit, low + shift, high + shift, at))
+                found.append(_Range(saved.spec.key, part.source, home.unit, low + shift, high + shift, at))
     return found
 
 
-def plan_export(
-    model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit], max_shard_nbytes: int
-) -> ExportPlan:
-    """Plan the files of ``model``, in the order in which its values come from the drive.
+def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit]) -> ExportPlan:
+    """Plan a directory of ``model``, in the order in which its values come from the drive.
 
     ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
     """
     homes = _locate(named, units)
     saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[n][-1] for n in item.sources))
-    files = plan_files([item.spec for item in saved], max_shard_nbytes)
-    places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
-    spans: defaultdict[int | str, list[SavedRange]] = defaultdict(list)
+    ranges: defaultdict[int | str, list[_Range]] = defaultdict(list)
     together: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
-        file, start = places[item.spec.key]
         if item.parts is None:
             together.setdefault(item.sources, []).append(item.spec)
-        for of in _ranges(item.parts or (), homes):
-            begin = start + of.at * item.spec.dtype.itemsize
-            source = of.source if of.unit == _WHOLE else of.unit
-            spans[source].append(SavedRange(of.start, of.stop, file, begin))
+        for of in _ranges(item, homes):
+            ranges[of.source if of.unit == _WHOLE else of.unit].append(of)
+    for each in ranges.values():
+        each.sort(key=lambda of: of.start)
     members: defaultdict[int, list[str]] = defaultdict(list)
     groups: defaultdict[int, list[tuple[frozenset[str], list[TensorSpec]]]] = defaultdict(list)
     for sources, specs in together.items():
         groups[max(homes[name][-1].unit for name in sources)].append((sources, specs))
         for name in sorted(sources):
             members[homes[name][-1].unit].append(name)
-    return ExportPlan(files, places, {key: sorted(each) for key, each in spans.items()}, members, groups)
+    return ExportPlan([item.spec for item in saved], ranges, members, groups)
 
 
 def _write(
     model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer: Any, ema: bool, out: Path
 ) -> Path:
     """Write ``model`` to ``out``, which is returned; every rank must call."""
-    ranks = runtime.ranks
+    ranks, how = runtime.ranks, {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer}
     with all_ranks_or_raise(ranks, f"planning {out}"):
         named = dict(named_targets(model))
-        plan = plan_export(model, named, runtime.units, max_shard_nbytes)
-    with Publication(out, ranks) as place:
-        with all_ranks_or_raise(ranks, f"making {place.out}"):
-            if ranks.rank == 0:
-                create_files(place.path, plan.files)
-                write_companions(model, plan.files, place.path, tokenizer)
-        with RangeWriter() as writer:
-            with all_ranks_or_raise(ranks, f"writing {place.out}"):
-                files = [writer.open(place.path / file.name) for file in plan.files]
-                for name, spans in plan.spans.items() if ranks.rank == 0 else ():
-                    if isinstance(name, str):
-                        values = named[name].detach().cpu().contiguous().reshape(-1)
-                        for span in spans:
-                            writer.write(files[span.file], span.start, values[span.offset : span.stop])
-                for unit, start, values in (_read_averages if ema else _read_weights)(runtime, plan):
-                    for span in plan.within(unit, start, start + len(values)):
-                        low, high = max(start, span.offset), min(start + len(values), span.stop)
-                        at = span.start + (low - span.offset) * values.itemsize
-                        writer.write(files[span.file], at, values[low - start : high - start])
-                    writer.check()
-            _write_converted(model, named, runtime, plan, writer, files, ema=ema)
-            with all_ranks_or_raise(ranks, f"writing {place.out}"):
-                writer.finish()
-            written = int(ranks.sum(writer.nbytes, "bytes that were exported"))
-            assert written == plan.values_nbytes, f"{written} bytes of {plan.values_nbytes} were written"
-        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
-            place.publish()
+        plan = plan_export(model, named, runtime.units)
+    with new_directory(model, plan.specs, out, ranks, **how) as put:
+        with all_ranks_or_raise(ranks, f"writing {out}"):
+            for name, ranges in plan.ranges.items() if ranks.rank == 0 else ():
+                if isinstance(name, str):
+                    values = named[name].detach().cpu().contiguous().reshape(-1)
+                    for of in ranges:
+                        put(of.key, of.at, values[of.start : of.stop])
+            for unit, start, values in (_read_averages if ema else _read_weights)(runtime, plan):
+                for of in plan.within(unit, start, start + len(values)):
+                    low, high = max(start, of.start), min(start + len(values), of.stop)
+                    put(of.key, of.at + low - of.start, values[low - start : high - start])
+        _write_converted(model, named, runtime, plan, put, ema=ema)
     return out
 
 
@@ -455,8 +413,8 @@ def _read_averages(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, i
 
 
 def _write_converted(
-    model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, plan: ExportPlan, writer: RangeWriter,
-    files: Sequence[OutputFile], *, ema: bool,
+    model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, plan: ExportPlan,
+    put: Callable[[str, int, Tensor], None], *, ema: bool,
 ) -> None:  # fmt: skip
     """Write what transformers converts, unit by unit, keeping members of groups that end later."""
     ranks, aside = runtime.ranks, dict[str, Tensor]()
@@ -474,8 +432,7 @@ def _write_converted(
                 for group, specs in plan.groups.get(unit, ()):
                     sources = {name: here.pop(name) if name in here else aside.pop(name) for name in group}
                     for key, value in convert(model, sources, specs).items():
-                        flat, (file, begin) = value.contiguous().reshape(-1), plan.places[key]
+                        flat = value.contiguous().reshape(-1)
                         start, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
-                        writer.write(files[file], begin + start * flat.itemsize, flat[start:stop])
+                        put(key, start, flat[start:stop])
                 aside |= {name: value.clone() for name, value in here.items()}
-            writer.check()

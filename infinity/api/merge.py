@@ -25,13 +25,12 @@ from torch import Tensor
 
 from infinity.api.adapters import SavedAdapters
 from infinity.api.lora import wrap
-from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, saved_tensors, write_companions
+from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
 from infinity.checkpoint.directory import Checkpoint, FileTensor, Latest, Stored, View
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, fill_rounded, named_targets
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.requantize import Requantized, export_stored
-from infinity.checkpoint.writer import Publication, RangeWriter, create_files, plan_files
 from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 
@@ -334,23 +333,11 @@ def merge(
 
 
 def _write(merged: MergedModel, max_shard_nbytes: int, tokenizer: Any, ranks: Ranks, out: Path) -> Path:
-    with all_ranks_or_raise(ranks, f"planning {out}"):
-        files = plan_files([item.spec for item in merged.tensors], max_shard_nbytes)
-        places = {key: (i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
-    with Publication(out, ranks) as place:
-        with all_ranks_or_raise(ranks, f"making {place.out}"):
-            if ranks.rank == 0:
-                create_files(place.path, files)
-                write_companions(merged.model, files, place.path, tokenizer)
-        with RangeWriter() as writer, all_ranks_or_raise(ranks, f"writing {place.out}"):
-            outputs = [writer.open(place.path / file.name) for file in files]
-            for key, start, values in _pieces(merged, merged.tensors[ranks.rank :: ranks.world_size]):
-                file, first = places[key]
-                writer.write(outputs[file], first + start * values.itemsize, values)
-                writer.check()
-            writer.finish()
-        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
-            place.publish()
+    how: dict[str, Any] = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer}
+    new = new_directory(merged.model, [item.spec for item in merged.tensors], out, ranks, **how)
+    with new as put, all_ranks_or_raise(ranks, f"writing {out}"):
+        for piece in _pieces(merged, merged.tensors[ranks.rank :: ranks.world_size]):
+            put(*piece)
     return out
 
 

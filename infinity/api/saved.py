@@ -5,7 +5,8 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ from infinity.checkpoint.directory import (
     without_layer,
 )
 from infinity.checkpoint.load import Part, Trace, is_transformers
-from infinity.checkpoint.writer import FilePlan, TensorSpec, writing
+from infinity.checkpoint.writer import (
+    FilePlan,
+    Publication,
+    RangeWriter,
+    TensorSpec,
+    create_files,
+    plan_files,
+    writing,
+)
+from infinity.comm.ranks import Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 
@@ -141,6 +151,42 @@ def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
     result: dict[str, Any] = revert_weight_conversion(model, state)
     return result
+
+
+@contextmanager
+def new_directory(
+    model: nn.Module, specs: Sequence[TensorSpec], out: Path, ranks: Ranks, *, max_shard_nbytes: int,
+    tokenizer: Any,
+) -> Iterator[Callable[[str, int, Tensor], None]]:  # fmt: skip
+    """Make a directory of ``model``, which appears at ``out`` after the block, in which all values are put.
+
+    Yields ``put(key, start, values)``, which writes elements of a tensor from ``start`` on; see
+    :class:`RangeWriter`. Every rank must call, and all of them together put each element once.
+    """
+    with all_ranks_or_raise(ranks, f"planning {out}"):
+        files = plan_files(specs, max_shard_nbytes)
+    with Publication(out, ranks) as place:
+        with all_ranks_or_raise(ranks, f"making {place.out}"):
+            if ranks.rank == 0:
+                create_files(place.path, files)
+                write_companions(model, files, place.path, tokenizer)
+        with RangeWriter() as writer:
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                opened = [(writer.open(place.path / file.name), file.starts) for file in files]
+            places = {key: (file, first) for file, starts in opened for key, first in starts.items()}
+
+            def put(key: str, start: int, values: Tensor) -> None:
+                file, first = places[key]
+                writer.write(file, first + start * values.itemsize, values)
+                writer.check()
+
+            yield put
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                writer.finish()
+            written, whole = ranks.sum(writer.nbytes, f"bytes of {place.out}"), sum(s.nbytes for s in specs)
+            assert written == whole, f"{written} bytes of {whole} were written"
+        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
+            place.publish()
 
 
 def write_companions(model: Any, files: Sequence[FilePlan], folder: Path, tokenizer: Any) -> None:
