@@ -2,6 +2,7 @@
 
 A row says which key of a recipe has the same meaning, and how the value is converted; or that nothing has to
 be said here (``Needless``), or that nothing can be (``Missing``), and why. It covers the keys below its own.
+Values are converted by the recipe's key, in every tool alike, or by what else a key means (``_MEANINGS``).
 The same rows give the hint in an error about an unknown key of a recipe.
 """
 
@@ -47,10 +48,6 @@ _CHOSEN = Needless("memory.activations=auto keeps, stores or recomputes activati
 _WORKERS = Needless("tokens are cached in data.cache, and read while the device computes")
 _COMMITTED = Needless("every step is committed, and an interrupted run goes on by itself")
 _COMPILED = Missing("models are not compiled by torch.compile; updates always are")
-_ATTENTION = Missing("attention is that of the checkpoint's config.json")
-_ITS_TEMPLATE = Missing("chats are rendered with the checkpoint's own chat template")
-_NO_CODE = Missing("no code of a checkpoint is run")
-_TORCHRUN = Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE")
 _DTYPES = Missing("train.dtype is bf16, fp16 or fp32")
 _SINKS = "tensorboard", "wandb", "mlflow"
 _TRACKERS = Missing("what there is: observe.tensorboard, observe.wandb and observe.mlflow")
@@ -58,8 +55,9 @@ _TRACKERS = Missing("what there is: observe.tensorboard, observe.wandb and obser
 
 def _schedule(name: Any) -> Any:
     known = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmuplr": "constant",
-             "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}  # fmt: skip
-    found = known.get(str(name).lower(), name)
+             "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "cosineannealinglr": "cosine",
+             "get_cosine_schedule_with_warmup": "cosine"}  # fmt: skip
+    found = known.get(str(name).lower().rpartition(".")[2], name)
     if found in ("constant", "cosine", "linear"):
         return found
     return Missing(f"optim.schedule is constant, cosine or linear, not {name}")
@@ -95,20 +93,9 @@ def _is_on(value: Any) -> bool:
 def _precision(name: Any) -> Any:
     known = {"no": "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     found = known.get(str(name), name)
-    return (
-        found
-        if found in ("bf16", "fp16", "fp32")
-        else Missing(f"train.dtype is bf16, fp16 or fp32, not {name}")
-    )
-
-
-def _each(names: str, row: "Row") -> dict[str, "Row"]:
-    return dict.fromkeys(names.split(), row)
-
-
-def _to(pairs: str, convert: Convert = lambda value: value) -> dict[str, "Row"]:
-    """Return rows of pairs such as ``lora_r=lora.rank``, the tool's key and the recipe's."""
-    return {theirs: To(ours, convert) for theirs, _, ours in (pair.partition("=") for pair in pairs.split())}
+    if found in ("bf16", "fp16", "fp32"):
+        return found
+    return Missing(f"train.dtype is bf16, fp16 or fp32, not {name}")
 
 
 def _positive(value: Any) -> Any:
@@ -143,18 +130,10 @@ def _fraction(value: Any) -> Any:
     return Missing("data.eval_fraction is a share of the data, not a number of rows")
 
 
-def _quantized(form: str) -> Convert:
-    return lambda on: {"_stored_as": form} if on else {}
-
-
 def _task(name: Any) -> Any:
     found = {"pt": "pretrain", "rm": "reward"}.get(name, name)
     known = ("sft", "pretrain", "dpo", "kto", "reward")
     return found if found in known else Missing(f"train.task is one of {', '.join(known)}")
-
-
-def _all_tokens(on: Any) -> Any:
-    return "pretrain" if on else {}
 
 
 def _reports(value: Any) -> Any:
@@ -192,46 +171,62 @@ _AXOLOTL_FIELDS = {
 }  # fmt: skip
 
 
-def _names(value: Any) -> Any:
-    return {"_names": _texts(value)}
+#: What keys of tools mean, where values are converted: a recipe's key, or (with _ in front) something else.
+_MEANINGS: dict[str, "Row"] = {
+    **{each.key: each for each in (
+        To("checkpoint.every", _steps), To("data.eval_files", _texts), To("data.eval_fraction", _fraction),
+        To("data.files", _texts), To("data.packing", bool), To("lora.modules_to_save", _texts),
+        To("lora.target_modules", _texts), To("memory.nvme", _texts), To("observe.mlflow", _is_on),
+        To("observe.tensorboard", _is_on), To("observe.wandb", _is_on), To("optim.max_grad_norm", _positive),
+        To("optim.name", _optimizer), To("optim.schedule", _schedule), To("optim.warmup_steps", _warmup),
+        To("partition.reduce_dtype", _reduced), To("run.seed", _seed), To("train.dtype", _precision),
+        To("train.device", lambda name: name if name == "cpu" else {}), To("train.epochs", _positive),
+        To("train.eval_every", _every), To("train.log_every", _every), To("train.patience", _positive),
+        To("train.steps", _positive), To("train.task", _task),
+    )},
+    "_all_tokens": To("train.task", lambda on: "pretrain" if on else {}),
+    "_beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
+    "_beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
+    "_bf16": To("train.dtype", _dtype("bf16")),
+    "_fp16": To("train.dtype", _dtype("fp16")),
+    "_cpu": To("train.device", lambda on: "cpu" if on else {}),
+    "_eval": To("", lambda name: {"_eval": name}),
+    "_save": To("", lambda name: {"_save": name}),
+    "_warmup_ratio": To("optim.warmup_steps", lambda ratio: {"_warmup_ratio": ratio}),
+    "_a_file": Missing("it is a file of its own: infinity recipe --from FILE"),
+    "_batch": Missing("it is train.batch_size x train.accumulate x ranks here"),
+}  # fmt: skip
+
+
+def _to(pairs: str) -> dict[str, "Row"]:
+    """Return rows of pairs such as ``lora_r=lora.rank``, the tool's key and the recipe's, or a meaning."""
+    named = (pair.split("=") for pair in pairs.split())
+    return {theirs: _MEANINGS.get(meaning) or To(meaning) for theirs, meaning in named}
+
+
+def _each(names: str, row: "Row") -> dict[str, "Row"]:
+    return dict.fromkeys(names.split(), row)
 
 
 #: Keys that transformers' ``TrainingArguments`` has, and so Axolotl and LLaMA-Factory.
 _TRAINER: dict[str, Row] = {
-    **_to(
-        "output_dir=run.dir run_name=run.name data_seed=data.seed "
-        "per_device_train_batch_size=train.batch_size gradient_accumulation_steps=train.accumulate "
-        "learning_rate=optim.lr lr_scheduler_kwargs.min_lr_rate=optim.min_lr_ratio "
-        "weight_decay=optim.weight_decay adam_epsilon=optim.eps eval_on_start=train.eval_first "
-        "save_total_limit=checkpoint.keep"
-    ),
-    **_to(
-        "max_steps=train.steps num_train_epochs=train.epochs max_grad_norm=optim.max_grad_norm "
-        "early_stopping_patience=train.patience",
-        _positive,
-    ),
-    **_to("logging_steps=train.log_every eval_steps=train.eval_every", _every),
+    **_to("""
+        output_dir=run.dir run_name=run.name seed=run.seed data_seed=data.seed use_cpu=_cpu bf16=_bf16
+        pure_bf16=_bf16 fp16=_fp16 per_device_train_batch_size=train.batch_size
+        gradient_accumulation_steps=train.accumulate max_steps=train.steps num_train_epochs=train.epochs
+        logging_steps=train.log_every learning_rate=optim.lr lr_scheduler_type=optim.schedule
+        lr_scheduler_kwargs.min_lr_rate=optim.min_lr_ratio warmup_steps=optim.warmup_steps
+        warmup_ratio=_warmup_ratio weight_decay=optim.weight_decay max_grad_norm=optim.max_grad_norm
+        optim=optim.name adam_beta1=_beta1 adam_beta2=_beta2 adam_epsilon=optim.eps
+        eval_strategy=_eval evaluation_strategy=_eval eval_steps=train.eval_every
+        eval_on_start=train.eval_first early_stopping_patience=train.patience
+        save_strategy=_save save_steps=checkpoint.every save_total_limit=checkpoint.keep deepspeed=_a_file
+    """),
     "report_to": To("observe.tensorboard", _reports),
-    "save_steps": To("checkpoint.every", _steps),
-    "optim": To("optim.name", _optimizer),
-    "warmup_steps": To("optim.warmup_steps", _warmup),
-    "lr_scheduler_type": To("optim.schedule", _schedule),
-    "seed": To("run.seed", _seed),
-    "warmup_ratio": To("optim.warmup_steps", lambda ratio: {"_warmup_ratio": ratio}),
-    "adam_beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
-    "adam_beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
-    "bf16": To("train.dtype", _dtype("bf16")),
-    "fp16": To("train.dtype", _dtype("fp16")),
-    "pure_bf16": To("train.dtype", _dtype("bf16")),
-    "eval_strategy": To("", lambda name: {"_eval": name}),
-    "evaluation_strategy": To("", lambda name: {"_eval": name}),
-    "save_strategy": To("", lambda name: {"_save": name}),
-    "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
     "load_best_model_at_end": To("train.keep_best", lambda on: "loss" if on else {}),
     "metric_for_best_model": To("train.keep_best", lambda name: str(name).removeprefix("eval_")),
     "tf32": _DTYPES,
     **_each("gradient_checkpointing activation_checkpointing", _CHOSEN),
-    "deepspeed": Missing("it is a file of its own: infinity recipe --from FILE"),
     "fsdp": _SHARDED,
     **_each("resume_from_checkpoint save_only_model", _COMMITTED),
     "torch_compile": _COMPILED,
@@ -240,36 +235,43 @@ _TRAINER: dict[str, Row] = {
     **_each("push_to_hub hub_model_id", Missing("nothing is uploaded: infinity export, and hf upload")),
     "use_liger_kernel": Needless("logits are computed in slices where they are large (memory.logits)"),
     **_each(
-        "do_train do_eval do_predict overwrite_output_dir logging_strategy logging_first_step "
-        "log_level per_device_eval_batch_size prediction_loss_only remove_unused_columns fsdp_config "
-        "ddp_timeout ddp_find_unused_parameters ddp_backend save_safetensors accelerator_config "
-        "average_tokens_across_devices gradient_checkpointing_kwargs local_rank disable_tqdm "
-        "log_level_replica log_on_each_node logging_nan_inf_filter eval_do_concat_batches eval_delay "
-        "hub_strategy hub_token include_for_metrics restore_callback_states_from_checkpoint "
-        "include_num_input_tokens_seen length_column_name train_sampling_strategy skip_memory_metrics "
-        "save_on_each_node optim_args project trackio_space_id dataloader_drop_last debug",
+        """
+        do_train do_eval do_predict overwrite_output_dir logging_strategy logging_first_step log_level
+        per_device_eval_batch_size prediction_loss_only remove_unused_columns fsdp_config ddp_timeout
+        ddp_find_unused_parameters ddp_backend save_safetensors accelerator_config
+        average_tokens_across_devices gradient_checkpointing_kwargs local_rank disable_tqdm
+        log_level_replica log_on_each_node logging_nan_inf_filter eval_do_concat_batches eval_delay
+        hub_strategy hub_token include_for_metrics restore_callback_states_from_checkpoint
+        include_num_input_tokens_seen length_column_name train_sampling_strategy skip_memory_metrics
+        save_on_each_node optim_args project trackio_space_id dataloader_drop_last debug
+        """,
         Needless("it changes no number here"),
     ),
     **_each(
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-        "dataloader_persistent_workers preprocessing_num_workers dataset_processes overwrite_cache "
-        "dataset_prepared_path dataloader_in_order",
+        """
+        dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_in_order
+        dataloader_persistent_workers preprocessing_num_workers dataset_processes overwrite_cache
+        dataset_prepared_path
+        """,
         _WORKERS,
     ),
 }
-
-_LORA: dict[str, Row] = {
-    **_to(
-        "lora_r=lora.rank lora_rank=lora.rank lora_alpha=lora.alpha lora_dropout=lora.dropout "
-        "lora_modules_to_save=lora.modules_to_save use_rslora=lora.rslora peft_use_rslora=lora.rslora "
-        "use_dora=lora.dora peft_use_dora=lora.dora loraplus_lr_ratio=lora.lr_ratio"
-    ),
-    **_to(
-        "lora_target_modules=lora.target_modules lora_target=lora.target_modules "
-        "additional_target=lora.modules_to_save",
-        _texts,
-    ),
+#: Keys that both Axolotl and LLaMA-Factory have.
+_FINETUNING: dict[str, Row] = _TRAINER | {
+    **_to("""
+        lora_r=lora.rank lora_rank=lora.rank lora_alpha=lora.alpha lora_dropout=lora.dropout
+        lora_modules_to_save=lora.modules_to_save additional_target=lora.modules_to_save
+        lora_target_modules=lora.target_modules lora_target=lora.target_modules use_rslora=lora.rslora
+        peft_use_rslora=lora.rslora use_dora=lora.dora peft_use_dora=lora.dora
+        loraplus_lr_ratio=lora.lr_ratio
+    """),
     "lora_target_linear": To("lora.target_modules", lambda on: {"_linear": bool(on)}),
+    "trust_remote_code": Missing("no code of a checkpoint is run"),
+    **_each("chat_template template", Missing("chats are rendered with the checkpoint's own chat template")),
+    **_each(
+        "flash_attention flash_attn attn_implementation sdp_attention xformers_attention",
+        Missing("attention is that of the checkpoint's config.json"),
+    ),
 }
 
 _TRAINER_DEFAULTS: Values = {
@@ -288,33 +290,23 @@ class Tool:
 
 
 _DEEPSPEED: dict[str, Row] = {
-    **_to(
-        "train_micro_batch_size_per_gpu=train.batch_size gradient_accumulation_steps=train.accumulate "
-        "steps_per_print=train.log_every optimizer.params.lr=optim.lr "
-        "optimizer.params.betas=optim.betas optimizer.params.eps=optim.eps "
-        "optimizer.params.weight_decay=optim.weight_decay scheduler.params.warmup_max_lr=optim.lr "
-        "scheduler.params.warmup_num_steps=optim.warmup_steps "
-        "scheduler.params.total_num_steps=train.steps "
-        "scheduler.params.cos_min_ratio=optim.min_lr_ratio wall_clock_breakdown=observe.timeline"
-    ),
-    **_to("gradient_clipping=optim.max_grad_norm", _positive),
-    **_to(
-        "zero_optimization.offload_param.nvme_path=memory.nvme "
-        "zero_optimization.offload_optimizer.nvme_path=memory.nvme",
-        _texts,
-    ),
-    **_to("tensorboard=observe.tensorboard wandb=observe.wandb", _is_on),
-    "scheduler.type": To("optim.schedule", _schedule),
-    "bf16": To("train.dtype", _dtype("bf16")),
-    "bfloat16": To("train.dtype", _dtype("bf16")),
-    "fp16": To("train.dtype", _dtype("fp16")),
+    **_to("""
+        train_micro_batch_size_per_gpu=train.batch_size gradient_accumulation_steps=train.accumulate
+        train_batch_size=_batch steps_per_print=train.log_every gradient_clipping=optim.max_grad_norm
+        optimizer.params.lr=optim.lr optimizer.params.betas=optim.betas optimizer.params.eps=optim.eps
+        optimizer.params.weight_decay=optim.weight_decay scheduler.type=optim.schedule
+        scheduler.params.warmup_max_lr=optim.lr scheduler.params.warmup_num_steps=optim.warmup_steps
+        scheduler.params.total_num_steps=train.steps scheduler.params.cos_min_ratio=optim.min_lr_ratio
+        zero_optimization.offload_param.nvme_path=memory.nvme
+        zero_optimization.offload_optimizer.nvme_path=memory.nvme bf16=_bf16 bfloat16=_bf16 fp16=_fp16
+        communication_data_type=partition.reduce_dtype tensorboard=observe.tensorboard
+        wandb=observe.wandb wall_clock_breakdown=observe.timeline
+    """),
     "fp16.initial_scale_power": To("optim.loss_scale", lambda power: 2.0**power),
     "optimizer.type": To(
         "optim.name",  # whose Adam decouples the decay, too
         lambda name: _optimizer("adamw" if str(name).lower() == "adam" else name),
     ),
-    "communication_data_type": To("partition.reduce_dtype", _reduced),
-    "train_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
     "scheduler.params": Needless("the rate rises from 0"),
     **_each(
         "zero_optimization.offload_param zero_optimization.offload_optimizer zero_optimization", _BUDGETS
@@ -328,26 +320,21 @@ _DEEPSPEED: dict[str, Row] = {
 }
 
 _ACCELERATE: dict[str, Row] = {
-    **_to(
-        "gradient_accumulation_steps=train.accumulate "
-        "deepspeed_config.gradient_accumulation_steps=train.accumulate"
-    ),
-    **_to(
-        "gradient_clipping=optim.max_grad_norm deepspeed_config.gradient_clipping=optim.max_grad_norm",
-        _positive,
-    ),
-    **_to(
-        "deepspeed_config.offload_param_nvme_path=memory.nvme "
-        "deepspeed_config.offload_optimizer_nvme_path=memory.nvme",
-        _texts,
-    ),
-    "mixed_precision": To("train.dtype", _precision),
-    "use_cpu": To("train.device", lambda on: "cpu" if on else {}),
-    "deepspeed_config.deepspeed_config_file": Missing("it is a file of its own: infinity recipe --from FILE"),
+    **_to("""
+        gradient_accumulation_steps=train.accumulate gradient_clipping=optim.max_grad_norm
+        deepspeed_config.gradient_accumulation_steps=train.accumulate
+        deepspeed_config.gradient_clipping=optim.max_grad_norm
+        deepspeed_config.offload_param_nvme_path=memory.nvme
+        deepspeed_config.offload_optimizer_nvme_path=memory.nvme
+        deepspeed_config.deepspeed_config_file=_a_file mixed_precision=train.dtype use_cpu=_cpu
+    """),
     **_each("deepspeed_config fsdp_config.fsdp_offload_params", _BUDGETS),
     "fsdp_config.fsdp_activation_checkpointing": _CHOSEN,
     **_each("fsdp_config distributed_type", _SHARDED),
-    **_each("num_processes num_machines", _TORCHRUN),
+    **_each(
+        "num_processes num_machines",
+        Missing("the launcher says it: torchrun --nproc-per-node N --nnodes M -m infinity train RECIPE"),
+    ),
     **_each(
         "machine_rank main_process_ip main_process_port main_training_function rdzv_backend "
         "same_network compute_environment gpu_ids debug downcast_bf16 enable_cpu_affinity",
@@ -356,40 +343,28 @@ _ACCELERATE: dict[str, Row] = {
     "dynamo_config": _COMPILED,
 }
 
-_AXOLOTL: dict[str, Row] = {
-    **_TRAINER,
-    **_LORA,
-    **_to(
-        "base_model=model.path tokenizer_config=data.tokenizer sequence_len=model.seq_len "
-        "shuffle_merged_datasets=data.shuffle micro_batch_size=train.batch_size "
-        "cosine_min_lr_ratio=optim.min_lr_ratio lora_model_dir=lora.adapter rl_beta=train.beta "
-        "kto_desirable_weight=train.desirable_weight kto_undesirable_weight=train.undesirable_weight "
-        "num_labels=model.num_labels"
-    ),
-    **_to("num_epochs=train.epochs", _positive),
-    **_to("wandb_project=observe.wandb mlflow_experiment_name=observe.mlflow", bool),
-    "rl": To("train.task", _task),
-    "train_on_inputs": To("train.task", _all_tokens),
-    "lr_scheduler": To("optim.schedule", _schedule),
-    "optimizer": To("optim.name", _optimizer),
-    "val_set_size": To("data.eval_fraction", _fraction),
-    "datasets": To("data.files", _axolotl_data("data.files")),
-    "pretraining_dataset": To("data.files", _axolotl_data("data.files")),
+_AXOLOTL: dict[str, Row] = _FINETUNING | {
+    **_to("""
+        base_model=model.path tokenizer_config=data.tokenizer sequence_len=model.seq_len
+        num_labels=model.num_labels val_set_size=data.eval_fraction sample_packing=data.packing
+        shuffle_merged_datasets=data.shuffle micro_batch_size=train.batch_size num_epochs=train.epochs
+        train_on_inputs=_all_tokens optimizer=optim.name lr_scheduler=optim.schedule
+        cosine_min_lr_ratio=optim.min_lr_ratio lora_model_dir=lora.adapter rl=train.task
+        rl_beta=train.beta kto_desirable_weight=train.desirable_weight
+        kto_undesirable_weight=train.undesirable_weight wandb_project=observe.wandb
+        mlflow_experiment_name=observe.mlflow
+    """),
+    **_each("datasets pretraining_dataset", To("data.files", _axolotl_data("data.files"))),
     "test_datasets": To("data.eval_files", lambda given: _axolotl_data("")(given)[""]),
-    "sample_packing": To("data.packing", lambda on: bool(on)),
     "adapter": To(
         "", lambda name: {"_lora": bool(name)} | ({"_stored_as": "nf4"} if name == "qlora" else {})
     ),
-    "load_in_4bit": To("model.stored_as", _quantized("nf4")),
-    "load_in_8bit": To("model.stored_as", _quantized("int8")),
+    "load_in_4bit": To("model.stored_as", lambda on: {"_stored_as": "nf4"} if on else {}),
+    "load_in_8bit": To("model.stored_as", lambda on: {"_stored_as": "int8"} if on else {}),
     "reward_model": To("train.task", lambda on: "reward" if on else {}),
-    "chat_template": _ITS_TEMPLATE,
     **_each("special_tokens tokens", Missing("tokens are those of the tokenizer's own files")),
-    "trust_remote_code": _NO_CODE,
-    **_each("flash_attention attn_implementation sdp_attention xformers_attention", _ATTENTION),
     "evals_per_epoch": Missing("train.eval_every is a number of steps"),
     "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),
-    "torch_compile": _COMPILED,
     "plugins": Missing("there are no plugins"),
     **_each(
         "pad_to_sequence_len group_by_length eval_sample_packing model_type tokenizer_type strict "
@@ -398,19 +373,15 @@ _AXOLOTL: dict[str, Row] = {
     ),
 }
 
-_LLAMA_FACTORY: dict[str, Row] = {
-    **_TRAINER,
-    **_LORA,
-    **_to(
-        "model_name_or_path=model.path adapter_name_or_path=lora.adapter pref_beta=train.beta "
-        "kto_chosen_weight=train.desirable_weight kto_rejected_weight=train.undesirable_weight "
-        "cutoff_len=model.seq_len packing=data.packing"
-    ),
-    **_to("eval_dataset=data.eval_files lora_target=lora.target_modules", _texts),
-    "train_on_prompt": To("train.task", _all_tokens),
-    "val_size": To("data.eval_fraction", _fraction),
-    "dataset": To("data.files", _names),
-    "stage": To("train.task", _task),
+_LLAMA_FACTORY: dict[str, Row] = _FINETUNING | {
+    **_to("""
+        model_name_or_path=model.path adapter_name_or_path=lora.adapter cutoff_len=model.seq_len
+        packing=data.packing eval_dataset=data.eval_files val_size=data.eval_fraction stage=train.task
+        train_on_prompt=_all_tokens pref_beta=train.beta kto_chosen_weight=train.desirable_weight
+        kto_rejected_weight=train.undesirable_weight
+    """),
+    "dataset": To("data.files", lambda names: {"_names": _texts(names)}),
+    "dataset_dir": To("data.files", lambda folder: {"_names_in": folder}),
     "pref_loss": To(
         "",
         lambda name: Needless("it is that of dpo") if name == "sigmoid" else Missing("dpo has the sigmoid"),
@@ -421,7 +392,6 @@ _LLAMA_FACTORY: dict[str, Row] = {
             {"_lora": name == "lora"} if name in ("lora", "full") else Missing("lora or all weights")
         ),
     ),
-    "dataset_dir": To("data.files", lambda folder: {"_names_in": folder}),
     "neat_packing": To("data.packing", lambda on: True if on else {}),
     "interleave_probs": To(
         "data.weights", lambda text: [float(each) for each in str(text).split(",")] if text else {}
@@ -432,43 +402,32 @@ _LLAMA_FACTORY: dict[str, Row] = {
     ),
     "ref_model": Missing("the reference is the model before its first step"),
     "mix_strategy": Needless("data.weights mixes; without, every sequence comes once an epoch"),
-    "template": _ITS_TEMPLATE,
     "quantization_method": Needless("model.stored_as is nf4 or int8, as bitsandbytes and compressed-tensors"),
     "mask_history": Missing("all answers of a chat count in the loss"),
     "max_samples": Missing("all rows are read: give a smaller file"),
-    "trust_remote_code": _NO_CODE,
-    "flash_attn": _ATTENTION,
     "plot_loss": Needless("metrics.jsonl has the losses (observe.metrics)"),
 }
 
 #: Columns of torchtune's input and output data.
 _OF_TUNE: dict[str, str] = {"input": "prompt", "output": "completion"}
 _TORCHTUNE: dict[str, Row] = {
-    **_to(
-        "checkpointer.checkpoint_dir=model.path tokenizer.max_seq_len=model.seq_len "
-        "dataset.packed=data.packing batch_size=train.batch_size epochs=train.epochs "
-        "gradient_accumulation_steps=train.accumulate optimizer.lr=optim.lr "
-        "optimizer.betas=optim.betas optimizer.eps=optim.eps "
-        "optimizer.weight_decay=optim.weight_decay lr_scheduler.num_warmup_steps=optim.warmup_steps "
-        "model.lora_alpha=lora.alpha model.lora_dropout=lora.dropout model.use_dora=lora.dora "
-        "shuffle=data.shuffle output_dir=run.dir log_every_n_steps=train.log_every"
-    ),
-    "dataset.data_files": To("data.files", _texts),
+    **_to("""
+        output_dir=run.dir seed=run.seed device=train.device dtype=train.dtype batch_size=train.batch_size
+        epochs=train.epochs gradient_accumulation_steps=train.accumulate
+        log_every_n_steps=train.log_every checkpointer.checkpoint_dir=model.path
+        tokenizer.max_seq_len=model.seq_len dataset.packed=data.packing dataset.data_files=data.files
+        dataset.train_on_input=_all_tokens shuffle=data.shuffle clip_grad_norm=optim.max_grad_norm
+        optimizer._component_=optim.name optimizer.lr=optim.lr optimizer.betas=optim.betas
+        optimizer.eps=optim.eps optimizer.weight_decay=optim.weight_decay
+        lr_scheduler._component_=optim.schedule lr_scheduler.num_warmup_steps=optim.warmup_steps
+        model.lora_alpha=lora.alpha model.lora_dropout=lora.dropout model.use_dora=lora.dora
+    """),
+    "model.lora_rank": To("lora.rank", lambda rank: {"lora.rank": rank, "_lora": True}),
     "model.lora_attn_modules": To(
         "lora.target_modules", lambda names: [{"output_proj": "o_proj"}.get(name, name) for name in names]
     ),
-    **_to("clip_grad_norm=optim.max_grad_norm", _positive),
-    "dtype": To("train.dtype", _precision),
-    "optimizer._component_": To("optim.name", _optimizer),
-    "dataset.train_on_input": To("train.task", _all_tokens),
     "dataset.source": To("data.files", lambda name: {} if name in ("json", "csv", "parquet") else [name]),
     "dataset.column_map": To("data.fields", lambda names: {_OF_TUNE.get(k, k): v for k, v in names.items()}),
-    "lr_scheduler._component_": To(
-        "optim.schedule", lambda name: "cosine" if "cosine" in name else _schedule(name)
-    ),
-    "model.lora_rank": To("lora.rank", lambda rank: {"lora.rank": rank, "_lora": True}),
-    "seed": To("run.seed", _seed),
-    "device": To("train.device", lambda name: name if name == "cpu" else {}),
     "checkpointer": Needless("model.path says it"),
     "tokenizer": Needless("the tokenizer is that of model.path"),
     "dataset": Needless("data.files and the columns of rows say it"),
@@ -487,29 +446,24 @@ _TORCHTUNE: dict[str, Row] = {
 }
 
 _TORCHTITAN: dict[str, Row] = {
-    **_to(
-        "job.dump_folder=run.dir model.hf_assets_path=model.path optimizer.lr=optim.lr "
-        "optimizer.eps=optim.eps optimizer.weight_decay=optim.weight_decay "
-        "lr_scheduler.warmup_steps=optim.warmup_steps lr_scheduler.min_lr_factor=optim.min_lr_ratio "
-        "training.local_batch_size=train.batch_size training.batch_size=train.batch_size "
-        "training.seq_len=model.seq_len training.max_norm=optim.max_grad_norm "
-        "training.steps=train.steps training.seed=run.seed metrics.log_freq=train.log_every "
-        "metrics.enable_tensorboard=observe.tensorboard metrics.enable_wandb=observe.wandb"
-    ),
-    **_to("checkpoint.keep_latest_k=checkpoint.keep", _positive),
-    "checkpoint.interval": To("checkpoint.every", _steps),
-    "training.mixed_precision_reduce": To("partition.reduce_dtype", _reduced),
-    "training.mixed_precision_param": To("train.dtype", _precision),
-    "lr_scheduler.decay_type": To("optim.schedule", _schedule),
-    "optimizer.name": To("optim.name", _optimizer),
-    "optimizer.beta1": To("optim.betas", lambda beta: {"_beta1": beta}),
-    "optimizer.beta2": To("optim.betas", lambda beta: {"_beta2": beta}),
-    "training.dataset_path": To("data.files", lambda name: [name] if name else {}),
+    **_to("""
+        job.dump_folder=run.dir model.hf_assets_path=model.path training.seed=run.seed
+        training.local_batch_size=train.batch_size training.batch_size=train.batch_size
+        training.global_batch_size=_batch training.seq_len=model.seq_len training.steps=train.steps
+        training.max_norm=optim.max_grad_norm training.dataset_path=data.files
+        training.mixed_precision_param=train.dtype training.mixed_precision_reduce=partition.reduce_dtype
+        optimizer.name=optim.name optimizer.lr=optim.lr optimizer.beta1=_beta1 optimizer.beta2=_beta2
+        optimizer.eps=optim.eps optimizer.weight_decay=optim.weight_decay
+        lr_scheduler.decay_type=optim.schedule lr_scheduler.warmup_steps=optim.warmup_steps
+        lr_scheduler.min_lr_factor=optim.min_lr_ratio checkpoint.interval=checkpoint.every
+        metrics.log_freq=train.log_every metrics.enable_tensorboard=observe.tensorboard
+        metrics.enable_wandb=observe.wandb
+    """),
+    "checkpoint.keep_latest_k": To("checkpoint.keep", _positive),
     "job": Needless("run.name says it"),
     "model": Missing("the model is a checkpoint's (model.path), or a GPT of the sizes in section model"),
     "optimizer": Needless("updates are fused"),
     "lr_scheduler.decay_ratio": Missing("the rate decays from the end of the warm-up to the last step"),
-    "training.global_batch_size": Missing("it is train.batch_size x train.accumulate x ranks here"),
     "training.dataset": Missing("it names a data set of the tool: give its files in data.files"),
     **_each("training.compile compile", _COMPILED),
     "checkpoint": Needless("every step is committed; checkpoint.every writes portable checkpoints beside"),
