@@ -8,23 +8,15 @@ next row (of the last row: the first one's), by which its loss measures how far 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from infinity.data.formats import Completion, Reading, Record
-from infinity.data.sources import has_rows, rows
-from infinity.data.tokenizer import (
-    ASSISTANT,
-    Chat,
-    DataError,
-    Encoded,
-    MalformedError,
-    Tokenizer,
-)
-from infinity.data.tokens import Encode, encode_document
+from infinity.data.tokenizer import ASSISTANT, Chat, DataError, Encoded, MalformedError, Tokenizer
+from infinity.data.tokens import Encode, encode_document, encoded_rows
 
 #: The largest label of a text.
 _MOST_LABEL = 10**6
@@ -39,25 +31,18 @@ class Kind(NamedTuple):
     whole: bool = False  # documents are not predicted, token by token, but scored
 
 
-class Example(NamedTuple):
-    """A row of examples, and its place, for messages."""
-
-    where: str
-    record: Record
-
-
 def encode_pairs(source: Path, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
     """Encode the chosen and the rejected completion of each row."""
 
-    def both(row: Example) -> list[Encoded]:
-        prompt, chosen, rejected = (row.record.get(name) for name in ("prompt", "chosen", "rejected"))
+    def both(record: Record) -> list[Encoded]:
+        prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
         if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
             alike = _alike(chosen, rejected)
             prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
         named = (("chosen", chosen), ("rejected", rejected))
-        return [_completed(tokenizer, row.where, prompt, each, name) for name, each in named]
+        return [_completed(tokenizer, prompt, each, name) for name, each in named]
 
-    return _encoded(source, reading, both)
+    return encoded_rows(source, reading, both)
 
 
 def _alike(chosen: list[Any], rejected: list[Any]) -> int:
@@ -68,61 +53,46 @@ def _alike(chosen: list[Any], rejected: list[Any]) -> int:
 
 def encode_judged(source: Path, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
     """Encode the completion of each row, and a mismatched one: see [Note: mismatched completions]."""
-    found: list[tuple[Example, Encoded]] = []  # the first row, and the one before
+    found: list[tuple[Record, Encoded]] = []  # the first row, and the one before
 
-    def before_and_mismatched(row: Example) -> list[Encoded]:
-        prompt, completion, label = (row.record.get(name) for name in ("prompt", "completion", "label"))
+    def before_and_mismatched(record: Record) -> list[Encoded]:
+        prompt, completion, label = (record.get(name) for name in ("prompt", "completion", "label"))
         if not isinstance(label, bool):
             raise MalformedError(f"'label': got {_shown(label)}; wanted true or false")
-        own = _completed(tokenizer, row.where, prompt, completion, "completion")
-        before, found[1:] = found[-1:], [(row, own._replace(label=int(label)))]
-        return [each for last, document in before for each in (document, _mismatched(tokenizer, last, row))]
+        own = _completed(tokenizer, prompt, completion, "completion")
+        before, found[1:] = found[-1:], [(record, own._replace(label=int(label)))]
+        return [
+            each for last, document in before for each in (document, _mismatched(tokenizer, last, record))
+        ]
 
-    yield from _encoded(source, reading, before_and_mismatched)
+    yield from encoded_rows(source, reading, before_and_mismatched)
     for last, document in found[-1:]:
         yield from (document, _mismatched(tokenizer, last, found[0][0]))
 
 
-def _mismatched(tokenizer: Tokenizer, prompt_of: Example, completion_of: Example) -> Encoded:
-    prompt, completion = prompt_of.record.get("prompt"), completion_of.record["completion"]
+def _mismatched(tokenizer: Tokenizer, prompt_of: Record, completion_of: Record) -> Encoded:
+    prompt, completion = prompt_of.get("prompt"), completion_of["completion"]
     try:
-        return _completed(tokenizer, prompt_of.where, prompt, completion, "completion")
+        return _completed(tokenizer, prompt, completion, "completion")
     except MalformedError as error:  # a template that takes only the one with the other
-        raise DataError(f"{prompt_of.where} with the completion of {completion_of.where}: {error}") from error
+        raise DataError(f"the prompt {_shown(prompt)} with the completion of another row: {error}") from error
 
 
 def encode_labelled(source: Path, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
     """Encode the text of each row, with its label."""
 
-    def labelled(row: Example) -> list[Encoded]:
-        text, label = row.record["text"], row.record.get("label")
+    def labelled(record: Record) -> list[Encoded]:
+        text, label = record["text"], record.get("label")
         if not isinstance(text, str):
             raise MalformedError(f"'text': got {_shown(text)}; wanted a string")
         if not isinstance(label, int) or not 0 <= label <= _MOST_LABEL:
             raise MalformedError(f"'label': got {_shown(label)}; wanted a number from 0")
         return [each._replace(label=int(label)) for each in encode_document(text, tokenizer)]
 
-    return _encoded(source, reading, labelled)
+    return encoded_rows(source, reading, labelled)
 
 
-def _encoded(
-    source: Path, reading: Reading, encode: Callable[[Example], list[Encoded]]
-) -> Iterator[Encoded | DataError]:
-    """Yield the documents of each row, or the error of one that is malformed."""
-    if not has_rows(source):
-        raise DataError(f"{source}: wanted rows, as of .jsonl, of format {', '.join(reading.formats)}")
-    for where, record in rows(source, reading):
-        try:
-            if isinstance(record, MalformedError):
-                raise record
-            found = encode(Example(where, record))
-        except MalformedError as error:
-            yield DataError(f"{where}: {error}")
-        else:
-            yield from found
-
-
-def _completed(tokenizer: Tokenizer, where: str, prompt: Any, completion: Any, name: str) -> Encoded:
+def _completed(tokenizer: Tokenizer, prompt: Any, completion: Any, name: str) -> Encoded:
     """Return the document of a completion; MalformedError: ``name``, its column, cannot be used."""
     try:
         if isinstance(completion, str) and (prompt is None or isinstance(prompt, str)):
@@ -130,8 +100,6 @@ def _completed(tokenizer: Tokenizer, where: str, prompt: Any, completion: Any, n
         return _chat(tokenizer, [*_messages(prompt, "prompt")], [*_messages(completion, name)])
     except MalformedError as error:
         raise MalformedError(f"{name!r}: {error}") from error
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _chat(tokenizer: Tokenizer, prompt: list[Any], completion: list[Any]) -> Encoded:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from infinity.core.errors import UnsafePathError
 from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
-from infinity.data.formats import Completion, Reading, document_of
+from infinity.data.formats import Completion, Reading, Record, document_of
 from infinity.data.sources import files_of, has_rows, read_pieces, readable, rows
 from infinity.data.tokenizer import (
     Chat,
@@ -204,17 +204,26 @@ def encode_documents(
     The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat is
     what its template renders. A malformed row yields its error.
     """
-    if not has_rows(source):
-        before, after = _ends(tokenizer)
-        for text, last in read_pieces(source):
-            yield enclosed(before, tokenizer.encode(text), after if last else [], last=last)
-            before = []
+    if has_rows(source):
+        yield from encoded_rows(source, reading, lambda row: encode_document(document_of(row), tokenizer))
         return
+    before, after = _ends(tokenizer)
+    for text, last in read_pieces(source):
+        yield enclosed(before, tokenizer.encode(text), after if last else [], last=last)
+        before = []
+
+
+def encoded_rows(
+    source: Path, reading: Reading, encode: Callable[[Record], list[Encoded]]
+) -> Iterator[Encoded | DataError]:
+    """Yield the documents of each row, given its standard form, or the error of one that is malformed."""
+    if not has_rows(source):
+        raise DataError(f"{source}: wanted rows, as of .jsonl, of format {', '.join(reading.formats)}")
     for where, record in rows(source, reading):
         try:
             if isinstance(record, MalformedError):
                 raise record
-            found = encode_document(document_of(record), tokenizer)
+            found = encode(record)
         except MalformedError as error:
             yield DataError(f"{where}: {error}")
         except DataError as error:
