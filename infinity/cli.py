@@ -187,7 +187,7 @@ def _train(args: argparse.Namespace) -> None:
         _show_recipe(args.recipe, args)
         return
     if given := _hardware_options(args):
-        raise RecipeError(f"--{given[0]} is for --dry-run, which trains nothing")
+        raise RecipeError(f"--{next(iter(given))} is for --dry-run, which trains nothing")
     from infinity.recipes.loading import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -298,19 +298,16 @@ def _export(args: argparse.Namespace) -> None:
     It is the model that the run saved (run.save), by hard links if the file system supports them. Of a run
     that was interrupted it is the model after its last committed step; the run can still go on.
     """
-    from infinity.app.export import publish_per_expert, publish_run
+    from infinity.app.export import publish_run
 
     if args.base is not None and not (args.merge or args.per_expert):
         raise RecipeError("--base is for --merge and --per-expert")
-    which = {"base": args.base, "adapter": args.adapter, "best": args.best}
     if args.ema and (args.best or args.per_expert):
         raise RecipeError("--ema is without --best and --per-expert")
-    if args.per_expert:
-        if args.merge or args.stored:
-            raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
-        _say_once(f"exported {publish_per_expert(args.run, args.out, **which)} to {args.out}")
-        return
-    what = publish_run(args.run, args.out, stored=args.stored, merge=args.merge, ema=args.ema, **which)
+    if args.per_expert and (args.merge or args.stored):
+        raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
+    names = "stored", "merge", "per_expert", "base", "adapter", "best", "ema"
+    what = publish_run(args.run, args.out, **{name: getattr(args, name) for name in names})
     _say_once(f"exported {what} to {args.out}")
 
 
@@ -426,9 +423,7 @@ def _plan(args: argparse.Namespace) -> None:
     if is_file(args.run):
         if not args.best and (args.output, args.tokens_per_step) != (None, None):
             raise RecipeError("--output and --tokens-per-step are for --best")
-        output = None if args.output is None else _new_file(args.output)
-        if output is not None and output.exists():
-            raise RecipeError(f"--output {args.output}: exists; remove it, or name another file")
+        output = _new_file(args.output)
         more = {"best": args.best, "tokens_per_step": args.tokens_per_step, "output": output}
         _show_recipe(args.run, args, budget=args.budget, **more)
         return
@@ -441,25 +436,29 @@ def _plan(args: argparse.Namespace) -> None:
     show_plan(args.run, args.budget, _console())
 
 
-def _hardware_options(args: argparse.Namespace) -> list[str]:
-    return [name for name in ("on", "ranks", "tokens") if getattr(args, name) is not None]
+def _hardware_options(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in ("on", "ranks", "tokens")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _show_recipe(path: str, args: argparse.Namespace, **more: Any) -> None:
     from infinity.predict.plan_recipe import show_recipe
 
-    hardware = {"on": args.on, "ranks": args.ranks, "tokens": args.tokens}
-    show_recipe(path, args.overrides, _console(), **hardware, **more)
+    show_recipe(path, args.overrides, _console(), **_hardware_options(args), **more)
 
 
-def _new_file(name: str) -> Any:
-    """Return the path of a file that ``--output`` names, in a folder that exists."""
+def _new_file(name: str | None, *, may_exist: bool = False) -> Any:
+    """Return the path of a file that ``--output`` names, in a folder that exists; None: it names none."""
     from infinity.core.files import user_path
 
+    if name is None:
+        return None
     output = user_path(name, "--output")
     with library_errors(RecipeError, f"--output {name}"):
         if output.is_dir() or not output.parent.is_dir():
             raise RecipeError(f"--output {name}: wanted a file's path, in a folder that exists")
+    if output.exists() and not may_exist:
+        raise RecipeError(f"--output {name}: exists; remove it, or name another file")
     return output
 
 
@@ -474,7 +473,7 @@ def _probe(args: argparse.Namespace) -> None:
     """
     from infinity.predict.machines import describe_machine, probe, write_machine
 
-    output = None if args.output is None else _new_file(args.output)
+    output = _new_file(args.output, may_exist=True)
     machine = probe(args.dir)
     print(describe_machine(machine))
     if output is not None:
@@ -516,9 +515,7 @@ def _recipe(args: argparse.Namespace) -> None:
 def _write_translated(source: str, name: str | None) -> None:
     from infinity.recipes.translation import translate
 
-    output = None if name is None else _new_file(name)
-    if output is not None and output.exists():
-        raise RecipeError(f"--output {name}: exists; remove it, or name another file")
+    output = _new_file(name)
     found = translate(source)
     text = f"# from {source} ({found.tool})\n{found.recipe.to_yaml(found.keys)}"
     if output is None:

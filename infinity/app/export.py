@@ -27,7 +27,7 @@ from infinity.recipes.recipe import Recipe
 
 
 def publish_run(
-    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False,
+    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False, per_expert: bool = False,
     base: str | Path | None = None, adapter: str | None = None, best: bool = False, ema: bool = False,
 ) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
@@ -37,40 +37,46 @@ def publish_run(
 
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
     call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
-    adapters are merged into the weights of their base; then ``path`` may be a directory of adapters, and
-    ``base`` that of their base, if it is not where they say. Of several adapters, which have a folder each,
-    ``adapter`` is published alone.
+    adapters are merged into the weights of their base, and with ``per_expert`` they have a layer for each
+    expert (:mod:`infinity.api.save_lora`); then ``path`` may be a directory of adapters, and ``base`` that of
+    their base, if it is not where they say. Of several adapters, which have a folder each, ``adapter`` is
+    published alone.
     """
-    (folder, adapter), result = _folder_of(path, adapter), None
-    if merge and not ema and (folder / CONFIG).is_file() and adapter is None:
-        found = _base_of(folder, base)
+    (folder, adapter), target = _folder_of(path, adapter), user_path(out, "OUT")
+    is_run = adapter is not None or not (folder / CONFIG).is_file()
+    flag = "--merge" if merge else "--per-expert" if per_expert else ""
+    if merge and not is_run:
+        found, result = _base_of(folder, base), None
         if rank() == 0:
-            result = _merge(folder, found, user_path(out, "OUT"), stored)
+            result = _merge(folder, found, target, stored)
         return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
-    if base is not None:
+    if base is not None and not per_expert:
         raise CheckpointError(
             f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
         )
-    recipe = runs.recipe_of(folder) if stored or merge or adapter is not None else None
+    recipe = runs.recipe_of(folder) if is_run and (stored or flag or adapter is not None) else None
     if recipe is not None:
-        recipe = _of_adapter(recipe, adapter, "--merge" if merge else "")
+        recipe = _of_adapter(recipe, adapter, flag)
+        if why := _why_plain(recipe, stored, merge, per_expert):
+            raise CheckpointError(f"{folder} trained {why}")
     stored_as = recipe.model.path if recipe is not None and stored else None
-    if recipe is not None and (why := _why_plain(recipe, stored, merge)):
-        raise CheckpointError(f"{folder} trained {why}")
-    source = _source(folder, best, ema)
-    alone, after = not merge and (source / ADAPTERS_FOLDER).is_dir(), ""
+    source, result, after = _source(folder, best, ema), None, ""
+    alone = per_expert or (not merge and (source / ADAPTERS_FOLDER).is_dir())
     if best:
         after = f" after step {source.name.removeprefix('step-')}, the best"
-    if not best and runs.is_interrupted(folder):
+    if is_run and not best and runs.is_interrupted(folder):
         with last_commit(folder) as (now, model, _, step):
             now = _of_adapter(now, adapter)
-            how: dict[str, Any] = {"merge": merge, "adapter": adapter, "ema": ema}
-            result = write_model(now, model, user_path(out, "OUT"), stored_as, **how)
+            how: dict[str, Any] = {"merge": merge, "per_expert": per_expert, "adapter": adapter, "ema": ema}
+            result = write_model(now, model, target, stored_as, **how)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
-    elif rank() == 0 and merge and recipe is not None:
+    elif rank() == 0 and recipe is not None and merge:
         adapters = saved_folder(source) / (adapter or "")
-        trained_on = _base_of(adapters, recipe.model.path)
-        result = _merge(adapters, trained_on, user_path(out, "OUT"), stored, recipe)
+        result = _merge(adapters, _base_of(adapters, recipe.model.path), target, stored, recipe)
+    elif rank() == 0 and per_expert:
+        adapters = saved_folder(source) / (adapter or "") if is_run else source
+        config = read_config(_base_of(adapters, base))
+        copy_saved(adapters, target, lambda copied: split_experts(copied, config))
     elif rank() == 0:
         result = export_run(source, out, stored_as, adapter)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
@@ -100,33 +106,6 @@ def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Re
         names = ", ".join(recipe.adapters)
         raise RecipeError(f"{needed_for} takes one of the adapters {names}: add --adapter NAME")
     return recipe
-
-
-def publish_per_expert(
-    path: str | Path, out: str | Path, *, base: str | Path | None = None, adapter: str | None = None,
-    best: bool = False,
-) -> str:  # fmt: skip
-    """Publish the adapters of a run, or of a directory, with a layer for each expert; describe them.
-
-    See :mod:`infinity.api.save_lora`. Of an interrupted run they are those of its last committed step, and
-    every rank must call.
-    """
-    (folder, adapter), target = _folder_of(path, adapter), user_path(out, "OUT")
-    trained = None if (folder / CONFIG).is_file() else runs.recipe_of(folder)
-    if trained is not None:
-        trained = _of_adapter(trained, adapter, "--per-expert")
-    if trained is not None and not trained.lora.active:
-        raise CheckpointError(f"{folder} trained all weights: export without --per-expert")
-    if trained is not None and not best and runs.is_interrupted(folder):
-        with last_commit(folder) as (_, model, _, step):
-            infinity.save_lora(model, target, per_expert=True, name=adapter)
-        return f"the adapters of {path} after step {step}"
-    if rank() == 0:
-        kept = best_of(folder) if best else folder
-        source = kept if trained is None else saved_folder(kept) / (adapter or "")
-        config = read_config(_base_of(source, base))
-        copy_saved(source, target, lambda copied: split_experts(copied, config))
-    return f"the adapters of {path}"
 
 
 def _folder_of(path: str | Path, adapter: str | None) -> tuple[Path, str | None]:
@@ -162,10 +141,12 @@ def _merge(
         return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
 
 
-def _why_plain(recipe: Recipe, stored: bool, merge: bool) -> str:
-    """Return why a run's model cannot be exported with ``stored`` or ``merge``; empty: it can."""
+def _why_plain(recipe: Recipe, stored: bool, merge: bool, per_expert: bool) -> str:
+    """Return why a run's model cannot be exported with these options; empty: it can."""
     if merge and not recipe.lora.active:
         return "all weights, which have no adapters to merge: export without --merge"
+    if per_expert and not recipe.lora.active:
+        return "all weights: export without --per-expert"
     if stored and recipe.model.path is None:
         return (
             "a new model (model.path is null), so no checkpoint has a stored form for it: export without "
