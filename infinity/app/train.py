@@ -202,9 +202,7 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
-    settings = {
-        f"{section}.{each.name}": recipe.value(f"{section}.{each.name}") for section, each in keys_of(Recipe)
-    }
+    settings = {key: recipe.value(key) for key in keys_of(Recipe)}
     for key, sink in SINKS.items():
         if getattr(recipe.observe, key):
             views.add(sink(folder, after=after, settings=settings, say=views.log))
@@ -497,7 +495,7 @@ def _best(recipe: Recipe, model: Any, folder: Path, views: View) -> Best | None:
 
 def write_model(
     recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False,
-    adapter: str | None = None, ema: bool = False,
+    per_expert: bool = False, adapter: str | None = None, ema: bool = False,
 ) -> Requantized | None:  # fmt: skip
     """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call.
 
@@ -508,7 +506,7 @@ def write_model(
             model, out, stored_as=stored_as, tokenizer=tokenizer_of(recipe), merge=merge, adapter=adapter,
             ema=ema,
         )  # fmt: skip
-    infinity.save_lora(model, out, name=adapter, ema=ema)
+    infinity.save_lora(model, out, per_expert=per_expert, name=adapter, ema=ema)
     return None
 
 

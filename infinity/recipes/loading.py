@@ -131,7 +131,7 @@ def _unknown(key: str, cls: type) -> ProblemError:
     """Return an error that suggests a key: this name elsewhere, or a similar one here or anywhere."""
     if key in _REMOVED:
         return ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
-    known = [f"{section}.{each.name}" for section, each in keys_of(cls)]
+    known = [*keys_of(cls)]
     siblings = [other for other in known if other.startswith(f"{key.rpartition('.')[0]}.")]
     names = [each.name for each in fields(cls)]
     hint = near(key, known, names) or f"known: {', '.join(siblings or names)}"

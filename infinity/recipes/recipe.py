@@ -1,5 +1,6 @@
 """A recipe: every setting of a run, checked together, and its table of keys."""
 
+import itertools
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -297,12 +298,10 @@ class Recipe:
     def with_absolute_paths(self) -> "Recipe":
         """Return the same recipe with absolute paths, where a recipe can have them; ``run.dir`` stays."""
         recipe = self
-        for section, each in keys_of(Recipe):
-            if each.path and (section, each.name) != ("run", "dir"):
-                config = getattr(recipe, section)
+        for key, each in keys_of(Recipe).items():
+            if each.path and key != "run.dir":
                 with suppress(SettingError, OSError):
-                    value = _absolute(getattr(config, each.name), each.name)
-                    recipe = replace(recipe, **{section: replace(config, **{each.name: value})})
+                    recipe = with_values(recipe, {key: _absolute(self.value(key), each.name)})
         own = {
             name: self.alone(name).with_absolute_paths().of_keys([*_flat(given)])
             for name, given in self.adapters.items()
@@ -351,10 +350,11 @@ def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     if names[0] != names[1]:  # their order, too, is that of what lies on the drives
         return [f"adapters were {names[0]}, are {names[1]}"]
     changes: dict[str, list[str]] = {}  # with the names of tasks
-    for name, section, each in ((name, *key) for name in tasks[0] for key in keys_of(Recipe)):
-        was, got = (plain(recipes[name].value(f"{section}.{each.name}")) for recipes in tasks)
-        if each.numeric and was != got and got != "auto":
-            text = f"{section}.{each.name} was {shown(was)}, is {shown(got)}"
+    numeric = [key for key, each in keys_of(Recipe).items() if each.numeric]
+    for name, key in itertools.product(tasks[0], numeric):
+        was, got = (plain(recipes[name].value(key)) for recipes in tasks)
+        if was != got and got != "auto":
+            text = f"{key} was {shown(was)}, is {shown(got)}"
             changes.setdefault(text, []).append(name)
     return [
         text if len(of) == len(tasks[0]) else f"adapters.{name}.{text}"
@@ -368,7 +368,7 @@ def keeping(before: Recipe, now: Recipe, chosen: Mapping[str, Any]) -> Recipe:
 
     ``chosen`` was, at its beginning.
     """
-    keys = {f"{section}.{each.name}" for section, each in keys_of(Recipe) if each.numeric} | _CHOSEN.keys()
+    keys = {key for key, each in keys_of(Recipe).items() if each.numeric} | _CHOSEN.keys()
     kept = {key: before.value(key) for key in keys if now.value(key) == "auto"}
     return with_values(now, kept | {key: chosen[key] for key in now.left_open & chosen.keys()})
 
@@ -399,7 +399,7 @@ def _flat(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _own_keys(where: str, given: Any) -> Iterator[tuple[str, Any]]:
     """Yield key and value of all that an adapter has of its own; SettingError: it cannot have that."""
-    known = [f"{section}.{each.name}" for section, each in keys_of(Recipe) if section in _OF_ADAPTERS]
+    known = [key for key in keys_of(Recipe) if key.partition(".")[0] in _OF_ADAPTERS]
     for section, values in ({"": given} if not isinstance(given, Mapping) else given).items():
         if section in sections_of(Recipe) and section not in _OF_ADAPTERS:
             raise SettingError(f"{where}.{section}", values, f"{_OWN}; all adapters of a run share {section}")
@@ -431,19 +431,17 @@ class Row(NamedTuple):
 def recipe_table() -> tuple[Row, ...]:
     """Return a row for every key, section by section."""
     default, rows = Recipe(), []
-    for section, each in keys_of(Recipe):
-        value = plain(getattr(getattr(default, section), each.name))
-        text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
-        rows.append(Row(f"{section}.{each.name}", str(each), text, each.help))
+    for key, each in keys_of(Recipe).items():
+        text = yaml.safe_dump(plain(default.value(key)), default_flow_style=True)
+        rows.append(Row(key, str(each), text.removesuffix("...\n").strip(), each.help))
     meaning = "several adapters on one base: what each has of its own, as adapters.NAME.optim.lr=1e-4"
     return *rows, Row("adapters", f"map from names to {_OWN}", "{}", meaning)
 
 
-def keys_of(cls: type) -> Iterator[tuple[str, Setting]]:
-    """Yield section and setting of every key of a dataclass of sections, in order."""
-    for section, part in sections_of(cls).items():
-        for each in settings_of(part):
-            yield section, each
+def keys_of(cls: type) -> dict[str, Setting]:
+    """Return the settings of a dataclass of sections, in order, by keys such as ``train.steps``."""
+    parts = sections_of(cls).items()
+    return {f"{section}.{each.name}": each for section, part in parts for each in settings_of(part)}
 
 
 def sections_of(cls: type) -> dict[str, type]:

@@ -222,8 +222,7 @@ def _named(names: list[str], where: str, folder: Path) -> Values:
 
 def _built(values: Values, said: list[Said]) -> tuple[Recipe, frozenset[str]]:
     """Return the recipe of values, but for those that it refuses, and the keys that it says."""
-    known = {f"{section}.{each.name}" for section, each in keys_of(Recipe)}
-    assert values.keys() <= known
+    assert values.keys() <= keys_of(Recipe).keys()
     while True:
         try:
             return with_values(Recipe(), values), frozenset(values)

@@ -31,7 +31,7 @@ from infinity.recipes.recipe import Recipe, keys_of, recipe_table
 from tests.helpers.models import build
 
 #: Each setting by its key.
-KEYS = {f"{section}.{setting.name}": setting for section, setting in keys_of(Recipe)}
+KEYS = keys_of(Recipe)
 #: The fewest cases in which a fault shows soon, and many.
 FEW, MANY = 12, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
