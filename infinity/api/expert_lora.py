@@ -32,6 +32,8 @@ from infinity.core.errors import RecipeError
 from infinity.partition.builder import routers
 
 _MATMULS = ("matmul", "mm", "bmm", "__matmul__")
+#: What an adapted weight has in common with the weight.
+_OF_WEIGHT = {"data_ptr", "device", "dim", "dtype", "is_floating_point", "ndim", "shape", "size"}
 #: ``F.grouped_mm`` wants rows of a multiple of this.
 _ALIGN_NBYTES = 16
 
@@ -106,36 +108,10 @@ class AdaptedWeight:
     def float(self) -> "AdaptedWeight":
         return self.to(torch.float32)
 
-    def dim(self) -> int:
-        return int(self.weight.dim())
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def data_ptr(self) -> int:
-        return int(self.weight.data_ptr())
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    @property
-    def ndim(self) -> int:
-        return self.dim()
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.weight.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device  # type: ignore[no-any-return]
-
     def __getattr__(self, name: str) -> Any:
-        raise self._refusal(name)
+        if name not in _OF_WEIGHT:
+            raise self._refusal(name)
+        return getattr(self.weight, name)
 
     def _refusal(self, what: str) -> AttributeError:
         return AttributeError(
