@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +41,7 @@ class ObserveConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """Figures of one of several adapters in a step."""
+    """Figures of what is trained in a step, such as one of several adapters."""
 
     loss: float | None
     lr: float
@@ -51,16 +51,11 @@ class AdapterReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(AdapterReport):
     """Figures of one optimizer step on one rank; times in seconds of wall clock, sizes in bytes."""
 
     step: int
-    loss: float | None
-    lr: float
-    grad_norm: float | None
-    skipped: bool
     step_s: float
-    tokens: int
     stall_s: dict[str, float] = field(default_factory=dict)  # by cause: read, write, update, ...
     nbytes_read: int = 0
     nbytes_written: int = 0
@@ -357,13 +352,28 @@ class PredictedStep:
 class LossSummary:
     """Losses of a run, or of one of its adapters."""
 
-    first_loss: float | None
-    last_loss: float | None
-    first_held_out: float | None
-    last_held_out: float | None
-    first_perplexity: float | None  # of the held-out tokens
-    last_perplexity: float | None
-    skipped: int  # steps
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_held_out: float | None = None
+    last_held_out: float | None = None
+    first_perplexity: float | None = None  # of the held-out tokens
+    last_perplexity: float | None = None
+    skipped: int = 0  # steps
+
+    def trained(self, report: AdapterReport) -> "LossSummary":
+        """Return the losses with those of one step more."""
+        found = replace(self, skipped=self.skipped + report.skipped)
+        return found if report.loss is None else found._with("loss", report.loss)
+
+    def evaluated(self, loss: float, per_token: bool) -> "LossSummary":
+        """Return the losses with those of one evaluation more."""
+        found = self._with("held_out", loss)
+        return found._with("perplexity", perplexity(loss)) if per_token else found
+
+    def _with(self, name: str, value: float) -> "LossSummary":
+        first: Any = getattr(self, f"first_{name}")
+        ends: dict[str, Any] = {f"first_{name}": value if first is None else first, f"last_{name}": value}
+        return replace(self, **ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,30 +422,6 @@ _MEDIANS = (
 )
 
 
-class _Losses:
-    """Collects the first and the last losses of a run, or of one of its adapters."""
-
-    def __init__(self) -> None:
-        self.train: list[float] = []
-        self.held_out: list[float] = []
-        self.skipped, self.per_token = 0, True
-
-    def add(self, report: StepReport | AdapterReport) -> None:
-        self.skipped += report.skipped
-        if report.loss is not None:
-            self.train[1:] = [report.loss]
-
-    def figures(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"skipped": self.skipped}
-        for end, at in (("first", 0), ("last", -1)):
-            held_out = self.held_out[at] if self.held_out else None
-            found[f"{end}_loss"] = self.train[at] if self.train else None
-            found[f"{end}_held_out"] = held_out
-            known = held_out if self.per_token else None
-            found[f"{end}_perplexity"] = None if known is None else perplexity(known)
-        return found
-
-
 class SummaryBuilder(View):
     """View that accumulates the figures of a run; memory grows by a few numbers per step."""
 
@@ -446,7 +432,7 @@ class SummaryBuilder(View):
         self._sums: Counter[str] = Counter()  # over all steps
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        self._losses = defaultdict[str, _Losses](_Losses)  # of each adapter, and of all by ""
+        self._losses = defaultdict[str, LossSummary](LossSummary)  # of each adapter, and of all by ""
         self._ends: list[StepReport] = []  # the first and the last
         self._metrics: Mapping[str, float] = {}  # of the last evaluation
 
@@ -463,13 +449,12 @@ class SummaryBuilder(View):
         self._stall_s.update(report.stall_s)
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
-        self._losses[""].add(report)
-        for name, each in report.adapters.items():
-            self._losses[name].add(each)
+        for name, each in {"": report, **report.adapters}.items():
+            self._losses[name] = self._losses[name].trained(each)
 
     def evaluated(self, found: Evaluation) -> None:
         for name, loss in {"": found.loss, **found.adapters}.items():
-            self._losses[name].held_out[1:], self._losses[name].per_token = [loss], found.per_token
+            self._losses[name] = self._losses[name].evaluated(loss, found.per_token)
         self._metrics = found.metrics
 
     def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
@@ -491,13 +476,13 @@ class SummaryBuilder(View):
             medians |= {"planned_nbytes_read": None, "planned_nbytes_written": None}
         sums, stall_s = self._sums, dict[str, float](self._stall_s)
         first, last = (self._ends[0], self._ends[-1]) if self._ends else (None, None)
-        losses = {name: each.figures() for name, each in {"": _Losses(), **self._losses}.items()}
+        losses = {"": LossSummary(), **self._losses}
         return Summary(
             folder=str(folder),
             **medians,
             **others,
-            **losses.pop(""),
-            adapters={name: LossSummary(**each) for name, each in losses.items()},
+            **asdict(losses.pop("")),
+            adapters=losses,
             metrics=dict(self._metrics),
             steps=sums["steps"],
             first_step=first.step if first else 1,
