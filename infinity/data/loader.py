@@ -6,7 +6,7 @@ for any number of ranks, and every rank knows the number of targets on all ranks
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,18 +186,17 @@ class Data:
     """Training and held-out data of a run."""
 
     train: TokenLoader
-    held_out: HeldOut | None
+    evaluated: Mapping[str, HeldOut]  # held-out data by the names of data.eval_sets; the other one has none
     packed: bool  # sequences hold several documents each, which must not attend to each other
     sources: Sources  # what train is of
     layout: Layout
     notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
-    eval_sets: Mapping[str, HeldOut] = field(default_factory=dict)  # further held-out data, by name
     labels: int = 0  # one more than the largest label of examples
 
     @property
-    def evaluated(self) -> dict[str, HeldOut]:
-        """Return all data that is evaluated on, by name; that of ``data.eval_files`` has none."""
-        return {"": self.held_out, **self.eval_sets} if self.held_out is not None else {**self.eval_sets}
+    def held_out(self) -> HeldOut | None:
+        """Return the data of ``data.eval_files``, or ``data.eval_fraction``."""
+        return self.evaluated.get("")
 
 
 def open_data(
@@ -248,18 +247,13 @@ def open_data(
         identity += f":{list(config.weights)}"
         notes += _notes_on(mixture, parts)
     loader = TokenLoader(sequences, shape, config.seed, config.shuffle, identity, mixture)
-    held_out = {key: HeldOut(each, shape) for key, each in held.items()}
+    evaluated = {
+        "" if key == HELD_OUT else key.removeprefix(EVAL_SETS): HeldOut(each, shape)
+        for key, each in held.items()
+    }
     of = (each.examples for each in (sequences, *held.values()) if each.examples is not None)
-    return Data(
-        loader,
-        held_out.pop(HELD_OUT, None),
-        packing is True,
-        train,
-        layout,
-        tuple(notes),
-        {key.removeprefix(EVAL_SETS): each for key, each in held_out.items()},
-        max((1 + int(each.labels.max(initial=-1)) for each in of), default=0),
-    )
+    labels = max((1 + int(each.labels.max(initial=-1)) for each in of), default=0)
+    return Data(loader, evaluated, packing is True, train, layout, tuple(notes), labels)
 
 
 def _packing(config: DataConfig, given: Mapping[str, Sources], kind: Kind | None) -> bool | None:
