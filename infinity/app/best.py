@@ -67,7 +67,7 @@ class Best:
 
     def seen(self, found: Evaluation) -> None:
         """Take note of an evaluation, and keep the model if it is the best; every rank calls."""
-        value = {"loss": found.loss, **found.metrics}.get(self.metric, math.nan)
+        value = found.figures.get(self.metric, math.nan)
         sign = 1 if self.metric.endswith(_LOWER) else -1
         if not math.isnan(value) and not sign * value >= sign * self.value:
             self.step, self.value, self.since = found.step, value, 0

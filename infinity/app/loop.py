@@ -31,7 +31,7 @@ from infinity.core.errors import (
 from infinity.data.loader import Data, HeldOut
 from infinity.data.sequences import Batch, join
 from infinity.engine.schedule import LayerSchedule
-from infinity.observe.metrics import AdapterReport, Evaluation, StepReport, View
+from infinity.observe.metrics import AdapterReport, Evaluation, HeldOutFigures, StepReport, View, mean_of
 from infinity.optim.rules import OptimConfig
 from infinity.recipes.objectives import OBJECTIVES, TaskLoss
 from infinity.recipes.recipe import Recipe
@@ -227,45 +227,29 @@ class Loop:
             self._optimizer.report()  # excludes the time and bytes of this from the next step's report
 
     def _evaluate_weights(self, step: int) -> None:
-        losses, counts, metrics = dict[str, float](), list[int](), dict[str, float]()
-        sets = dict[str, list[tuple[float, int]]]()
         self.loss.metrics()  # those of a step before
         self._model.eval()
         try:
-            for task in self.tasks:
-                of_task = [
-                    (name, *self._evaluated(task, held_out)) for name, held_out in task.data.evaluated.items()
-                ]
-                if not of_task:
-                    continue
-                for name, loss, count, more in of_task:
-                    begin = "".join(f"{each}/" for each in (task.name, name) if each)
-                    metrics |= {f"{begin}{key}": value for key, value in more.items()}
-                    if name:
-                        sets.setdefault(name, []).append((loss, count))
-                examples = [count for _, _, count, _ in of_task]
-                losses[task.name] = mean_of([loss for _, loss, *_ in of_task], examples)
-                counts.append(sum(examples))
+            parts = [
+                self._figures(task, *each) for task in self.tasks for each in task.data.evaluated.items()
+            ]
         finally:
             self._model.train()
-        metrics |= {f"{name}/loss": mean_of(*zip(*found)) for name, found in sets.items()}
-        loss = mean_of([*losses.values()], counts)
-        losses.pop("", None)
         per_token = OBJECTIVES[self._recipe.train.task].data is None
-        found = Evaluation(step, loss, losses, metrics, per_token)
+        found = Evaluation.of(step, parts, per_token=per_token)
         self._views.evaluated(found)
         if self.best is not None and step > 0:
             self.best.seen(found)
 
-    def _evaluated(self, task: Task, held_out: HeldOut) -> tuple[float, int, dict[str, float]]:
-        """Return the mean loss over held-out data, its examples, and the means of metrics."""
+    def _figures(self, task: Task, name: str, held_out: HeldOut) -> HeldOutFigures:
         total, count = 0.0, 0
         with task.within(self._model):
             for batch in held_out.batches(self._recipe.train.eval_batches):
                 with enough_memory(self._recipe):
                     total += self.loss.value(self.loss(batch))
                 count += batch.target_count
-        return self._mean(total) * world_size() / count, count, self._metrics()
+        loss = self._mean(total) * world_size() / count
+        return HeldOutFigures(task.name, name, loss, count, self._metrics())
 
     def _metrics(self) -> dict[str, float]:
         """Return the mean of each metric over the examples of all ranks, since this was last called."""
@@ -275,11 +259,6 @@ class Loop:
         totals = self._mean.of(torch.stack([*found.values()]).double())
         means = {name: float(total / count) for name, (total, count) in zip(found, totals)}
         return {name: mean for name, mean in means.items() if not math.isnan(mean)}
-
-
-def mean_of(losses: Sequence[float], targets: Sequence[int]) -> float:
-    """Return the mean over the targets of all tasks, of which each has a mean over its own."""
-    return sum(loss * (count / sum(targets)) for loss, count in zip(losses, targets, strict=True))
 
 
 class BatchLoss:

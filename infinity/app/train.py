@@ -471,13 +471,14 @@ def _check_best(recipe: Recipe, data: Mapping[str, Data]) -> None:
     if train.keep_best is None and train.patience is None:
         return
     key = "train.patience" if train.keep_best is None else "train.keep_best"
-    sets = {"/".join(filter(None, (name, each))) for name, own in data.items() for each in own.evaluated}
+    of_each = dict.fromkeys(OBJECTIVES[train.task].metric_names(train), 0.0)
+    sets = [(name, each) for name, own in data.items() for each in own.evaluated]
     if train.eval_every is None or not sets:
         wanted = "null without evaluations: set train.eval_every, and data.eval_files or data.eval_fraction"
         raise SettingError(key, recipe.value(key), wanted)
-    more = OBJECTIVES[train.task].metric_names(train)
-    known = ["loss", *(more if "" in sets else ())]
-    known += [f"{name}/{metric}" for name in sorted(sets - {""}) for metric in ("loss", *more)]
+    known = metrics.Evaluation.of(
+        0, [metrics.HeldOutFigures(*each, 0.0, 1, of_each) for each in sets]
+    ).figures
     if train.keep_best not in (None, *known):
         raise SettingError(key, train.keep_best, f"null, or a metric of evaluations: {', '.join(known)}")
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -94,11 +94,21 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+class HeldOutFigures(NamedTuple):
+    """Means over the examples of one held-out set, for one of several adapters; names may be empty."""
+
+    adapter: str
+    name: str  # of the set
+    loss: float
+    examples: int  # of all ranks
+    metrics: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The held-out loss after ``step`` steps, the mean over the examples of all ranks; of each adapter, too.
 
-    Metrics of one of several held-out sets have names such as ``code/loss``.
+    Metrics of one of several held-out sets have names such as ``code/accuracy``, and so has its loss.
     """
 
     step: int
@@ -106,6 +116,35 @@ class Evaluation:
     adapters: dict[str, float] = field(default_factory=dict)  # by name, if there are several
     metrics: dict[str, float] = field(default_factory=dict)  # of the task, and losses of sets
     per_token: bool = True  # the loss, so that there is a perplexity; else of examples
+
+    @classmethod
+    def of(cls, step: int, parts: Sequence[HeldOutFigures], *, per_token: bool = True) -> "Evaluation":
+        """Return the means over all of ``parts``, and over those of each adapter and of each set."""
+
+        def losses(by: str) -> dict[str, float]:
+            names = dict.fromkeys(getattr(each, by) for each in parts)
+            return {name: loss([e for e in parts if getattr(e, by) == name]) for name in names if name}
+
+        def loss(of: Sequence[HeldOutFigures]) -> float:
+            return mean_of([each.loss for each in of], [each.examples for each in of])
+
+        metrics = dict[str, float]()
+        for part in parts:
+            begin = "".join(f"{each}/" for each in part[:2] if each)
+            metrics |= {f"{begin}{name}": value for name, value in part.metrics.items()}
+        metrics |= {f"{name}/loss": each for name, each in losses("name").items()}
+        return cls(step, loss(parts), losses("adapter"), metrics, per_token)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return all figures by the names that ``train.keep_best`` has for them."""
+        adapters = {f"{name}/loss": loss for name, loss in self.adapters.items()}
+        return {"loss": self.loss, **adapters, **self.metrics}
+
+
+def mean_of(means: Sequence[float], counts: Sequence[int]) -> float:
+    """Return the mean over all examples of parts, each with its own mean over ``counts`` of them."""
+    return sum(mean * (count / sum(counts)) for mean, count in zip(means, counts, strict=True))
 
 
 class View:
