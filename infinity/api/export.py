@@ -2,9 +2,10 @@
 
 [Note: which rank writes what]
 A saved tensor that is made of parameters' own values is written by each rank in the part that its shards
-hold: nothing is gathered. Tensors that transformers computes are gathered unit by unit and converted on every
-rank, and each writes an equal part. Rank 0 writes the rest: headers, buffers, configs, the tokenizer. So
-every rank must see the directory's file system. What may be refused (room, configs, tokenizer) comes first.
+hold: nothing is gathered. Tensors that transformers computes are gathered with those that it computes them
+from, converted on every rank, and each writes an equal part. Rank 0 writes the rest: headers, buffers,
+configs, the tokenizer. So every rank must see the directory's file system. What may be refused (room,
+configs, tokenizer) comes first.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import Publication, TensorSpec, check_room, writing
 from infinity.comm.ranks import ALONE, all_ranks_or_raise
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, listed
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
 from infinity.core.process import UninterruptedExit, uninterrupted
@@ -66,7 +67,7 @@ def export(
 
     Weights are in the compute dtype, bitwise those of ``model.state_dict()``. The directory appears when it
     is whole; an export that fails or is killed leaves nothing under its name. Beside a few staging buffers,
-    memory holds at most one unit, and that only for weights that transformers converts. Every rank must call.
+    memory holds only weights that transformers converts together. Every rank must call.
 
     Args:
         model: Of transformers, or with a dataclass as its config, if any; then keys are ``state_dict``'s.
@@ -151,11 +152,9 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 else:
                     value[of.at : of.at + len(piece)] = piece
             yield spec.key, value.view(spec.shape)
-    for names, specs in converted.items():
-        tensors: list[Any] = [named[name] for name in names]
-        with runtime.values.gathered(tensors, modify=False):
-            sources = {name: named[name].detach() for name in sorted(names)}
-            yield from convert(model, sources, specs).items()
+    for group in converted.items():
+        with _converted(model, named, runtime, *group, device=runtime.ranks.device) as found:
+            yield from found.items()
 
 
 def _merge(
@@ -267,10 +266,8 @@ class ExportPlan:
     specs: Sequence[TensorSpec]
     #: Written unchanged: by a unit's index, or by name where every rank has the whole tensor; ascending.
     ranges: Mapping[int | str, list["_Range"]]
-    #: Names of tensors that are converted, by the index of their last unit.
-    members: Mapping[int, list[str]]
-    #: Names of tensors that are converted together, and the results, by the index of their last unit.
-    groups: Mapping[int, list[tuple[frozenset[str], list[TensorSpec]]]]
+    #: Names of tensors that are converted together, and the results.
+    converted: Mapping[frozenset[str], list[TensorSpec]]
 
     def within(self, unit: Unit, start: int, stop: int) -> Sequence["_Range"]:
         """Return the ranges that elements ``[start, stop)`` of the flat buffer meet; they do not overlap."""
@@ -328,21 +325,15 @@ def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[U
     homes = _locate(named, units)
     saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[n][-1] for n in item.sources))
     ranges: defaultdict[int | str, list[_Range]] = defaultdict(list)
-    together: dict[frozenset[str], list[TensorSpec]] = {}
+    converted: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
         if item.parts is None:
-            together.setdefault(item.sources, []).append(item.spec)
+            converted.setdefault(item.sources, []).append(item.spec)
         for of in _ranges(item, homes):
             ranges[of.source if of.unit == _WHOLE else of.unit].append(of)
     for each in ranges.values():
         each.sort(key=lambda of: of.start)
-    members: defaultdict[int, list[str]] = defaultdict(list)
-    groups: defaultdict[int, list[tuple[frozenset[str], list[TensorSpec]]]] = defaultdict(list)
-    for sources, specs in together.items():
-        groups[max(homes[name][-1].unit for name in sources)].append((sources, specs))
-        for name in sorted(sources):
-            members[homes[name][-1].unit].append(name)
-    return ExportPlan([item.spec for item in saved], ranges, members, groups)
+    return ExportPlan([item.spec for item in saved], ranges, converted)
 
 
 def _write(
@@ -364,7 +355,15 @@ def _write(
                 for of in plan.within(unit, start, start + len(values)):
                     low, high = max(start, of.start), min(start + len(values), of.stop)
                     put(of.key, of.at + low - of.start, values[low - start : high - start])
-        _write_converted(model, named, runtime, plan, put, ema=ema)
+        for group in plan.converted.items():
+            with (
+                all_ranks_or_raise(ranks, f"converting {listed(sorted(group[0]), 2)}"),
+                _converted(model, named, runtime, *group, device=torch.device("cpu"), ema=ema) as found,
+            ):
+                for key, value in found.items():
+                    flat = value.contiguous().reshape(-1)
+                    first, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
+                    put(key, first, flat[first:stop])
     return out
 
 
@@ -412,27 +411,14 @@ def _read_averages(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, i
                 yield unit, unit.shard_start + begin, values
 
 
-def _write_converted(
-    model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, plan: ExportPlan,
-    put: Callable[[str, int, Tensor], None], *, ema: bool,
-) -> None:  # fmt: skip
-    """Write what transformers converts, unit by unit, keeping members of groups that end later."""
-    ranks, aside = runtime.ranks, dict[str, Tensor]()
-    for unit, names in sorted(plan.members.items()):
-        what = "buffers" if unit == _WHOLE else runtime.units[unit].name
-        with all_ranks_or_raise(ranks, f"converting {what}"):
-            tensors: list[Any] = [named[name] for name in names]
-            averages = runtime.values.averages(tensors) if ema else {}
-            in_memory = ema or unit == _WHOLE
-            with contextlib.nullcontext() if in_memory else runtime.values.gathered(tensors, modify=False):
-                here = {
-                    name: averages[id(each)] if id(each) in averages else each.detach().cpu()
-                    for name, each in zip(names, tensors, strict=True)
-                }
-                for group, specs in plan.groups.get(unit, ()):
-                    sources = {name: here.pop(name) if name in here else aside.pop(name) for name in group}
-                    for key, value in convert(model, sources, specs).items():
-                        flat = value.contiguous().reshape(-1)
-                        start, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
-                        put(key, start, flat[start:stop])
-                aside |= {name: value.clone() for name, value in here.items()}
+@contextlib.contextmanager
+def _converted(
+    model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, names: Iterable[str],
+    specs: Sequence[TensorSpec], *, device: torch.device, ema: bool = False,
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
+    """Yield what transformers makes of the tensors ``names``, gathered together, on a device."""
+    tensors: dict[str, Any] = {name: named[name] for name in sorted(names)}
+    averages = runtime.values.averages(tensors.values()) if ema else {}
+    with contextlib.nullcontext() if ema else runtime.values.gathered(tensors.values(), modify=False):
+        now = {name: averages.get(id(each), each.detach()).to(device) for name, each in tensors.items()}
+        yield convert(model, now, specs)
