@@ -53,14 +53,16 @@ _SINKS = "tensorboard", "wandb", "mlflow"
 _TRACKERS = Missing("what there is: observe.tensorboard, observe.wandb and observe.mlflow")
 
 
-def _schedule(name: Any) -> Any:
-    known = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmuplr": "constant",
-             "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "cosineannealinglr": "cosine",
-             "get_cosine_schedule_with_warmup": "cosine"}  # fmt: skip
-    found = known.get(str(name).lower().rpartition(".")[2], name)
-    if found in ("constant", "cosine", "linear"):
-        return found
-    return Missing(f"optim.schedule is constant, cosine or linear, not {name}")
+def _among(key: str, accepted: str, **known: str) -> Convert:
+    """Return what takes the names of ``accepted``, and those that are ``known`` for one of them."""
+
+    def convert(name: Any) -> Any:
+        found = known.get(str(name).lower().rpartition(".")[2], name)
+        if found in accepted.split():
+            return found
+        return Missing(f"{key} is one of {', '.join(accepted.split())}, not {name}")
+
+    return convert
 
 
 def _optimizer(name: Any) -> Any:
@@ -78,24 +80,12 @@ def _dtype(name: str) -> Convert:
     return lambda on: "auto" if on == "auto" else name if _is_on(on) else {}
 
 
-def _reduced(name: str) -> str:
-    return "fp32" if name in ("fp32", "float32") else "compute"
-
-
 def _seed(seed: Any) -> Values:
     return {"run.seed": seed, "data.seed": seed}
 
 
 def _is_on(value: Any) -> bool:
     return bool(value.get("enabled", True) if isinstance(value, Mapping) else value)
-
-
-def _precision(name: Any) -> Any:
-    known = {"no": "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    found = known.get(str(name), name)
-    if found in ("bf16", "fp16", "fp32"):
-        return found
-    return Missing(f"train.dtype is bf16, fp16 or fp32, not {name}")
 
 
 def _positive(value: Any) -> Any:
@@ -128,12 +118,6 @@ def _fraction(value: Any) -> Any:
     if isinstance(value, int | float) and 0 <= value < 1:
         return float(value)
     return Missing("data.eval_fraction is a share of the data, not a number of rows")
-
-
-def _task(name: Any) -> Any:
-    found = {"pt": "pretrain", "rm": "reward"}.get(name, name)
-    known = ("sft", "pretrain", "dpo", "kto", "reward")
-    return found if found in known else Missing(f"train.task is one of {', '.join(known)}")
 
 
 def _reports(value: Any) -> Any:
@@ -178,11 +162,20 @@ _MEANINGS: dict[str, "Row"] = {
         To("data.files", _texts), To("data.packing", bool), To("lora.modules_to_save", _texts),
         To("lora.target_modules", _texts), To("memory.nvme", _texts), To("observe.mlflow", _is_on),
         To("observe.tensorboard", _is_on), To("observe.wandb", _is_on), To("optim.max_grad_norm", _positive),
-        To("optim.name", _optimizer), To("optim.schedule", _schedule), To("optim.warmup_steps", _warmup),
-        To("partition.reduce_dtype", _reduced), To("run.seed", _seed), To("train.dtype", _precision),
+        To("optim.name", _optimizer), To("optim.warmup_steps", _warmup), To("run.seed", _seed),
         To("train.device", lambda name: name if name == "cpu" else {}), To("train.epochs", _positive),
         To("train.eval_every", _every), To("train.log_every", _every), To("train.patience", _positive),
-        To("train.steps", _positive), To("train.task", _task),
+        To("train.steps", _positive),
+        To("optim.schedule", _among(
+            "optim.schedule", "constant cosine linear", constant_with_warmup="constant", warmuplr="constant",
+            warmupdecaylr="linear", cosine_with_min_lr="cosine", warmupcosinelr="cosine",
+            cosineannealinglr="cosine", get_cosine_schedule_with_warmup="cosine",
+        )),
+        To("partition.reduce_dtype", lambda name: "fp32" if name in ("fp32", "float32") else "compute"),
+        To("train.dtype", _among(
+            "train.dtype", "bf16 fp16 fp32", no="fp32", bfloat16="bf16", float16="fp16", float32="fp32"
+        )),
+        To("train.task", _among("train.task", "sft pretrain dpo kto reward", pt="pretrain", rm="reward")),
     )},
     "_all_tokens": To("train.task", lambda on: "pretrain" if on else {}),
     "_beta1": To("optim.betas", lambda beta: {"_beta1": beta}),

@@ -256,7 +256,7 @@ def test_values_that_a_recipe_refuses_are_left_out_and_named(folder: Path) -> No
     )  # fmt: skip
     assert found.recipe.optim.lr == Recipe().optim.lr
     assert why(found, "optim.lr") == "got -1; wanted float, 0 to 1,000,000"
-    assert "constant, cosine or linear, not polynomial" in why(found, "lr_scheduler_type")
+    assert "one of constant, cosine, linear, not polynomial" in why(found, "lr_scheduler_type")
     assert "got 'small'; wanted float" in why(found, "optim.eps")
     assert "'500 steps' or 2h" in why(found, "save_steps")
     assert "got {'a': 1}, which is no value that is known here" in why(found, "warmup_steps")
