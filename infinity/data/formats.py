@@ -68,13 +68,8 @@ def _message(turn: Any) -> Any:
     return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": value}
 
 
-def _alpaca(row: Record) -> Record:
-    """Return an instruction with its answer as a chat; earlier turns are ``history``."""
-    answer = {"role": ASSISTANT, "content": row["output"]}
-    return {"messages": [*_question(row), answer]}
-
-
 def _question(row: Record) -> Iterator[Message]:
+    """Yield the messages of an instruction; earlier turns are ``history``."""
     if row.get("system"):
         yield {"role": "system", "content": row["system"]}
     for turns in _list(_values(row.get("history"))):
@@ -105,16 +100,11 @@ def _answer(value: Any) -> Any:
     return [*map(_message, value)] if isinstance(value, list) else value
 
 
-def _completion(row: Record) -> Record:
-    return {"prompt": row["prompt"], "completion": row["completion"]} | _label(row)
-
-
-def _text(row: Record) -> Record:
-    return {"text": row["text"]} | _label(row)
-
-
-def _label(row: Record) -> Record:
-    return {"label": _values(row["label"])} if "label" in row else {}
+def _columns(*names: str) -> Callable[[Record], Record]:
+    """Return what takes the columns ``names`` as they are, and a label if there is one."""
+    return lambda row: (
+        {name: row[name] for name in names} | ({"label": _values(row["label"])} if "label" in row else {})
+    )
 
 
 def _values(value: Any) -> Any:
@@ -153,9 +143,13 @@ FORMATS = {
         ("prompt", "instruction", "input", "system", "history", "messages", "conversations"),
         _preference,
     ),
-    "prompt-completion": Format(("prompt", "completion"), ("label",), _completion),
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _alpaca),
-    "text": Format(("text",), ("label",), _text),
+    "prompt-completion": Format(("prompt", "completion"), ("label",), _columns("prompt", "completion")),
+    "alpaca": Format(
+        ("instruction", "output"),
+        ("input", "system", "history"),
+        lambda row: {"messages": [*_question(row), {"role": ASSISTANT, "content": row["output"]}]},
+    ),
+    "text": Format(("text",), ("label",), _columns("text")),
 }
 #: Those of chats, prompts with completions, and text.
 SUPERVISED = ("messages", "sharegpt", "prompt-completion", "alpaca", "text")
