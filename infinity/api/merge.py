@@ -191,8 +191,9 @@ class MergedModel:
             config = read_config(base) if config is None else copy.deepcopy(config)
             checkpoint = opened.enter_context(Checkpoint(base))
             quantization, given = read_quantization(base), getattr(config, "dtype", None)
-            if not isinstance(given, torch.dtype):
-                given = torch.bfloat16 if quantization is not None else _first_dtype(checkpoint)
+            if not isinstance(given, torch.dtype):  # transformers takes that of the first weights then
+                dtypes = (each.dtype for each in checkpoint.values() if quantization is None)
+                given = next((each for each in dtypes if each.is_floating_point), torch.bfloat16)
             self.dtype: torch.dtype = dtype or given
             if quantization is not None:
                 decode_checkpoint(checkpoint, quantization, self.dtype)
@@ -279,12 +280,6 @@ class MergedModel:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _first_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that transformers gives a model whose config names none."""
-    dtypes = (tensor.dtype for tensor in checkpoint.values())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
 
 
 def _refuse_tied(name: str, uses: int) -> None:

@@ -314,15 +314,13 @@ class BatchLoss:
         return value
 
     def _on_device(self, batch: Batch) -> Batch:
-        tensors = {name: each for name, each in batch._asdict().items() if isinstance(each, torch.Tensor)}
-        moved: dict[str, Any] = {name: self._to_device(each) for name, each in tensors.items()}
-        return batch._replace(**moved)
-
-    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":
-            return values
-        self._copied.append(values.pin_memory())
-        return self._copied[-1].to(self.device, non_blocking=True)
+            return batch
+        tensors = {name: each for name, each in batch._asdict().items() if isinstance(each, torch.Tensor)}
+        pinned = {name: each.pin_memory() for name, each in tensors.items()}
+        self._copied += pinned.values()
+        moved: Any = {name: each.to(self.device, non_blocking=True) for name, each in pinned.items()}
+        return batch._replace(**moved)
 
 
 class Division(NamedTuple):

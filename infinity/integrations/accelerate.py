@@ -134,13 +134,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         with self._without_own() as models:
             super().load_state(input_dir, *args, **kwargs)
-        folder = self._last_state() if input_dir is None else user_path(input_dir, "input_dir")
+        if input_dir is None:  # then it was the last one
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda each: int(each.name.rpartition("_")[2])))
+        folder = user_path(input_dir, "input_dir")
         for number, (model, optimizer) in enumerate(models):
             load_checkpoint(model, optimizer, folder / f"{STATE_FOLDER}_{number}", trained_only=True)
-
-    def _last_state(self) -> Path:
-        folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
-        return max(folders, key=lambda each: int(each.name.rpartition("_")[2]))
 
     def _own(self) -> list[Optimizer]:
         return [each.optimizer for each in self._optimizers if isinstance(each, Prepared)]
