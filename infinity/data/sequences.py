@@ -199,24 +199,33 @@ def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
         first = starts[at] + 1
         targets[at] = seq_len if mask is None else mask[first : first + seq_len].sum()
     used = np.flatnonzero(targets > 0)
-    rows = best_fit(sizes[used], seq_len) if packing else np.arange(len(used))
+    found, _ = _in_rows(tokens, seq_len, packing, used, 1, starts, sizes, targets)
+    empty = len(documents) - len(begins) + len(starts) - len(used)
+    more: Any = {"documents": len(documents), "truncated": len(truncated), "empty": empty}
+    return replace(found, identity=f"{found.identity}:{len(documents)}", **more)
+
+
+def _in_rows(
+    tokens: Tokens, seq_len: int, packing: bool, used: Ints, together: int, starts: Ints, sizes: Ints,
+    targets: Ints,
+) -> tuple[Sequences, Ints]:  # fmt: skip
+    """Assign groups of pieces to rows: with ``packing`` as many groups as fit, else one piece each.
+
+    Group ``n`` is the pieces from ``n * together`` on, of which ``targets[n]`` count. Those ``used``
+    are assigned; also returns the numbers of their pieces, in the order of rows.
+    """
+    totals = sizes.reshape(-1, together).sum(1)[used]
+    rows = best_fit(totals, seq_len) if packing else np.arange(len(used))
     order = used[np.argsort(rows, kind="stable")]
-    firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
+    pieces = (order[:, None] * together + np.arange(together)).ravel()
+    groups = np.bincount(rows) if len(rows) else np.zeros(0, np.int64)  # of each row
+    ends = np.cumsum(groups * together) if packing else np.arange(1, len(pieces) + 1)
+    inputs, counts = (np.bincount(rows, each, len(groups)).astype(int) for each in (totals, targets[used]))
     return Sequences(
-        values=tokens.values,
-        loss_mask=mask,
-        seq_len=seq_len,
-        starts=starts[order],
-        sizes=sizes[order],
-        firsts=firsts,
-        token_counts=np.add.reduceat(sizes[order], firsts[:-1]),
-        target_counts=np.add.reduceat(targets[order], firsts[:-1]),
-        packing=packing,
-        identity=f"{'packed' if packing else 'single'}:{len(documents)}",
-        documents=len(documents),
-        truncated=len(truncated),
-        empty=len(documents) - len(begins) + len(starts) - len(used),
-    )
+        values=tokens.values, loss_mask=tokens.loss_mask, seq_len=seq_len, starts=starts[pieces],
+        sizes=sizes[pieces], firsts=np.concatenate([[0], ends]).astype(int), token_counts=inputs,
+        target_counts=counts, packing=packing, identity="packed" if packing else "single",
+    ), pieces  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,31 +268,16 @@ def example_rows(tokens: Tokens, shape: BatchShape, kind: Kind, *, packing: bool
         for at in np.flatnonzero(good & (sizes < inputs)):
             good[at] = mask is None or mask[begins[at] + 1 : begins[at] + 1 + sizes[at]].any()
     used = np.flatnonzero(good.reshape(-1, documents).all(1))
-    totals = sizes.reshape(-1, documents).sum(1)[used]
-    rows = best_fit(totals, seq_len) if packing else np.arange(len(used))
-    order = used[np.argsort(rows, kind="stable")]
-    pieces = (order[:, None] * documents + np.arange(documents)).ravel()
-    counts = np.bincount(rows) if len(rows) else np.zeros(0, np.int64)  # examples of each row
-    ends = np.cumsum(counts * documents) if packing else np.arange(1, len(pieces) + 1)
-    return Sequences(
-        values=tokens.values,
-        loss_mask=mask,
-        seq_len=seq_len,
-        starts=begins[pieces],
-        sizes=sizes[pieces],
-        firsts=np.concatenate([[0], ends]).astype(np.int64),
-        token_counts=np.bincount(rows, totals, len(counts)).astype(np.int64),
-        target_counts=counts,
-        packing=packing,
-        identity=f"{'packed' if packing else 'single'}:{documents} of {len(given)}",
-        documents=len(given),
-        truncated=int((sizes < inputs)[pieces].sum()),
-        empty=len(given) // documents - len(used),
-        examples=Examples(
-            documents=documents, height=1 if packing else documents, whole=whole, padding=shape.padding,
-            width=int(counts.max(initial=0)) * documents if packing else 1,
-            labels=given[pieces, 3], reference=np.zeros(len(pieces), np.float32),
-        ),
+    one = np.ones(len(given) // documents, np.int64)
+    found, pieces = _in_rows(tokens, seq_len, packing, used, documents, begins, sizes, one)
+    examples = Examples(
+        documents=documents, height=1 if packing else documents, whole=whole, padding=shape.padding,
+        width=int(found.target_counts.max(initial=0)) * documents if packing else 1,
+        labels=given[pieces, 3], reference=np.zeros(len(pieces), np.float32),
+    )  # fmt: skip
+    return replace(
+        found, examples=examples, identity=f"{found.identity}:{documents} of {len(given)}",
+        documents=len(given), truncated=int((sizes < inputs)[pieces].sum()), empty=len(one) - len(used),
     )  # fmt: skip
 
 
