@@ -11,7 +11,7 @@ import infinity
 from infinity.api.adapters import CONFIG
 from infinity.api.export import saved_folder
 from infinity.app import runs
-from infinity.app.export import last_commit
+from infinity.app.export import last_commit, of_adapter
 from infinity.app.samples import Writer, Writing
 from infinity.app.train import set_threads
 from infinity.comm.ranks import world_size
@@ -52,17 +52,12 @@ def chat(
 def _newest(folder: Path, adapter: str | None) -> Iterator[tuple[Recipe, Any, str | None]]:
     """Yield recipe and model of a run, and the name of its adapter if it has several."""
     recipe = runs.recipe_of(folder)
-    if adapter is None and recipe.adapters:
-        names = ", ".join(recipe.adapters)
-        raise RecipeError(f"{folder} has the adapters {names}: add --adapter NAME")
-    if adapter is not None:
-        recipe.alone(adapter)  # raises if it is not one of them
+    own = of_adapter(recipe, adapter, "infinity chat")
     if runs.is_interrupted(folder):
         with last_commit(folder) as (recipe, model, _, _):
-            yield recipe if adapter is None else recipe.alone(adapter), model, adapter
+            yield of_adapter(recipe, adapter), model, adapter
         return
     saved = saved_folder(folder) / (adapter or "")
-    own = recipe if adapter is None else recipe.alone(adapter)
     is_adapter = (saved / CONFIG).is_file()
     source = str(saved) if not is_adapter else own.model.path
     assert source is not None

@@ -56,7 +56,7 @@ def publish_run(
         )
     recipe = runs.recipe_of(folder) if is_run and (stored or flag or adapter is not None) else None
     if recipe is not None:
-        recipe = _of_adapter(recipe, adapter, flag)
+        recipe = of_adapter(recipe, adapter, flag)
         if why := _why_plain(recipe, stored, merge, per_expert):
             raise CheckpointError(f"{folder} trained {why}")
     stored_as = recipe.model.path if recipe is not None and stored else None
@@ -66,7 +66,7 @@ def publish_run(
         after = f" after step {source.name.removeprefix('step-')}, the best"
     if is_run and not best and runs.is_interrupted(folder):
         with last_commit(folder) as (now, model, _, step):
-            now = _of_adapter(now, adapter)
+            now = of_adapter(now, adapter)
             how: dict[str, Any] = {"merge": merge, "per_expert": per_expert, "adapter": adapter, "ema": ema}
             result = write_model(now, model, target, stored_as, **how)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
@@ -98,7 +98,7 @@ def _source(folder: Path, best: bool, ema: bool) -> Path:
     return kept
 
 
-def _of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
+def of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
     """Return the recipe of one of several adapters alone; RecipeError: it is not named, or there is none."""
     if adapter is not None:
         return recipe.alone(adapter)

@@ -183,7 +183,7 @@ def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: st
         assert answer(run, "hello there", adapter=line.get("adapter")) == line["text"]
     if names:
         assert found[0]["text"] != found[1]["text"]
-        with pytest.raises(RecipeError, match=r"has the adapters a, b: add --adapter NAME"):
+        with pytest.raises(RecipeError, match=r"takes one of the adapters a, b: add --adapter NAME"):
             answer(run, "hello there")
     with pytest.raises(RecipeError, match=r"no 'c'; there are: "):
         answer(run, "hello there", adapter="c")
