@@ -18,12 +18,7 @@ from rich.console import Console
 import infinity
 from infinity.activations.controller import Activations
 from infinity.api.adapters import CONFIG, VALUES, LoraConfig
-from infinity.api.export import (
-    ADAPTERS_FOLDER,
-    EMA_FOLDER,
-    MODEL_FOLDER,
-    check_room_for,
-)
+from infinity.api.export import ADAPTERS_FOLDER, EMA_FOLDER, MODEL_FOLDER, check_room_for
 from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best

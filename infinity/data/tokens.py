@@ -24,14 +24,7 @@ from infinity.core.errors import UnsafePathError
 from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
 from infinity.data.formats import Completion, Reading, Record, document_of
 from infinity.data.sources import files_of, has_rows, read_pieces, readable, rows
-from infinity.data.tokenizer import (
-    Chat,
-    DataError,
-    Encoded,
-    MalformedError,
-    Tokenizer,
-    encode_completion,
-)
+from infinity.data.tokenizer import Chat, DataError, Encoded, MalformedError, Tokenizer, encode_completion
 
 #: How supervised data is read, without other names of columns.
 READ = Reading()
