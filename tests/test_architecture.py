@@ -274,24 +274,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 636,
+    "": 633,
     "activations": 2447,
-    "api": 4632,
-    "app": 2648,
+    "api": 4579,
+    "app": 2595,
     "checkpoint": 4460,
     "comm": 843,
     "core": 2314,
-    "data": 2267,
+    "data": 2219,
     "device": 1063,
     "engine": 3901,
-    "integrations": 686,
+    "integrations": 685,
     "nvme": 1228,
-    "observe": 981,
+    "observe": 1005,
     "optim": 1588,
     "partition": 2634,
     "planner": 2313,
     "predict": 5361,
-    "recipes": 2042,
+    "recipes": 1986,
     "shards": 4117,
 }
 
