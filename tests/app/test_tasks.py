@@ -312,6 +312,13 @@ def test_a_best_model_stays_until_the_next_but_one(tmp_path: Path) -> None:
     assert said[-1].startswith("training ends after step 7: no better accuracy in 2 evaluations since step 5")
 
 
+def test_the_best_loss_of_one_of_several_adapters_is_followed(tmp_path: Path) -> None:
+    best, _ = follower(tmp_path, "poem/loss")
+    for step, loss in enumerate((2.0, 1.0, 1.5), start=1):
+        best.seen(Evaluation(step, 1.0 / step, {"poem": loss, "prose": 1.0 / step}))
+    assert (best.step, best.value) == (2, 1.0)
+
+
 def test_a_run_that_goes_on_forgets_best_models_of_steps_that_are_made_again(tmp_path: Path) -> None:
     best, _ = follower(tmp_path, "loss")
     for step in (1, 2):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from infinity.observe.metrics import (
     Evaluation,
+    HeldOutFigures,
     MetricsFile,
     ProgressDisplay,
     StepReport,
@@ -271,3 +272,17 @@ def test_a_perplexity_beyond_floats_is_infinite_and_its_line_still_json(tmp_path
             "perplexity": None,
         }
     ]
+
+
+def test_an_evaluation_has_the_losses_of_adapters_and_of_sets_by_their_names() -> None:
+    parts = [
+        HeldOutFigures("poem", "", 1.0, 1, {"accuracy": 0.5}),
+        HeldOutFigures("poem", "code", 3.0, 3, {"accuracy": 1.0}),
+        HeldOutFigures("prose", "code", 5.0, 4, {}),
+    ]
+    found = Evaluation.of(7, parts)
+    assert (found.step, found.loss) == (7, pytest.approx(30 / 8))
+    assert found.adapters == {"poem": pytest.approx(10 / 4), "prose": 5.0}
+    accuracies = {"poem/accuracy": 0.5, "poem/code/accuracy": 1.0}
+    assert found.metrics == accuracies | {"code/loss": pytest.approx(29 / 7)}
+    assert found.figures.keys() == {"loss", "poem/loss", "prose/loss", *found.metrics}
