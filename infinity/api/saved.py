@@ -210,7 +210,7 @@ def write_companions(model: Any, files: Sequence[FilePlan], folder: Path, tokeni
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)
         elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
-            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
+            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2, default=str)  # type: ignore[arg-type]
             (folder / "config.json").write_text(text + "\n", encoding="utf-8")
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)

@@ -120,12 +120,18 @@ def train(recipe: Recipe) -> metrics.Summary | None:
 
 
 def _with_steps(recipe: Recipe) -> Recipe:
-    """Return the recipe with the steps that ``train.epochs`` of its data are; all ranks call."""
-    if recipe.train.epochs is None:
+    """Return the recipe with the steps that epochs of its data are; all ranks call."""
+    train = recipe.train
+    if train.epochs is None and train.evals_per_epoch is None:
         return recipe
     data = open_inputs(recipe, _sayer(recipe)).values()  # of several adapters, that of most counts
-    epoch = max(each.train.micro_batches_per_epoch for each in data) / recipe.train.accumulate
-    return with_values(recipe, {"train.steps": ceil(recipe.train.epochs * epoch), "train.epochs": None})
+    epoch = max(each.train.micro_batches_per_epoch for each in data) / train.accumulate
+    values: dict[str, Any] = {"train.epochs": None, "train.evals_per_epoch": None}
+    if train.epochs is not None:
+        values["train.steps"] = ceil(train.epochs * epoch)
+    if train.evals_per_epoch is not None:
+        values["train.eval_every"] = max(1, round(epoch / train.evals_per_epoch))
+    return with_values(recipe, values)
 
 
 def _open_display(run: runs.Run, recipe: Recipe, views: View, ranks: int) -> None:

@@ -47,6 +47,8 @@ from infinity.integrations.accelerate import STATE_FOLDER, Accelerator, replace_
 _STATE, _SCHEDULER, _ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
 #: Arguments of torch's AdamW: those that change no number, and those that must be False.
 _SPEED, _VARIANTS = {"fused", "foreach"}, {"amsgrad", "maximize"}
+#: Arguments in which a subclass gives parameter groups of its own.
+_GROUPS = {"params", "optimizer_dict"}
 
 
 def trainer(cls: Any) -> Any:
@@ -178,7 +180,8 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
             return super().create_optimizer(model)
         given = self.optimizer_cls_and_kwargs
         kind, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer_cls_and_kwargs = self._own_optimizer(kind, settings), {}
+        groups = {name: value for name, value in settings.items() if name in _GROUPS}
+        self.optimizer_cls_and_kwargs = self._own_optimizer(kind, settings), groups
         try:
             return super().create_optimizer(model)
         finally:
@@ -193,7 +196,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
             )
         if wrong := sorted(name for name in _VARIANTS if given.get(name)):
             raise ValueError(f"{wrong[0]} in the optimizer's arguments: infinity.AdamW is plain AdamW")
-        settings = {name: value for name, value in given.items() if name not in _SPEED | _VARIANTS}
+        settings = {k: value for k, value in given.items() if k not in _SPEED | _VARIANTS | _GROUPS}
         model, clip = self.model, self.args.max_grad_norm or None
 
         class OfGroups(torch.optim.Optimizer):  # the Trainer wants a class, and gives it groups only

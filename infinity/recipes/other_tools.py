@@ -219,6 +219,7 @@ _TRAINER: dict[str, Row] = {
     "load_best_model_at_end": To("train.keep_best", lambda on: "loss" if on else {}),
     "metric_for_best_model": To("train.keep_best", lambda name: str(name).removeprefix("eval_")),
     "tf32": _DTYPES,
+    **_each("bf16_full_eval fp16_full_eval", Needless("evaluations compute in train.dtype, as steps do")),
     **_each("gradient_checkpointing activation_checkpointing", _CHOSEN),
     "fsdp": _SHARDED,
     **_each("resume_from_checkpoint save_only_model", _COMMITTED),
@@ -356,7 +357,7 @@ _AXOLOTL: dict[str, Row] = _FINETUNING | {
     "load_in_8bit": To("model.stored_as", lambda on: {"_stored_as": "int8"} if on else {}),
     "reward_model": To("train.task", lambda on: "reward" if on else {}),
     **_each("special_tokens tokens", Missing("tokens are those of the tokenizer's own files")),
-    "evals_per_epoch": Missing("train.eval_every is a number of steps"),
+    "evals_per_epoch": To("train.evals_per_epoch", _positive),
     "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),
     "plugins": Missing("there are no plugins"),
     **_each(

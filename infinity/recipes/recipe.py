@@ -110,6 +110,12 @@ class TrainConfig(Config):
         "there is one",
     )
     eval_every: int | None = option(100, "steps between held-out evaluations; null: never", Valid(1, 10**9))
+    evals_per_epoch: float | None = option(
+        None,
+        "held-out evaluations while the data is gone through once, in place of train.eval_every; null: as "
+        "that says",
+        Valid(above=0, most=10**6),
+    )
     eval_first: bool = option(False, "evaluate before the first step, too")
     eval_batches: int = option(8, "micro-batches per rank in one evaluation", Valid(1, 10**6))
     keep_best: str | None = setting(

@@ -149,8 +149,8 @@ def _combined(tool: Tool, values: Values, folder: Path, said: list[Said]) -> Val
         v["optim.betas"] = [v.pop("_beta1", first), v.pop("_beta2", second)]
     if (strategy := v.pop("_eval", "steps")) not in ("steps", True):
         v["train.eval_every"] = None
-        if strategy != "no":
-            said.append(Said("eval_strategy", Missing("train.eval_every is a number of steps")))
+        if strategy == "epoch":
+            v["train.evals_per_epoch"] = 1.0
     if v.pop("_save", "steps") != "steps":
         v.pop("checkpoint.every", None)
     _combine_lora(v, said)

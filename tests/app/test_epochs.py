@@ -46,6 +46,17 @@ def test_the_number_of_steps_follows_from_the_data(tmp_path: Path) -> None:
     )  # it is finished: nothing is left to do
 
 
+def test_evaluations_may_be_counted_by_epochs(tmp_path: Path) -> None:
+    more = ["train.epochs=2", "train.evals_per_epoch=1", "data.eval_fraction=0.1", "train.keep_best=loss"]
+    train(recipe(tmp_path, *SMALL, *more))
+    kept = load_recipe(tmp_path / "runs/one/recipe.yaml").train
+    assert kept.evals_per_epoch is None
+    assert kept.steps == 2 * kept.eval_every
+    lines = map(json.loads, (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines())
+    assert [each["step"] for each in lines if each["kind"] == "evaluation"] == [kept.eval_every, kept.steps]
+    assert (tmp_path / "runs/one/best").is_dir()
+
+
 def test_several_adapters_go_through_the_data_that_is_longest(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from infinity.app.train import _with_steps

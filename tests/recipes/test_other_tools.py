@@ -151,7 +151,7 @@ NOT_IN_IT = {
     "ds_config.json": ["train_micro_batch_size_per_gpu", "zero_optimization.stage", "aio",
                        "curriculum_learning"],
     "accelerate.yaml": ["num_processes", "fsdp_config.fsdp_offload_params", "model.path", "data.files"],
-    "axolotl.yml": ["warmup_ratio", "quantization", "flash_attention", "evals_per_epoch",
+    "axolotl.yml": ["warmup_ratio", "quantization", "flash_attention",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
     "llamafactory.yaml": ["template", "max_samples", "report_to", "data.files=mine"],
     "training_args.json": ["optim", "deepspeed"],
@@ -243,8 +243,7 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     tune = TORCHTUNE | {"model": {"lora_rank": 8, "lora_attn_modules": ["q_proj", "output_proj"]}}
     assert translated(tune).recipe.lora.target_modules == ("q_proj", "o_proj")
     found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})
-    assert found.recipe.train.eval_every is None
-    assert why(found, "eval_strategy") == "train.eval_every is a number of steps"
+    assert found.recipe.train.evals_per_epoch == 1
     assert "add model.stored_as=nf4 and memory.nvme=[DIR]" in why(found, "quantization")
     assert translated(LLAMA_FACTORY | {"dataset_dir": "elsewhere"}).recipe.data.files == ("identity", "mine")
 
@@ -294,3 +293,11 @@ def test_rows_name_keys_that_there_are_and_tools_are_told_apart() -> None:
         assert tool.marks <= {key.partition(".")[0] for key in tool.rows}, name
     assert tool_of({}) == tool_of({"train": {}, "data": {}}) == ""
     assert tool_of({"zero_optimization": 3}) == "DeepSpeed"
+
+
+def test_the_best_model_of_evaluations_after_each_epoch_is_kept() -> None:
+    given = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "load_best_model_at_end": True}
+    found = translated(ARGUMENTS | given | {"metric_for_best_model": "eval_accuracy", "bf16_full_eval": True})
+    train = found.recipe.train
+    assert (train.epochs, train.evals_per_epoch, train.keep_best) == (3, 1, "accuracy")
+    assert "as steps do" in why(found, "bf16_full_eval")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import IterableDataset
@@ -435,3 +437,72 @@ def test_two_ranks_log_what_ddp_logs(tmp_path: Path):
     for own, theirs in zip(ours, plain, strict=True):
         for found, wanted in zip(own, theirs, strict=True):
             assert found == pytest.approx(wanted, abs=5e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_evaluations_in_bf16_are_those_of_a_model_that_computes_in_it(
+    dtype: str, tmp_path: Path, closed: Any
+):
+    trainer = closed(make(tmp_path, f"train.dtype={dtype}", bf16_full_eval=True, eval_strategy="no"))
+    if dtype == "fp32":
+        with pytest.raises(infinity.StateError, match=r"Choose the dtype with train\.dtype in the recipe"):
+            trainer.evaluate()
+    else:
+        first = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] != first
+
+
+@pytest.mark.parametrize("plus", [False, True], ids=["saved modules", "lora+"])
+def test_saved_modules_and_rates_of_lora_plus_are_those_without_infinity(
+    plus: bool, tmp_path: Path, closed: Any
+):
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / "base")
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian",
+        modules_to_save=None if plus else ["lm_head"],
+    )  # fmt: skip
+    base = infinity.from_pretrained(tmp_path / "base", recipe(tmp_path), frozen=True)
+    torch.manual_seed(1)
+    ours = infinity.add_lora(base, config)
+    torch.manual_seed(1)
+    theirs = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), config)
+    optimizers: list[Any] = [None, None]
+    if plus:
+        rates: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6}
+        groups = infinity.lora_groups(ours, lr=1e-4, lr_ratio=16)
+        optimizers[0] = infinity.AdamW(ours, params=groups, max_grad_norm=0.5, weight_decay=0.0, **rates)
+        optimizers[1] = create_loraplus_optimizer(theirs, torch.optim.AdamW, loraplus_lr_ratio=16, **rates)
+    found = []
+    for kind, model, optimizer in zip((infinity.trainer(Trainer), Trainer), (ours, theirs), optimizers):
+        settings = arguments(tmp_path / kind.__name__, weight_decay=0.0)
+        how = {"train_dataset": rows(14), "eval_dataset": rows(4, 1), "optimizers": (optimizer, None)}
+        found.append(kind(model, settings, **how))
+        found[-1].train()
+    assert_near(closed(found[0]), found[1])
+    saved = load_file(Path(found[0].args.output_dir) / "checkpoint-6/adapter_model.safetensors")
+    assert any("lm_head" in name for name in saved) != plus
+
+
+def on_ranks(folder: str, name: str, accumulate: int, resume: bool) -> list[dict[str, float]]:
+    settings = {"gradient_accumulation_steps": accumulate, "ddp_backend": "gloo", "eval_strategy": "no"}
+    trainer = make(Path(folder), name=name, max_steps=3, save_steps=1, **settings)
+    trainer.model.config.attention_dropout = 0.0
+    for layer in trainer.model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    trainer.train(resume_from_checkpoint=resume or None)
+    infinity.close(trainer.model)
+    return logged(trainer)
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_as_one(tmp_path: Path):
+    whole = run_ranks(on_ranks, 1, str(tmp_path), "one", 2, False, group=False)[0]
+    run_ranks(on_ranks, 2, str(tmp_path), "two", 1, False, group=False)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"two/checkpoint-{step}")
+    [found] = run_ranks(on_ranks, 1, str(tmp_path), "two", 2, True, group=False)
+    for ours, wanted in zip(found, whole, strict=True):
+        wanted["epoch"] = ours["epoch"]  # of two ranks an epoch is filled up to whole batches
+        assert ours == pytest.approx(wanted, abs=5e-6)
