@@ -6,7 +6,7 @@ Tables, each from one run in turns:
    second on the CPU beside torch's fused optimizer with its casts, where it has one, and beside a copy of as
    many bytes.
 2. Seconds of a step of 134 M parameters, all on NVMe, its bytes, and their rate beside what fio reaches
-   at the same mix: near 1 the drive binds.
+   at the same mix: near 1 the drive binds. With Muon, beside torch's in memory.
 3. The last training loss of the quickstart, and its held-out loss, after some steps in fp32.
 4. ``infinity plan`` for a GPT of 70 B on 8 H100 with drives.
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import fio
@@ -37,7 +37,7 @@ from infinity.core.nbytes import aligned
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import store_master
 
-RULES = ("adamw", "adamw8bit", "adam", "lion", "sgd")
+RULES = ("adamw", "adamw8bit", "adam", "lion", "sgd", "muon")
 PARTS = ("update", "step", "loss", "plan")
 FUSED = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 DTYPE = torch.bfloat16
@@ -86,6 +86,8 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
     numel = aligned(2_000_000 if quick else 32_000_000, 2**18)
     rows, claims, own = [], [], find_rule("adamw").layout(DTYPE).bytes_per_element
     for name in names:
+        if len(find_rule(name).elementwise) > 1:  # a rule of matrices has no update of elements alone
+            continue
         contenders = {"ours": ours(name, numel), "copy": copy(name, numel)}
         if name in FUSED:
             contenders["fused"] = theirs(name, numel)
@@ -138,8 +140,12 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                     way="infinity", shape=shape.as_dict(), phases=[asdict(Phase(each)) for each in tokens],
                     warmup=3, steps=4, folder=str(folder), overrides=where, clip=None,
                 )  # fmt: skip
-                for each, ranks in zip(tokens, processes.run(job, 1), strict=True):
-                    found.setdefault((name, each), Measured()).add(ranks)
+                jobs = {name: job}
+                if name == "muon":
+                    jobs["muon of torch, in memory"] = replace(job, way="plain muon", overrides=[])
+                for who, way in jobs.items():
+                    for each, ranks in zip(tokens, processes.run(way, 1), strict=True):
+                        found.setdefault((who, each), Measured()).add(ranks)
         fio_s = {key: _fio_s(folder, each) for key, each in found.items()}
     finally:
         shutil.rmtree(folder)
@@ -164,7 +170,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
 
 def _fio_s(folder: Path, step: Measured) -> float:
     """Return the time in which fio moves a step's bytes (s); NaN: there is no fio."""
-    if not fio.available():
+    if not fio.available() or not step.read:
         return float("nan")
     rate = fio.mixed_bytes_per_s(folder, step.read, step.written, seconds=3)
     return (step.read + step.written) / rate

@@ -101,6 +101,18 @@ class Plain:
         pass
 
 
+class PlainMuon(Plain):
+    """The same with ``torch.optim.Muon`` for the matrices of blocks."""
+
+    def __init__(self, shape: llama.Shape, job: Job) -> None:
+        super().__init__(shape, job)
+        named = dict(zip((name for name, _ in self.model.named_parameters()), self.masters, strict=True))
+        own = [p for name, p in named.items() if "layers" in name and p.ndim == 2]
+        others = [p for name, p in named.items() if "layers" not in name or p.ndim != 2]
+        muon, adamw = torch.optim.Muon(own, lr=job.lr), torch.optim.AdamW(others, lr=job.lr, fused=True)
+        self.adamw = type("Both", (), {"step": lambda _: (muon.step(), adamw.step())})()
+
+
 class FSDP2:
     """``fully_shard``: fp32 shards, beside an accelerator in host memory; the job's dtype; fused AdamW."""
 
@@ -186,6 +198,7 @@ class Infinity:
 
 WAYS: dict[str, type[Plain] | type[FSDP2] | type[Infinity]] = {
     "plain": Plain,
+    "plain muon": PlainMuon,
     "fsdp2": FSDP2,
     "infinity": Infinity,
 }

@@ -276,23 +276,23 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 633,
     "activations": 2447,
-    "api": 4579,
+    "api": 4592,
     "app": 2601,
     "checkpoint": 4460,
-    "comm": 843,
+    "comm": 861,
     "core": 2314,
     "data": 2219,
     "device": 1063,
-    "engine": 3901,
+    "engine": 3915,
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 1588,
+    "optim": 1911,
     "partition": 2634,
     "planner": 2313,
     "predict": 5361,
     "recipes": 1993,
-    "shards": 4117,
+    "shards": 4390,
 }
 
 

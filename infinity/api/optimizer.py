@@ -21,6 +21,7 @@ from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
+from infinity.optim.matrix import MATRIX, MatrixRule, embedded_in
 from infinity.optim.rule import EMA, OFFSET, Rule
 from infinity.optim.rules import LossScaler, find_rule
 
@@ -90,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._check_limits()
         self._made_groups = made_groups
+        self._check_matrices()
         with uninterrupted:
             self.runtime.tiers.settle(
                 self.runtime.units,
@@ -133,6 +135,14 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[-1]
             raise
+
+    def _check_matrices(self) -> None:
+        rule = self.rule
+        if not isinstance(rule, MatrixRule):
+            return
+        for group in self.param_groups:
+            for _, segment in (place for p in group["params"] for place in self.runtime.units.places(p)):
+                rule.check(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
 
     @property
     def rule(self) -> Rule:
@@ -572,12 +582,15 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups: of each adapter, parameters whose numbers are the same; matrices first."""
     decays = "weight_decay" in rule.defaults
+    embedded = embedded_in(model) if isinstance(rule, MatrixRule) else None
     names = {id(param): name for name, param in model.named_parameters()}
     unmatched, groups = dict(patterns), dict[tuple[Any, ...], dict[str, Any]]()
     for own, trainable in _parties(model):
         for param in sorted(trainable, key=lambda each: each.ndim < 2):
             matrix, name = param.ndim >= 2, names[id(param)]
             numbers = own | ({"weight_decay": defaults["weight_decay"] if matrix else 0.0} if decays else {})
+            if embedded is not None:
+                numbers[MATRIX] = matrix and defaults[MATRIX] and not embedded(name, param)
             for pattern, given in patterns.items():
                 if any(fnmatch.fnmatchcase(name, each) for each in pattern.split("|")):
                     numbers |= _of_rule(rule, given)

@@ -37,6 +37,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes, rounded
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
+from infinity.optim.matrix import MatrixRule
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
@@ -85,7 +86,7 @@ class UnitBudget:
         shared = policy == "plan" and total is not None
         given = _Given(
             most=None if shared else total, shared=shared,
-            states=memory.updates != "host" and ranks.on_accelerator,
+            states=memory.updates != "host" and ranks.on_accelerator and self._on_one_rank,
             ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
             trained=self._trained_now(),
             recomputes=policy in ("recompute", "plan") or self._recomputes_now(),
@@ -148,7 +149,16 @@ class UnitBudget:
         return now != before
 
     def _early(self, clips: bool) -> bool:
-        return not clips and self._tiers.storage.memory.versions == 2
+        return not clips and self._tiers.storage.memory.versions == 2 and self._on_one_rank
+
+    @property
+    def _matrices(self) -> bool:
+        return isinstance(self._tiers.storage.rule, MatrixRule)
+
+    @property
+    def _on_one_rank(self) -> bool:
+        """Whether a unit's update needs no other rank."""
+        return self._ranks.world_size == 1 or not self._matrices
 
     def clip(self, clips: bool) -> None:
         self._divide(replace(self._given, early=self._early(clips)))
@@ -271,7 +281,11 @@ class UnitBudget:
             trainable=trainable,
             waits=trainable and (given.accumulates or (until_step and not in_host)),
             waits_in_host=trainable and until_step and in_host,
-            spills=trainable and until_step and on_nvme and (in_host or not given.accumulates),
+            spills=trainable
+            and until_step
+            and on_nvme
+            and not self._matrices
+            and (in_host or not given.accumulates),
             parameter=largest,
             parameter_nbytes=numel * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,

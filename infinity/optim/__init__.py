@@ -8,10 +8,10 @@ from typing import Any
 
 #: Public names of this room, by module; the others are optimizers, by the class of their rule.
 _HOMES = {
-    "Form": "state", "Moment": "state", "Quantized": "state", "Rule": "rule",
+    "Form": "state", "MatrixRule": "matrix", "Moment": "state", "Quantized": "state", "Rule": "rule",
     "root": "formula", "sign": "formula", "where": "formula",
 }  # fmt: skip
-_OPTIMIZERS = {"Adam": "adam", "AdamW8bit": "adamw8bit", "Lion": "lion", "SGD": "sgd"}
+_OPTIMIZERS = {"Adam": "adam", "AdamW8bit": "adamw8bit", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
 
 __all__ = ["AdamW", "Optimizer", *sorted(_OPTIMIZERS), *sorted(_HOMES)]
 

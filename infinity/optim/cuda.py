@@ -52,13 +52,15 @@ _MASTERS = {
         "remainder_field[i] = __float_as_uint(master_); weight[i] = upper(master_);",
     ),
     torch.float16: ("master_field[i]", "master_field[i] = master_; weight[i] = to_half(master_);"),
-    torch.float32: ("weight[i]", "weight[i] = master_;"),
 }
 
 
 def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.dtype) -> str:
     """Return the source of a kernel of weight, gradient, fields, numbers as integers, and ``n``."""
-    load, store = _MASTERS[layout.dtype]
+    kind, name = _TYPES[layout.dtype]
+    load, store = f"from_{name}(weight[i])", f"weight[i] = to_{name}(master_);"
+    if layout.exact:
+        load, store = _MASTERS[layout.dtype]
     taken = formula.parameters[2 + len(layout.moments) :]
     fields = [f"{_TYPES[field.dtype][0]} *{field.name}_field" for field in layout.fields]
     numbers = [f"int {name}_bits" for name in (*taken, "scale")]
@@ -67,7 +69,7 @@ def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.
     floats = [f"__int_as_float({name}_bits)" for name in taken]
     grad = f"from_{_TYPES[grad_dtype][1]}(grad[i]) * __int_as_float(scale_bits)"
     arguments = [
-        f"{_TYPES[layout.dtype][0]} *weight",
+        f"{kind} *weight",
         f"const {_TYPES[grad_dtype][0]} *grad",
         *fields,
         *numbers,

@@ -20,8 +20,9 @@ _MASTERS = {
     torch.float16: (
         "master_field[i]", "master_field[i] = master_; out[i] = rounded_as(out[i], master_)",
     ),
-    torch.float32: ("weight[i]", "out[i] = master_"),
 }  # fmt: skip
+#: Where nothing makes a weight exact.
+_ROUNDED = "widen(weight[i])", "out[i] = rounded_as(out[i], master_)"
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     Each element is loaded, updated and stored by lines that are written here from the rule's formula; moments
     that are quantized are decoded and encoded block by block.
     """
-    master, store = _MASTERS[layout.dtype]
+    master, store = _MASTERS[layout.dtype] if layout.exact else _ROUNDED
     moments = {moment.name: moment.form for moment in layout.moments}
     quantized = {name: form for name, form in moments.items() if isinstance(form, Quantized)}
     places = {name: f"{name}_values[i]" if name in quantized else f"{name}_field[i]" for name in moments}

@@ -7,11 +7,6 @@ and the square root; no multiply-add is fused). So all give the same bits, whole
 of threads, in place or not. CUDA has a kernel because the host would take longer to launch thirty operators
 than the accelerator to run them.
 
-[Note: rules of matrices] What is updated together is a run of elements of a shard, which may be any part of a
-matrix. A rule that needs whole matrices (Muon, Shampoo) needs an owner for each of them, who gathers its
-gradient and moments, and sends back the update: a step between the complete gradient and the commit, whose
-result an elementwise rule then applies. So such a rule is a pair: what is made of a matrix, and this class.
-
 [Note: averages] An exponential moving average of the weights is one more moment of any rule. What is kept is
 the average minus the weight: zero for a parameter that was never updated, so that both are equal. As in
 ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, the average of a parameter begins with
@@ -64,7 +59,7 @@ class Rule(ABC):
                     f"another name: it is that of {known.__module__}.{known.__qualname__}",
                 )  # fmt: skip
             rule = RULES[cls.name] = cls()
-            RULES[rule.averaged.name] = rule.averaged
+            RULES.update({each.name: each for each in rule.variants})
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -88,6 +83,16 @@ class Rule(ABC):
             return Formula.of(self.update)
         except NotElementwiseError:
             return None
+
+    @property
+    def elementwise(self) -> "tuple[Rule, ...]":
+        """The rules that update elements; the first is the one by which rates of updates are measured."""
+        return (self,)
+
+    @property
+    def variants(self) -> "tuple[Rule, ...]":
+        """Rules that are made of this one."""
+        return (self.averaged,)
 
     @functools.cached_property
     def averaged(self) -> "Averaged":

@@ -26,6 +26,7 @@ from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahe
 from infinity.device.memory import HostBuffer
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
+from infinity.optim.muon import MuonRule as MuonRule
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.sgd import SGDRule as SGDRule
 
@@ -48,7 +49,8 @@ class OptimConfig(Config):
 
     name: str = setting(
         "adamw",
-        "update rule: adamw, adamw8bit, adam, lion, sgd; module:Class of your own (infinity.optim.Rule)",
+        "update rule: adamw, adamw8bit, adam, lion, muon, sgd; module:Class of your own "
+        "(infinity.optim.Rule)",
     )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] | None = setting(
@@ -139,8 +141,9 @@ class HostRule:
         self.threads = threads or background_threads()
 
     def update(
-        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
-    ) -> None:
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+        rule: Rule | None = None,
+    ) -> None:  # fmt: skip
         """Update ``n`` elements in one pass. Any thread; blocks (on CUDA tensors: enqueues).
 
         Args:
@@ -148,21 +151,26 @@ class HostRule:
             state: One contiguous tensor per field of the layout; updated in place.
             weight_out: Takes the new weights; may be ``weight``, and overlaps nothing else.
             hyper: :meth:`Rule.hyper`, on the device of the others.
+            rule: One of :attr:`Rule.elementwise`, in place of the rule itself; takes its own fields.
         """
+        layout, rule = self.layout, rule or self.rule
+        if rule is not self.rule:
+            layout = rule.layout(weight.dtype)
+            state = self.layout.select(state, layout)
         if weight.device.type == "cpu":
             from infinity.optim import kernels
 
-            loop = self.rule.loop(weight.dtype)
+            loop = rule.loop(weight.dtype)
             half = torch.float16 in (weight.dtype, grad.dtype)
             if loop is not None and (not half or kernels.converts_half()):
                 in_place = weight.data_ptr() == weight_out.data_ptr()
                 least = LEAST_NUMEL if self.callers == 1 else _LEAST_BESIDE
                 tensors, numbers = (weight, grad, weight_out, *state), tuple(hyper.numpy())
-                pers = [1, 1, 1, *(field.per for field in self.layout.fields)]
+                pers = [1, 1, 1, *(field.per for field in layout.fields)]
                 kernels.run(loop, tensors, self.threads, numbers, in_place, least=least, pers=pers)
                 return
         with torch.no_grad():
-            self.rule.update_by_torch(weight, grad, state, weight_out, hyper)
+            rule.update_by_torch(weight, grad, state, weight_out, hyper)
 
 
 class DeviceRule:
@@ -180,17 +188,22 @@ class DeviceRule:
 
     @torch.no_grad()
     def update(
-        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
-    ) -> None:
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+        rule: Rule | None = None,
+    ) -> None:  # fmt: skip
         """Update ``n`` elements as :meth:`HostRule.update` does; blocks until they are back."""
+        layout, rule = self.layout, rule or self.rule
+        if rule is not self.rule:
+            layout = rule.layout(weight.dtype)
+            state = self.layout.select(state, layout)
         try:
             for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
                 part = slice(begin, min(begin + _DEVICE_NUMEL, weight.numel()))
                 with self._streams[number % len(self._streams)]:
-                    fields = self.layout.part(state, part.start, part.stop)
+                    fields = layout.part(state, part.start, part.stop)
                     sources = weight[part], grad[part], *fields
                     there = [each.to(self.device, non_blocking=True) for each in sources]
-                    self.rule.update_on_device(there[0], there[1], tuple(there[2:]), hyper)
+                    rule.update_on_device(there[0], there[1], tuple(there[2:]), hyper)
                     for target, value in zip(
                         (weight_out[part], *fields), (there[0], *there[2:]), strict=True
                     ):
@@ -217,6 +230,7 @@ def measure_rates(rule: Rule, dtype: torch.dtype, device: torch.device, threads:
         weight, grad, memory = torch.split(buffer.tensor[: sum(sizes)].zero_(), sizes)
         weight, grad, state = weight.view(dtype), grad.view(dtype), layout.views(memory, numel)
         rates = []
+        rule = rule.elementwise[0]
         for placed in (HostRule(rule, dtype, threads=threads), DeviceRule(rule, dtype, device)):
             best_s = math.inf
             for _ in range(_TRIES):  # the first compiles, and allocates
@@ -236,8 +250,11 @@ def prepare(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         weight, grad, master = (
             torch.empty(0, dtype=each, device="cpu") for each in (dtype, grad_dtype, torch.float32)
         )
-        state = rule.layout(dtype).complete((), 0)
-        HostRule(rule, dtype).update(weight, grad, state, weight, rule.hyper(rule.idle))
+        placed, state = HostRule(rule, dtype), rule.layout(dtype).complete((), 0)
+        for each in rule.elementwise:
+            first = each is not rule and not each.layout(dtype).exact and dtype != torch.float32
+            values = grad if first else weight
+            placed.update(values, grad, state, values, each.hyper(each.idle), each)
         sum_of_squares(grad)
         if dtype == torch.bfloat16:
             kernels.run(kernels.join_all, (weight, state[0], master), 1)

@@ -201,6 +201,13 @@ class StateLayout:
         zeros = (torch.zeros(f.numel(numel), dtype=f.dtype, device="cpu") for f in missing)
         return *state, *zeros
 
+    def select(self, state: Sequence[Tensor], other: "StateLayout") -> tuple[Tensor, ...]:
+        """Return the fields of ``other``, by name, among those of a whole state."""
+        if other == self:
+            return tuple(state)
+        named = {field.name: values for field, values in zip(self.fields, state, strict=True)}
+        return tuple(named[field.name] for field in other.fields)
+
     def part(self, state: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the fields of elements ``[start, stop)``, which begin where every field has a new value."""
         return tuple(
@@ -249,8 +256,10 @@ def master_of(
     layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> Tensor:
     """Return the float32 master of ``weight``, ``(n,)``, which is a view but for bfloat16."""
+    if not layout.exact:
+        return weight.float()
     if layout.dtype != torch.bfloat16:
-        return state[0] if layout.dtype == torch.float16 else weight
+        return state[0]
     if eager or weight.device.type != "cpu" or compiling():
         return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
     from infinity.optim import kernels
@@ -267,9 +276,9 @@ def store_master(
 
     ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
     """
-    if layout.dtype != torch.bfloat16:
+    if layout.dtype != torch.bfloat16 or not layout.exact:
         weight.copy_(master)
-        if layout.dtype == torch.float16:
+        if layout.exact:
             state[0].copy_(master)
     elif master.dtype == torch.bfloat16:
         weight.copy_(master)

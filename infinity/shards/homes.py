@@ -46,7 +46,7 @@ from infinity.optim.rules import RESIDENT_NUMEL
 from infinity.optim.state import StateField, StateLayout
 from infinity.partition.unit import Chunk, Home, Unit
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
-from infinity.shards.pipeline import Run
+from infinity.shards.pipeline import Run, Runs
 from infinity.shards.storage import ShardStore, Storage, chunk_places
 
 
@@ -287,8 +287,9 @@ class DeviceShards:
         self._homes: dict[int, HostHome] = {}  # of units that are here, too
 
     def update(
-        self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Iterable[Run],
+        self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Runs,
         after: Transfer | None, ended: Callable[[BaseException | None], None],
+        transform: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """Start to update a shard, which is copied here first if it is not here yet; does not block.
 
@@ -296,6 +297,7 @@ class DeviceShards:
             gradient: Returns the gradient on the accelerator, after earlier uses of its memory.
             after: The update in flight that makes the values of ``host``.
             ended: Called when the stream has been given the update, or with the error.
+            transform: Makes of directions, in the place of the gradient, what the last runs apply.
         """
         with self._lock:
             new, layout = host.there is None, self._layout
@@ -306,6 +308,12 @@ class DeviceShards:
                 self._homes[unit.index] = host
             shard = host.there
             shard.home = None
+
+            def update(run: Run, weight: Tensor, grad: Tensor) -> None:
+                part, rule = slice(run.start, run.stop), run.rule or self._rule
+                fields = layout.part(shard.fields[1:], run.start, run.stop)
+                fields = layout.select(fields, rule.layout(weight.dtype) if run.rule else layout)
+                rule.update_on_device(weight[part], grad[part], fields, run.hyper, piece_numel=RESIDENT_NUMEL)
 
             def play() -> BaseException | None:
                 try:
@@ -318,12 +326,11 @@ class DeviceShards:
                         shard.fields = weight, *layout.views(shard.state.tensor, weight.numel())
                         for target, source in zip(shard.fields, host.values(), strict=True):
                             target.copy_(source, non_blocking=True)
-                    for run in runs:
-                        part, (weight, *state) = slice(run.start, run.stop), shard.fields
-                        fields = layout.part(state, run.start, run.stop)
-                        self._rule.update_on_device(
-                            weight[part], grad[part], fields, run.hyper, piece_numel=RESIDENT_NUMEL
-                        )
+                    for run in runs.first:
+                        update(run, grad, grad)
+                    transform()
+                    for run in runs.last:
+                        update(run, shard.fields[0], grad)
                     shard.weight.record_use()  # which other streams copy; states are used by this one only
                 except BaseException as raised:  # surfaces at wait
                     return raised.with_traceback(None)

@@ -27,6 +27,7 @@ from torch import Tensor
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
+from infinity.optim.matrix import MatrixRule, Place
 from infinity.optim.rule import Rule
 from infinity.optim.rules import PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
@@ -41,9 +42,23 @@ class Run(NamedTuple):
     start: int
     stop: int
     hyper: Tensor
+    rule: Rule | None = None  # None: that of the model
 
 
-def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
+class Runs(NamedTuple):
+    """How a shard is updated: see [Note: two passes] of :mod:`infinity.optim.matrix`."""
+
+    last: tuple[Run, ...]  # of a rule without matrices, all of the update
+    first: tuple[Run, ...] = ()  # make directions of gradients, in their place
+    matrices: tuple[Place, ...] = ()  # the same on all ranks; in the flat buffer of the unit
+    scale: float = 1.0  # by which directions are larger
+
+
+#: Hyperparameters, and the rule that takes them; None: that of the model.
+Hyper = tuple[Tensor, Rule | None]
+
+
+def runs_of(unit: Unit, hyper_of: Mapping[int, Hyper]) -> tuple[Run, ...]:
     """Cut the shard into runs of equal hyperparameters, given by ``hyper_of`` for each segment's index.
 
     They end with whole blocks: behind a segment is padding, which stays zero.
@@ -58,9 +73,9 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
             joined = False
         elif start < stop:
             stop = aligned(stop, BLOCK_NUMEL)
-            if joined and runs[-1].hyper is hyper:
+            if joined and runs[-1].hyper is hyper[0]:
                 start = runs.pop().start
-            runs.append(Run(start, stop, hyper))
+            runs.append(Run(start, stop, *hyper))
             joined = True
     return tuple(runs)
 
@@ -75,7 +90,7 @@ class StepHypers:
         self._read: list[dict[str, Any]] | None = None  # the options of each group; None: not in this step
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
-        self._tensors: dict[tuple[int, int, float], Tensor] = {}  # by group, step count and gradient scale
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by rule, group, step count and gradient scale
         self._lock = threading.Lock()
 
     def begin_step(self) -> None:
@@ -86,22 +101,47 @@ class StepHypers:
                 self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
                 self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
-    def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
+    def is_matrix(self, segment: Segment) -> bool:
+        """Return whether a rule of matrices takes a parameter, by the groups of this step, or the last."""
+        number, groups = self._group_of.get(id(segment.whole)), self._read or self.groups
+        if not isinstance(self._rule, MatrixRule) or number is None or number >= len(groups):
+            return False
+        return self._rule.takes(groups[number], segment.shape)
+
+    def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
 
         ``used`` parameters have a gradient; those in no group are left alone.
         """
         self.begin_step()
-        hypers: dict[int, Tensor] = {}
+        last, first, places, rule = dict[int, Hyper](), dict[int, Hyper](), list[Place](), self._rule
+        scale, back = grad_scale / self.loss_scale, self.loss_scale if unit.dtype is torch.float16 else 1.0
+
+        def hyper(rule: Rule, number: int, step: int, scale: float, **more: Any) -> Hyper:
+            key = rule.name, number, step, scale, *more.values()
+            if key not in self._tensors:
+                group = {**self._read[number], **more}  # type: ignore[index]
+                self._tensors[key] = rule.hyper(group, step=step, grad_scale=scale)
+            return self._tensors[key], None if rule is self._rule else rule
+
         with self._lock:
             for segment in used:
-                group, step = self._group_of.get(id(segment.whole)), segment.steps + 1
-                if group is not None and self._read is not None:
-                    key, scale = (group, step, grad_scale), grad_scale / self.loss_scale
-                    if key not in self._tensors:
-                        self._tensors[key] = self._rule.hyper(self._read[group], step=step, grad_scale=scale)
-                    hypers[segment.index] = self._tensors[key]
-        return runs_of(unit, hypers)
+                number, step = self._group_of.get(id(segment.whole)), segment.steps + 1
+                if number is None or self._read is None:
+                    continue
+                group = self._read[number]
+                if not isinstance(rule, MatrixRule):
+                    last[segment.index] = hyper(rule, number, step, scale)
+                elif not rule.takes(group, segment.shape):
+                    last[segment.index] = hyper(rule.companion, number, step, scale)
+                else:
+                    found = [*rule.places(group, segment.offset, segment.shape)]
+                    first[segment.index] = hyper(rule.first, number, step, scale, back=back)
+                    last[segment.index] = hyper(
+                        rule.last, number, step, 1.0, shape=(found[0].rows, found[0].columns)
+                    )
+                    places += found
+        return Runs(runs_of(unit, last), runs_of(unit, first), tuple(places), back)
 
     def party(self, used: Iterable[Segment]) -> object:
         """Return whose gradient these parameters of a unit have: their groups' key ``adapter``, or None.
@@ -165,6 +205,7 @@ class UpdateJob(Job):
     weight: Tensor | None  # (shard_numel,) in the compute dtype, as ``grad``; None: each chunk reads its own
     grad: Tensor | None
     runs: tuple[Run, ...]  # ascending, not overlapping
+    directs: bool = False  # it is a first pass, whose results take the place of ``grad``
     in_place: Tensor | None = None  # the new weights are put there, too, before ``on_computed``
     on_computed: Callable[[], None]
     on_done: Callable[[BaseException | None], None]
@@ -172,17 +213,29 @@ class UpdateJob(Job):
     def __post_init__(self) -> None:
         self.chunks = len(self.writes.chunks)
 
+    def begin_nothing(self) -> None:
+        """Take note that it was not submitted."""
+        self.unread, self.unwritten = range(self.chunks), tuple(range(self.chunks))
+
     @property
     def unread_nbytes(self) -> int:
         """Bytes that a cancelled job did not read."""
-        chunks = [self.source.version.chunks[index] for index in self.unread]
-        weights = 0 if self.weight is not None else sum(chunk.weight.nbytes for chunk in chunks)
-        return weights + sum(chunk.state.nbytes + self.source.gradient_of(chunk).nbytes for chunk in chunks)
+        return self.read_nbytes(self.unread)
 
     @property
     def unwritten_nbytes(self) -> int:
         """Bytes that a cancelled job did not write."""
-        chunks = [self.writes.chunks[index] for index in self.unwritten]
+        return self.written_nbytes(self.unwritten)
+
+    def read_nbytes(self, indices: Iterable[int]) -> int:
+        """Return the bytes that are read for these chunks."""
+        chunks = [self.source.version.chunks[index] for index in indices]
+        weights = 0 if self.weight is not None else sum(chunk.weight.nbytes for chunk in chunks)
+        return weights + sum(chunk.state.nbytes + self.source.gradient_of(chunk).nbytes for chunk in chunks)
+
+    def written_nbytes(self, indices: Iterable[int]) -> int:
+        """Return the bytes that are written for these chunks."""
+        chunks = [self.writes.chunks[index] for index in indices]
         return sum(chunk.state.nbytes + chunk.weight.nbytes for chunk in chunks)
 
 
@@ -306,9 +359,14 @@ class UpdatePipeline:
             self._carry_out(self._queue.refuse(chunk))  # one will come with the end of another chunk
             return
         self._buffers[chunk] = _Buffer(lease or self._pool.lease(nbytes, who=who), extents, [])
-        self._start(chunk, self._engine.read, extents.state, extents.weight.nbytes)
+        self._start(chunk, self._engine.read, extents.state, self._state_begin(extents))
         if chunk.job is not None:
             self._read_rest(chunk)
+
+    def _state_begin(self, extents: ChunkExtents) -> int:
+        """Return the byte of a chunk's buffer where what is moved of the state begins."""
+        exact = self._layout.only(exact=True).state_nbytes(extents.numel)
+        return self._layout.weight_nbytes(extents.numel) + (0 if extents.exact.pieces else exact)
 
     def _read_rest(self, chunk: ChunkInFlight) -> None:
         job, extents = chunk.job, self._buffers[chunk].extents
@@ -316,12 +374,14 @@ class UpdatePipeline:
             self._start(chunk, self._engine.read, extents.weight, 0)
         gradient = job.source.gradient_of(extents)
         if gradient.pieces:
-            self._start(chunk, self._engine.read, gradient, extents.weight.nbytes + extents.state.nbytes)
+            self._start(chunk, self._engine.read, gradient, self._layout.nbytes(extents.numel))
 
     def _start(
         self, chunk: ChunkInFlight, move: Callable[[Extent, memoryview], Transfer], extent: Extent, begin: int
     ) -> None:
         """Start a transfer of a chunk's buffer from byte ``begin`` on; its end is an event in the inbox."""
+        if not extent.pieces:
+            return
         buffer = self._buffers[chunk]
         transfer = move(extent, buffer.lease.memory[begin : begin + extent.nbytes])
         buffer.transfers.append(transfer)
@@ -344,6 +404,8 @@ class UpdatePipeline:
         read = job.source.gradient_of(extents).nbytes
         end = self._layout.nbytes(extents.numel)
         grad = buffer[end : end + read].view(job.source.grad_dtype) if read else job.grad[whole]
+        if job.directs:  # in place
+            old = new = grad
         carried = whole.start
 
         def carry(stop: int) -> None:
@@ -357,7 +419,7 @@ class UpdatePipeline:
                 carry(begin)
                 part = slice(begin - whole.start, stop - whole.start)
                 parts = self._layout.part(state, part.start, part.stop)
-                self._rule.update(old[part], grad[part], parts, new[part], run.hyper)
+                self._rule.update(old[part], grad[part], parts, new[part], run.hyper, run.rule)
                 carried = stop
         carry(whole.stop)
         if job.in_place is not None:
@@ -367,7 +429,7 @@ class UpdatePipeline:
     def _write(self, chunk: ChunkInFlight) -> None:
         extents = chunk.job.writes.chunks[chunk.index]
         self._buffers[chunk].transfers.clear()
-        self._start(chunk, self._engine.write, extents.state, extents.weight.nbytes)
+        self._start(chunk, self._engine.write, extents.state, self._state_begin(extents))
         self._start(chunk, self._engine.write, extents.weight, 0)
 
     def _fail(self, error: BaseException) -> None:

@@ -37,7 +37,7 @@ class Tiers:
     """Gives each unit its home, and reads and writes its exact values there."""
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
-        self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
+        self.storage, self.ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.resident_nbytes = storage.resident_nbytes
         self.taken: dict[int, int] = {}  # bytes of it by unit's index, with those set aside
         self._lent: list[Unit] = []  # in host memory only until an optimizer needs the room
@@ -62,7 +62,7 @@ class Tiers:
 
     def streams(self, unit: Unit) -> bool:
         """Return whether a unit's full values come and go; else its home is its flat buffer."""
-        return unit.home.tier is Tier.NVME or unit.stored is not None or not self._ranks.alone_on_cpu
+        return unit.home.tier is Tier.NVME or unit.stored is not None or not self.ranks.alone_on_cpu
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes of the host budget that a unit in host memory takes."""
@@ -76,14 +76,14 @@ class Tiers:
     def _trained_nbytes(self, unit: Unit) -> int:
         """Return what training adds: moments, and beside an accelerator the gradient."""
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel))
-        return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
+        return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
     def _trainable_nbytes(self, unit: Unit) -> int:
         return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """Return the dtype of this rank's reduced gradient."""
-        return self._reduce_dtype if self._ranks.world_size > 1 else unit.dtype
+        return self._reduce_dtype if self.ranks.world_size > 1 else unit.dtype
 
     def gradient_nbytes(self, unit: Unit) -> int:
         return unit.shard_numel * self.gradient_dtype(unit).itemsize
@@ -290,12 +290,12 @@ class Tiers:
 
     def gather(self, unit: Unit, shard: Tensor) -> Tensor:
         """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
-        if self._ranks.collectives is None:
+        if self.ranks.collectives is None:
             return shard
         full = torch.empty(unit.numel, dtype=shard.dtype, device="cpu")
         unit.shard_of(full).copy_(shard)
-        full = full.to(self._ranks.device)
-        self._ranks.collectives.gather(unit.index, unit.name, lambda: full).wait()
+        full = full.to(self.ranks.device)
+        self.ranks.collectives.gather(unit.index, unit.name, lambda: full).wait()
         return full.cpu()
 
     def get(self, unit: Unit) -> Tensor:

@@ -11,15 +11,21 @@ commit it is also written to NVMe while the next step computes; its next update 
 ended. Beside an accelerator, a thread updates it during the next forward, whose upload of the unit waits for
 that. A unit that is on the accelerator, too, is updated there (:mod:`infinity.shards.homes`). For a commit it
 is brought home first, and its next update waits for nothing.
+
+[Note: two passes of an update] Of a rule of whole matrices (:mod:`infinity.optim.matrix`) an update has a
+first pass, which leaves directions in the gradient; then matrices are transformed, and a last pass begins.
+One rank does so as soon as directions are there. Several exchange them at ``step``, unit by unit in the order
+of their indices. Since the first pass takes the gradient's place, it starts inside backward only if no clip
+coefficient can void it.
 """
 
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,14 +33,19 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import Lease
+from infinity.optim.matrix import MatrixRule
 from infinity.optim.rules import PlacedRule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome
 from infinity.shards.journal import NOWHERE, Journal
-from infinity.shards.pipeline import Run, ShardSource, StepHypers, UpdateJob, UpdatePipeline
+from infinity.shards.matrices import ChunkPasses, transform_all
+from infinity.shards.pipeline import Run, Runs, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
+
+#: Calls that begin the first pass of an update, if it has two, and the last.
+Passes = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class Weights(NamedTuple):
@@ -66,10 +77,21 @@ class PendingUpdate:
     weights: Weights
     used: tuple[Segment, ...]  # parameters that have a gradient
     grad_scale: float = 1.0  # the clip coefficient, as far as it is known
-    future: UpdateFuture = field(init=False)  # once the update has started; another one if it starts again
-    place: int | None = None  # the version that a job in the pipeline writes
-    job: UpdateJob | None = None
+    started: "Started" = field(init=False)  # once the update has started; another one if it starts again
     stored: Transfer | None = None  # ends when the gradient is on NVMe; None: it stays in memory
+
+
+@dataclass(slots=True)
+class Started:
+    """What is in flight of an update."""
+
+    future: UpdateFuture
+    runs: Runs
+    place: int | None = None  # the version that jobs in the pipeline write
+    jobs: Sequence[UpdateJob] = ()  # of its passes
+    cancelled: bool = False  # no other pass begins
+    last: Callable[[], object] = lambda: None  # begins the last pass
+    directed: Transfer | None = None  # ends with the first pass, if :meth:`Updates.commit` goes on from there
 
 
 class StoredGradients:
@@ -191,8 +213,10 @@ class Updates:
                     self._start(pending)
                 case Do.CANCEL:
                     assert self.pipeline is not None
-                    assert pending.job is not None
-                    self.pipeline.cancel(pending.job)
+                    with self._lock:
+                        pending.started.cancelled = True
+                    for job in pending.started.jobs:
+                        self.pipeline.cancel(job)
                 case Do.FREE_GRADIENT:
                     pending.lease.release()
                 case Do.FREE_WEIGHTS:
@@ -207,7 +231,10 @@ class Updates:
 
     @property
     def early(self) -> bool:
-        """Whether updates of this step start inside backward."""
+        """Whether updates of this step start inside backward; see [Note: two passes of an update]."""
+        directs = isinstance(self.tiers.storage.rule, MatrixRule)
+        if directs and (self.speculation.clips or self.tiers.ranks.world_size > 1):
+            return False
         return self.speculation.early and bool(self.hypers.groups)
 
     def expect(self) -> None:
@@ -250,12 +277,12 @@ class Updates:
         for pending in speculated:
             self._on(pending, pending.update.roll_back)
         for pending in speculated:
-            assert pending.job is not None
-            pending.future.wait()
+            pending.started.future.wait()
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
-            self.records.planned["read"] -= pending.job.unread_nbytes
-            self.records.planned["write"] -= pending.job.unwritten_nbytes
+            for job in pending.started.jobs:
+                self.records.planned["read"] -= job.unread_nbytes
+                self.records.planned["write"] -= job.unwritten_nbytes
 
     def commit(self, grad_scales: Mapping[object, float]) -> None:
         """Commit the step: publish validated updates, start the others, each with its party's scale."""
@@ -267,10 +294,31 @@ class Updates:
             home = pending.unit.home
             home.reloadable = False
             pending.unit.updates += 1
-            if pending.place is not None:
-                home.version = pending.place
+            if pending.started.place is not None:
+                home.version = pending.started.place
+        self._go_on()
         self.records.end_step()
         self._close_step()
+
+    def _go_on(self) -> None:
+        """Let ranks exchange directions, and begin the last passes, in an order that is equal on all."""
+        waiting = [self.ready[index] for index in sorted(self.ready)]
+        waiting, loads = [each for each in waiting if each.started.directed is not None], list[int]()
+        for number, pending in enumerate(waiting):
+            try:
+                assert pending.started.directed is not None
+                pending.started.directed.wait()
+                self._transform(pending, loads)
+                pending.started.last()
+            except BaseException as error:
+                for each in waiting[number:]:  # they may be waited for
+                    each.started.future.finish(error)
+                raise
+
+    def _transform(self, pending: PendingUpdate, loads: list[int] | None = None) -> None:
+        rule, runs = self.tiers.storage.rule, pending.started.runs
+        if isinstance(rule, MatrixRule) and runs.matrices:
+            transform_all(rule, self.tiers.ranks, pending.unit, runs, pending.grad, loads)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -322,15 +370,20 @@ class Updates:
         return frozenset() if self.tiers.on_device is None else self.tiers.on_device.chosen
 
     def _start(self, pending: PendingUpdate) -> None:
-        unit = pending.unit
-        pending.future = future = UpdateFuture(pending.update)
+        unit, future = pending.unit, UpdateFuture(pending.update)
+        runs = self.hypers.runs(unit, pending.used, pending.grad_scale)
+        started = pending.started = Started(future, runs)
         try:
             if unit.home.tier is Tier.NVME:
-                start = self._in_pipeline(pending)
+                first, started.last = self._in_pipeline(pending)
+            elif unit.index in self.chosen:
+                first, started.last = None, self._on_device(pending)
             else:
-                start = (self._on_device if unit.index in self.chosen else self._in_place)(pending)
+                first, started.last = self._in_place(pending)
             unit.home.updating = future  # from here on fetches wait for it
-            start()
+            if first is not None and self.tiers.ranks.world_size > 1:
+                started.directed = Transfer()
+            (first or started.last)()
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
@@ -342,17 +395,18 @@ class Updates:
         home.recorded = False  # its values in host memory stay
         return partial(
             on_device.update, pending.unit, home, lambda: pending.lease.tensor.view(dtype),
-            self._runs(pending), home.updating, partial(self._landed, pending),
+            pending.started.runs, home.updating, partial(self._landed, pending),
+            partial(self._transform, pending),
         )  # fmt: skip
 
-    def _in_place(self, pending: PendingUpdate) -> Callable[[], object]:
-        runs, home = self._runs(pending), pending.unit.home
+    def _in_place(self, pending: PendingUpdate) -> Passes:
+        home = pending.unit.home
         assert isinstance(home, HostHome)
         home.recorded = False
         preserve = self.tiers.snapshot.preserve  # of the snapshot now: a later one has the new values
         storing, home.storing = home.storing, ()
 
-        def play() -> None:
+        def play(runs: Sequence[Run], then: Callable[[BaseException | None], None], *, first: bool) -> None:
             error: BaseException | None = None
             try:
                 for transfer in storing:  # writes and saves of the old values read them first
@@ -360,46 +414,93 @@ class Updates:
                 preserve(pending.unit.index)
                 for run in runs:
                     part = slice(run.start, run.stop)
-                    weights, state = home.weight[part], home.layout.part(home.state, run.start, run.stop)
-                    self.rule.update(weights, pending.grad[part], state, weights, run.hyper)
+                    grad, state = pending.grad[part], home.layout.part(home.state, run.start, run.stop)
+                    weights = grad if first else home.weight[part]
+                    self.rule.update(weights, grad, state, weights, run.hyper, run.rule)
             except BaseException as raised:  # surfaces at wait
                 if self.beside is None:
                     raise
                 error = raised.with_traceback(None)
-            self._landed(pending, error)
+            then(error)
 
-        return play if self.beside is None else partial(self.beside.submit, play)
+        def begin(*args: Any, first: bool = False) -> None:
+            play(*args, first=first) if self.beside is None else self.beside.submit(play, *args, first=first)
 
-    def _in_pipeline(self, pending: PendingUpdate) -> Callable[[], object]:
-        """Return a call that updates a unit on NVMe by chunks, from its committed version to the next."""
+        runs = pending.started.runs
+        first = partial(begin, runs.first, partial(self._directed, pending), first=True)
+        last = partial(begin, runs.last, partial(self._landed, pending))
+        return first if runs.matrices else None, last  # on all ranks, or on none
+
+    def _directed(self, pending: PendingUpdate, error: BaseException | None) -> None:
+        """Go on after the first pass; called on the thread that ran it."""
+        started = pending.started
+        if started.directed is not None:
+            if error is not None:
+                self._landed(pending, error)
+            started.directed.finish(error)
+            return
+        try:
+            if error is None and not started.cancelled:
+                self._transform(pending)
+            with self._lock:
+                ends = error is not None or started.cancelled
+            if not ends:
+                started.last()
+                return
+        except BaseException as raised:
+            self._landed(pending, raised)
+            raise
+        for job in started.jobs[1:]:
+            job.begin_nothing()
+        self._landed(pending, error)
+
+    def _in_pipeline(self, pending: PendingUpdate) -> Passes:
+        """Return calls that update a unit on NVMe by chunks, from its committed version to the next."""
         assert self.pipeline is not None
         unit, spilled = pending.unit, pending.update.reads_stored_gradient
-        pending.place = place = self.records.next_place(unit)
+        started, disk = pending.started, self.tiers.trained_disk(unit)
+        started.place = self.records.next_place(unit)
         for earlier in (unit.home.updating, pending.stored if spilled else None):
             if earlier is not None:
                 earlier.wait()  # a stored gradient has landed if land_held was called
-        weights, layout, n = pending.weights, self.tiers.layout, unit.shard_numel
-        self.records.planned["read"] += self.tiers.gradient_nbytes(unit) if spilled else 0
-        self.records.planned["read"] += layout.nbytes(n) if weights.values is None else layout.state_nbytes(n)
-        self.records.planned["write"] += layout.nbytes(n)
-        pending.job = UpdateJob(
-            name=unit.name, source=self._source(unit, spilled), runs=self._runs(pending),
-            writes=self.tiers.trained_disk(unit).at(place), weight=weights.values, in_place=weights.stay,
-            grad=None if spilled else pending.grad, priority=self.order.first_use(unit.index),
+        job = partial(UpdateJob, name=unit.name, priority=self.order.first_use(unit.index))
+        source, writes, first = self._source(unit, spilled), disk.at(started.place), None
+        if (passes := self._passes(unit)) is not None:
+            first = job(
+                source=source, writes=passes.first(writes), weight=None, grad=pending.grad, directs=True,
+                runs=started.runs.first, on_computed=lambda: None, on_done=partial(self._directed, pending),
+            )  # fmt: skip
+            source = replace(source, version=passes.last(disk.committed, writes))
+            writes = passes.last(writes, writes)
+        last = job(
+            source=source, writes=writes, weight=pending.weights.values, in_place=pending.weights.stay,
+            grad=None if spilled else pending.grad, runs=started.runs.last,
             on_computed=partial(self._computed, pending), on_done=partial(self._landed, pending),
         )  # fmt: skip
-        return partial(self.pipeline.submit, pending.job)
+        started.jobs = [each for each in (first, last) if each is not None]
+        for each in started.jobs:
+            self.records.planned["read"] += each.read_nbytes(range(each.chunks))
+            self.records.planned["write"] += each.written_nbytes(range(each.chunks))
+        submit = self.pipeline.submit
+        return None if first is None else partial(submit, first), partial(submit, last)
+
+    def _passes(self, unit: Unit) -> ChunkPasses | None:
+        """Return what two passes of a unit on NVMe move; None: none of its parameters is a matrix."""
+        rule, is_matrix = self.tiers.storage.rule, self.hypers.is_matrix
+        if not isinstance(rule, MatrixRule) or not any(map(is_matrix, unit.segments)):
+            return None
+        return ChunkPasses(unit, rule, self.tiers.layout, is_matrix)
 
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
+        """Return what the first job of a unit's update reads."""
         gradient = self.stored_gradients.place_of(unit) if spilled else NOWHERE
-        return ShardSource(self.tiers.trained_disk(unit).committed, gradient, self.tiers.gradient_dtype(unit))
-
-    def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:
-        return self.hypers.runs(pending.unit, pending.used, pending.grad_scale)
+        version, passes = self.tiers.trained_disk(unit).committed, self._passes(unit)
+        version = version if passes is None else passes.first(version)
+        return ShardSource(version, gradient, self.tiers.gradient_dtype(unit))
 
     def _computed(self, pending: PendingUpdate) -> None:
         self._on(pending, pending.update.computed)
-        pending.future.computed.set()
+        pending.started.future.computed.set()
 
     def _landed(self, pending: PendingUpdate, error: BaseException | None) -> None:
         """End an update; called on the thread that ran it."""
@@ -411,7 +512,7 @@ class Updates:
             if error is not None:
                 self.on_failure(error)
         finally:
-            pending.future.finish(error)  # the thread that writes commits waits for it
+            pending.started.future.finish(error)  # the thread that writes commits waits for it
 
 
 _CHANGED = (

@@ -121,10 +121,10 @@ def _host(tensors: Sequence[Tensor]) -> list[Range]:
 
 
 def _updates(
-    update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, hyper: Any
+    update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, *more: Any
 ) -> None:
     with _in_flight("AdamW", [weight, grad, *state], [*state, weight_out]):
-        update(rule, weight, grad, state, weight_out, hyper)
+        update(rule, weight, grad, state, weight_out, *more)
 
 
 def _sums(sum_of_squares: Any, grad: Tensor) -> float:

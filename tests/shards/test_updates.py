@@ -10,7 +10,7 @@ from infinity.shards.pipeline import runs_of
 from tests.helpers.cases import examples
 
 fast = examples(150)
-HYPERS = [torch.zeros(8), torch.ones(8)]
+HYPERS = [(torch.zeros(8), None), (torch.ones(8), None)]
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_every_element_with_numbers_is_in_one_run_and_no_other(case):
             assert 0 <= run.start < run.stop <= unit.shard_numel
             for i in range(run.start, run.stop):
                 assert got[i] is None, "in two runs"
-                got[i] = 0 if run.hyper is HYPERS[0] else 1
+                got[i] = 0 if run.hyper is HYPERS[0][0] else 1
         for mine, wanted in zip(got, owner[unit.shard_start :], strict=False):
             assert mine == wanted if isinstance(wanted, int) else wanted is None or mine is None
         assert list(runs) == sorted(runs, key=lambda run: run.start)

@@ -1,0 +1,232 @@
+"""Rules of whole matrices: a direction of each element, a transform of each matrix, a step of each element.
+
+[Note: two passes] What is updated together is a run of elements of a shard, which may be any part of a
+matrix. So a rule of matrices (Muon) is two elementwise ones around a transform. The first pass reads and
+writes only moments, and leaves the **direction** in the place of the gradient. Then each matrix is
+transformed as a whole, by one rank, its owner. The last pass moves only the exact weight, by what was made of
+its direction. So every byte of a state moves once.
+
+[Note: the companion] Embeddings, output heads, vectors, and what a group says is no matrix
+(``matrix: false``) are updated by an elementwise rule, the companion, in the last pass. Fields of moments are
+those of the matrix rule, then what the companion has more; where names are the same, they share them. Chunks
+on NVMe in which there are only matrices never move the others.
+
+[Note: scales] Directions have the dtype of gradients. In fp16 they keep the loss scale, as gradients do.
+"""
+
+import functools
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from infinity.core.config import SettingError
+from infinity.optim.adamw import ADAMW
+from infinity.optim.formula import Formula, NotElementwiseError
+from infinity.optim.rule import EMA, Averaged, Rule
+from infinity.optim.state import Moment, StateLayout
+
+#: Numbers of a parameter group: whether its weights are matrices, and in how many parts of rows each is.
+MATRIX, PARTS = "matrix", "parts"
+
+
+class MatrixRule(Rule):
+    """Arithmetic of an optimizer that needs whole matrices: see [Note: two passes].
+
+    A subclass has a ``name``, the ``matrix_moments``, ``defaults`` and the three methods below.
+    """
+
+    matrix_moments: tuple[Moment, ...]
+    companion: Rule = ADAMW
+
+    def __init_subclass__(cls) -> None:
+        own, others = dict(cls.defaults), cls.companion.defaults
+        cls.defaults = {**own, **{k: v for k, v in others.items() if k not in own}, MATRIX: True, PARTS: 1}
+        names = {moment.name for moment in cls.matrix_moments}
+        more = (moment for moment in cls.companion.moments if moment.name not in names)
+        cls.moments = (*cls.matrix_moments, *more)
+        super().__init_subclass__()
+
+    @abstractmethod
+    def direction_numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        """Return the numbers that :meth:`direction` takes from a parameter group; steps count from 1."""
+
+    @staticmethod
+    @abstractmethod
+    def direction(grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
+        """Return the direction of each element and the new moments, as :meth:`Rule.update` its results."""
+
+    @abstractmethod
+    def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return what a step goes along, ``(rows, columns)``, of a matrix of directions, on its device."""
+
+    def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
+        """Return the length of a step along a transformed matrix of this shape."""
+        return float(group["lr"])
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        decay = float(group["lr"]), float(group["weight_decay"]), float(group[MATRIX]), float(group[PARTS])
+        return *self.companion.numbers(group, step), *self.direction_numbers(group, step), *decay
+
+    @staticmethod
+    def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
+        raise TypeError("a rule of matrices updates by its first and last pass, or its companion")
+
+    @property
+    def elementwise(self) -> tuple[Rule, ...]:
+        return self.companion, self.first, self.last
+
+    @functools.cached_property
+    def first(self) -> "FirstPass":
+        return FirstPass(self)
+
+    @functools.cached_property
+    def last(self) -> "LastPass":
+        return LastPass(self)
+
+    @property
+    def variants(self) -> tuple[Rule, ...]:
+        return ()
+
+    @property
+    def averaged(self) -> Averaged:
+        raise SettingError(EMA, "a decay", f"null: {self.name}, a rule of matrices, keeps no average yet")
+
+    def takes(self, group: Mapping[str, Any], shape: Sequence[int]) -> bool:
+        """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""
+        return bool(group[MATRIX]) and len(shape) in (2, 3)
+
+    def check(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+        """Raise a SettingError if a matrix is not whole, or does not have the parts that its group says."""
+        if not self.takes(group, shape):
+            return
+        if tiled and len(shape) == 2:
+            raise SettingError(
+                "optim.name", self.name,
+                f"a rule of elements for {name}, which is in tiles of rows, so that no unit has the whole "
+                f"matrix: set partition.tile=never, or let its group have {MATRIX}: false"
+            )  # fmt: skip
+        parts, rows = group[PARTS], shape[-2]
+        if parts != int(parts) or parts < 1 or rows % int(parts):
+            raise SettingError(PARTS, parts, f"a whole number that divides the rows of {name}, {rows}")
+
+    def transform_flat(self, place: "Place", values: Tensor, scale: float, device: torch.device) -> Tensor:
+        """Return what is made of a matrix of directions times ``scale``, ``(n,)``, as values like those."""
+        matrix = values.view(place.rows, place.columns).to(device)
+        with torch.no_grad():
+            made = self.transform(matrix if scale == 1 else matrix.float() / scale, place.group)
+        return made.reshape(-1).to(values)
+
+    def places(self, group: Mapping[str, Any], offset: int, shape: Sequence[int]) -> "Iterable[Place]":
+        """Yield the matrices of a parameter that begins at ``offset`` of a flat buffer."""
+        *packed, rows, columns = shape
+        count, rows = math.prod(packed) * int(group[PARTS]), rows // int(group[PARTS])
+        for number in range(count):
+            yield Place(offset + number * rows * columns, rows, columns, group)
+
+
+class Place(NamedTuple):
+    """A matrix: its first element in a flat buffer, and its parameter group."""
+
+    start: int
+    rows: int
+    columns: int
+    group: Mapping[str, Any]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def work(self) -> int:
+        """Multiplications of a transform, but for a factor."""
+        return self.rows * self.columns * min(self.rows, self.columns)
+
+    def within(self, low: int, high: int) -> int:
+        """Return how many of its elements are in ``[low, high)``."""
+        return max(0, min(high, self.stop) - max(low, self.start))
+
+
+def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
+    """Return what tells whether a weight, by its name, is of an embedding, a head or a convolution.
+
+    A head has as many rows as the model's table of tokens: that which it names, or the longest. The
+    two-dimensional bias of packed experts is no matrix either.
+    """
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    named = getattr(model, "get_input_embeddings", lambda: None)()
+    tokens = (
+        named
+        if isinstance(named, nn.Embedding)
+        else max(tables, key=lambda each: each.num_embeddings, default=None)
+    )
+    rows, kinds = tokens and tokens.num_embeddings, (nn.Embedding, nn.modules.conv._ConvNd)
+    # Read past the module, which would fetch a parameter that is asked for.
+    others = {
+        id(dict.get(cast(Any, m._parameters), "weight")) for m in model.modules() if isinstance(m, kinds)
+    }
+    return lambda name, param: param.shape[0] == rows or id(param) in others or name.endswith("bias")
+
+
+def owners(places: Sequence[Place], ranks: int, loads: list[int] | None = None) -> list[int]:
+    """Return a rank for each matrix, so that the work of these, and then that of all so far, is even.
+
+    ``loads``, empty at first, is the work of each rank until now, to which that of these is added.
+    """
+    own, owner, loads = [0] * ranks, [0] * len(places), [] if loads is None else loads
+    loads.extend([0] * (ranks - len(loads)))
+    for number in sorted(range(len(places)), key=lambda n: (-places[n].work, n)):
+        rank = owner[number] = min(range(ranks), key=lambda each: (own[each], loads[each], each))
+        own[rank] += places[number].work
+        loads[rank] += places[number].work
+    return owner
+
+
+class FirstPass(Rule):
+    """From gradients to directions, in their place: weight and gradient are the same memory."""
+
+    def __init__(self, rule: MatrixRule) -> None:
+        self._rule, self.name, self.moments = rule, f"{rule.name}: directions", rule.matrix_moments
+
+    def layout(self, dtype: torch.dtype) -> StateLayout:
+        return StateLayout(dtype, (), self.moments)
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return *self._rule.direction_numbers({**self._rule.defaults, **group}, step), group.get("back", 1.0)
+
+    def update(self, weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        *rest, scale = moments_and_numbers
+        made, *moments = self._rule.direction(grad, *rest)
+        return made * scale, *moments
+
+    @functools.cached_property
+    def formula(self) -> Formula | None:
+        try:
+            inner = Formula.of(self._rule.direction)
+        except NotElementwiseError:
+            return None
+        (numba, cuda), *moments = inner.results
+        made = f"({numba} * scale_)", f"({cuda} * scale_)"
+        return Formula(("before_", *inner.parameters, "scale_"), inner.lines, (made, *moments))
+
+
+class LastPass(Rule):
+    """A step along what was made of directions, and decoupled weight decay."""
+
+    moments = ()
+
+    def __init__(self, rule: MatrixRule) -> None:
+        self._rule, self.name = rule, f"{rule.name}: steps"
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        group = {**self._rule.defaults, **group}
+        decay = 1 - float(group["lr"]) * float(group["weight_decay"])
+        return decay, self._rule.rate(group, group.get("shape", (1, 1)))
+
+    @staticmethod
+    def update(weight: Any, grad: Any, decay: Any, rate: Any) -> tuple[Any, ...]:
+        weight = weight * decay
+        return (weight - rate * grad,)

@@ -1,0 +1,366 @@
+"""Rules of whole matrices: Muon is torch's to rounding, with the same bits in every place, on any ranks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.core.config import SettingError
+from infinity.engine.runtime import open_runtimes, runtime_of
+from infinity.optim.matrix import MatrixRule, Place, owners
+from infinity.optim.rules import HostRule, find_rule
+from infinity.optim.state import Moment, master_of, store_master
+from tests.helpers.cases import few
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import small_units
+
+VOCABULARY, HIDDEN = 80, 48
+
+
+class Block(nn.Module):
+    """A norm, a bias, a wide, a tall and a square matrix, and packed experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.down, self.mix = nn.Linear(3 * HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
+        self.experts = nn.Parameter(0.1 * torch.randn(3, 16, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.down(torch.relu(self.up(self.norm(x)))))
+        return x + sum((torch.tanh(x @ each.T) @ each for each in self.experts), start=0 * x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(
+            self.head(x[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(number))
+
+
+def place(folder: Path | str, where: str) -> list[str]:
+    if where == "host":
+        return ["memory.host=64MiB"]
+    return [f"memory.nvme=[{folder}]", "memory.host=96MiB", "memory.resident=false", "run.name=mine"]
+
+
+def begin(
+    folder: Path | str, where: str, *, dtype: str = "fp32", clip: float | None = None,
+    more: tuple[str, ...] = (), name: str = "muon", **numbers: Any,
+) -> tuple[nn.Module, Any]:  # fmt: skip
+    recipe = infinity.load_recipe(overrides=[*place(folder, where), f"train.dtype={dtype}", *more])
+    with small_units(), infinity.Init(recipe):
+        model = Net()
+    return model, infinity.optim.Optimizer(model, name, max_grad_norm=clip, **{"lr": 0.02, **numbers})
+
+
+def run(model: nn.Module, optimizer: Any, steps: range, micro: int = 1) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in range(micro):
+            loss = model(batch(micro * step + part))
+            if part < micro - 1:
+                with infinity.no_sync(model):
+                    optimizer.scale(loss).backward()
+            else:
+                optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Weights, and moments and exact weights, by name."""
+    found = dict(infinity.state_dict(model))
+    for number, fields in optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in fields.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def trained(*args: Any, steps: int = 3, micro: int = 1, **options: Any) -> dict[str, Tensor]:
+    model, optimizer = begin(*args, **options)
+    try:
+        losses = run(model, optimizer, range(steps), micro)
+        return {**state(model, optimizer), "losses": torch.tensor(losses)}
+    finally:
+        optimizer.close()
+
+
+def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+class Theirs:
+    """``torch.optim.Muon`` for the matrices of blocks, of each expert, ``torch.optim.AdamW`` for all else."""
+
+    def __init__(self, model: nn.Module, **numbers: Any) -> None:
+        blocks = {name: p for name, p in model.named_parameters() if "blocks" in name and p.ndim > 1}
+        self.own = {id(p): [each.clone() for each in p.detach()] for p in blocks.values() if p.ndim == 3}
+        flat = [each for p in blocks.values() for each in self.own.get(id(p), [p])]
+        self.blocks, parameters = (
+            blocks,
+            [nn.Parameter(each) if type(each) is Tensor else each for each in flat],
+        )
+        others = [p for p in model.parameters() if all(p is not each for each in blocks.values())]
+        decay = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in others]
+        self.parameters = parameters
+        self.muon = torch.optim.Muon(parameters, lr=0.02, weight_decay=0.1, **numbers)
+        self.adamw = torch.optim.AdamW(decay, lr=0.02)
+
+    def step(self) -> None:
+        found = iter(self.parameters)
+        for p in self.blocks.values():
+            assert p.grad is not None
+            for grad in p.grad if p.ndim == 3 else [p.grad]:
+                next(found).grad = grad.clone()
+        self.muon.step()
+        self.adamw.step()
+        found = iter(self.parameters)
+        with torch.no_grad():
+            for p in self.blocks.values():
+                for mine in p if p.ndim == 3 else [p]:
+                    mine.copy_(next(found))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "theirs"),
+    [
+        ({}, {}),
+        ({"match_rms_adamw": True}, {"adjust_lr_fn": "match_rms_adamw"}),
+        ({"nesterov": False}, {"nesterov": False}),
+    ],
+)
+def test_a_step_is_torchs_own_to_rounding(tmp_path, numbers, theirs):
+    plain, (model, optimizer) = Net(), begin(tmp_path, "host", **numbers)
+    reference = Theirs(plain, **theirs)
+    for number in range(2):  # later ones drift apart: a gradient in the last place turns a bit of bfloat16
+        plain.zero_grad()
+        plain(batch(number)).backward()
+        reference.step()
+        run(model, optimizer, range(number, number + 1))
+        ours = infinity.state_dict(model)
+        for name, wanted in plain.state_dict().items():
+            length = 0.02 * (0.2 * 12 if "match_rms_adamw" in numbers else 1.8)
+            if number == 0:
+                assert (ours[name] - wanted).abs().max() < 0.02 * length, name
+            assert (ours[name] - wanted).abs().mean() < (1e-3 + 4e-3 * number) * length, name
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_pass_is_its_plain_arithmetic_bitwise_compiled_or_by_torch(dtype):
+    rule, n = find_rule("muon"), 3000
+    placed, layout = HostRule(rule, dtype), rule.layout(dtype)
+    group = {**rule.defaults, "lr": 0.1, "shape": (8, 2), "back": 4.0}
+    generator = torch.Generator().manual_seed(1)
+    master, momentum = torch.randn(n, generator=generator), torch.zeros(n)
+    weight, fields = torch.empty(n, dtype=dtype), layout.complete((), n)
+    store_master(layout, master, weight, fields)
+    by_torch = [each.clone() for each in (weight, *fields)]
+    for step in range(1, 4):
+        grad = torch.randn(n, generator=generator).to(dtype)
+        first = rule.first.hyper(group, step=step, grad_scale=0.5)
+        last = rule.last.hyper(group, step=step)
+        toward, decay, rate = torch.tensor(1 - 0.95), torch.tensor(1 - 0.1 * 0.1), torch.tensor(0.1 * 2.0)
+        g = grad.float() * 0.5
+        momentum = momentum + toward * (g - momentum)
+        direction = ((momentum + toward * (g - momentum)) * 4).to(dtype)
+        master = master * decay - rate * direction.float()
+        for values, update in (
+            ([weight, *fields], lambda own, *args: placed.update(*args, own)),
+            (by_torch, lambda own, w, g, s, o, h: own.update_by_torch(
+                w, g, layout.select(s, own.layout(w.dtype)), o, h)),
+        ):  # fmt: skip
+            given = grad.clone()
+            update(rule.first, given, given, tuple(values[1:]), given, first)
+            assert torch.equal(given, direction)
+            update(rule.last, values[0], given, tuple(values[1:]), values[0], last)
+            assert torch.equal(master_of(layout, values[0], tuple(values[1:])), master)
+            assert torch.equal(layout.load_moments(tuple(values[1:]))[0], momentum)
+    assert rule.first.loop(dtype) is not None
+    assert rule.last.loop(dtype) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clip", "micro"),
+    few(
+        [("fp32", None, 1), ("bf16", 0.5, 2)],
+        [(d, c, m) for d in ("fp32", "bf16", "fp16") for c in (None, 0.5) for m in (1, 2)],
+    ),
+)
+def test_every_place_gives_the_same_bits(tmp_path, dtype, clip, micro):
+    how: dict[str, Any] = {"dtype": dtype, "clip": clip, "micro": micro}
+    host, nvme = (trained(tmp_path, where, **how) for where in ("host", "nvme"))
+    assert same(host, nvme)
+    one = trained(tmp_path, "nvme", more=("memory.versions=1",), **how)
+    assert same(host, one)
+
+
+def play(folder: str, cases: list[tuple[str, str, float | None]]) -> list[dict[str, Tensor]]:
+    return [trained(folder, where, dtype=dtype, clip=clip, micro=2) for where, dtype, clip in cases]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [("host", "fp32", 0.5), ("nvme", "fp32", None)]),
+        pytest.param(
+            4,
+            [(w, d, c) for w in ("host", "nvme") for d in ("fp32", "bf16") for c in (None, 0.5)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks_with_equal_gradients_train_as_one(tmp_path, ranks, cases):
+    one, several = (run_ranks(play, n, str(tmp_path / str(n)), cases) for n in (1, ranks))
+    for number in range(len(cases)):
+        assert same(one[0][number], several[0][number])
+
+
+def test_a_killed_run_goes_on_bitwise(tmp_path):
+    model, optimizer = begin(tmp_path, "nvme", dtype="bf16", clip=1.0)
+    losses, final = run(model, optimizer, range(4)), state(model, optimizer)
+    infinity.close(model)
+    model, optimizer = begin(tmp_path, "nvme", dtype="bf16", clip=1.0)
+    assert run(model, optimizer, range(2)) == losses[:2]
+    optimizer.synchronize()
+    infinity.close(model, keep=True)
+    model, optimizer = begin(tmp_path, "nvme", dtype="bf16", clip=1.0)
+    assert infinity.resume(model, optimizer) == 2
+    assert run(model, optimizer, range(2, 4)) == losses[2:]
+    assert same(state(model, optimizer), final)
+    infinity.close(model)
+
+
+def test_chunks_with_only_matrices_do_not_move_second_moments(tmp_path, monkeypatch):
+    monkeypatch.setattr("infinity.shards.storage.CHUNK_NUMEL", 4096)
+    ours, moved = {}, {}
+    for name in ("muon", "adamw"):
+        model, optimizer = begin(tmp_path / name, "nvme", dtype="bf16", name=name)
+        assert runtime_of(model).storage.chunk_numel == 4096
+        run(model, optimizer, range(3))
+        optimizer.synchronize()
+        report = optimizer.report()
+        assert (report.planned_nbytes_read, report.planned_nbytes_written) != (None, None)
+        moved[name] = report.nbytes_written
+        ours[name] = state(model, optimizer)
+        infinity.close(model)
+    assert moved["muon"] < 0.9 * moved["adamw"]  # a third of the chunks has both
+    host = trained(tmp_path, "host", dtype="bf16")
+    assert same(host, {**ours["muon"], "losses": host["losses"]})
+
+
+class Averaged(MatrixRule):
+    """The user's own: a mean of gradients, of which each row gets the length 1."""
+
+    name = "rows"
+    matrix_moments = (Moment("mean"),)
+    defaults: Mapping[str, Any] = {"lr": 1e-3, "beta": 0.9}
+
+    def direction_numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return (1 - group["beta"],)
+
+    @staticmethod
+    def direction(grad: Any, mean: Any, toward: Any) -> tuple[Any, ...]:
+        mean = mean + toward * (grad - mean)
+        return mean, mean
+
+    def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return matrix.float() / (matrix.float().norm(dim=1, keepdim=True) + 1e-8)
+
+
+def test_the_users_own_has_everything(tmp_path):
+    rule, more = find_rule("rows"), ("memory.host=256MiB",)
+    assert [moment.name for moment in rule.moments] == ["mean", "exp_avg", "exp_avg_sq"]
+    model, optimizer = begin(tmp_path, "nvme", name="rows", weight_decay=0.0, more=more)
+    before = infinity.state_dict(model)["blocks.0.mix.weight"].clone()
+    run(model, optimizer, range(1))
+    moved = infinity.state_dict(model)["blocks.0.mix.weight"] - before
+    torch.testing.assert_close(moved.norm(dim=1), torch.full((HIDDEN,), 0.02), rtol=1e-4, atol=1e-6)
+    optimizer.close()
+    assert same(*(trained(tmp_path, where, name="rows", clip=0.3, more=more) for where in ("host", "nvme")))
+
+
+def test_what_is_a_matrix_and_what_is_not(tmp_path):
+    model, optimizer = begin(
+        tmp_path, "host", groups={"*mix.weight": {"matrix": False}, "*up.weight": {"parts": 3}}
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    matrices = {
+        name
+        for name, group in found.items()
+        if optimizer.rule.takes(group, dict(model.named_parameters())[name].shape)
+    }
+    assert matrices == {
+        f"blocks.{n}.{name}" for n in (0, 1) for name in ("up.weight", "down.weight", "experts")
+    }
+    places = [*optimizer.rule.places(found["blocks.0.up.weight"], 256, (3 * HIDDEN, HIDDEN))]
+    assert [(p.start, p.rows, p.columns) for p in places] == [
+        (256 + n * HIDDEN**2, HIDDEN, HIDDEN) for n in range(3)
+    ]
+    assert len([*optimizer.rule.places(found["blocks.0.experts"], 0, (3, 16, HIDDEN))]) == 3
+    optimizer.close()
+
+
+def test_parts_are_matrices_of_their_own(tmp_path):
+    """Three parts of a fused weight move as three weights would."""
+    whole, parts = (
+        trained(tmp_path, "host", steps=1, groups={"*up.weight": {"parts": n}})["blocks.0.up.weight"]
+        for n in (1, 3)
+    )
+    assert not torch.equal(whole, parts)
+    moved = parts - Net().state_dict()["blocks.0.up.weight"] * (1 - 0.02 * 0.1)
+    for part in moved.chunk(3):  # each is nearly orthogonal
+        assert (torch.linalg.svdvals(part / 0.02) < 1.3).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "numbers", "wanted"),
+    [
+        (("partition.tile=4KiB",), {}, r"blocks.0.up.weight, which is in tiles .*partition.tile=never"),
+        (
+            (),
+            {"groups": {"*up.weight": {"parts": 5}}},
+            r"parts: got 5; wanted a whole number that divides the rows",
+        ),
+        ((), {"ema": 0.9}, "muon, a rule of matrices, keeps no average yet"),
+        ((), {"momentum": -1.0}, "momentum"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path, more, numbers, wanted):
+    try:
+        with pytest.raises(SettingError, match=wanted):
+            begin(tmp_path, "nvme", more=more, **numbers)
+    finally:
+        for runtime in list(open_runtimes):
+            runtime.close()
+
+
+def test_owners_have_even_work():
+    places, loads = [Place(0, n, n, {}) for n in (8, 4, 4, 4, 4, 2, 2)], list[int]()
+    found = owners(places, 2, loads)
+    assert found[0] == 0
+    assert set(found[1:5]) == {1}
+    for _ in range(9):
+        owners(places[:1], 2, loads)  # one matrix at a time goes around
+    assert max(loads) - min(loads) <= 8**3
