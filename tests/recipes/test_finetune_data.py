@@ -201,7 +201,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     )  # fmt: skip
     seen = Seen()
     try:
-        Loop(of, model, optimizer, {"": replace(data, train=iter(batches), held_out=None)}, View(seen)).run()
+        Loop(of, model, optimizer, {"": replace(data, train=iter(batches), evaluated={})}, View(seen)).run()
     finally:
         optimizer.close()
     plain, losses = Reference(factory(), DTYPES[dtype], rule), []
