@@ -7,7 +7,6 @@ config asks for what a frozen base that is served in units cannot have.
 """
 
 import contextlib
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -55,6 +54,8 @@ _OF_ADAPTERS = (
     "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "rslora", "dora", "init",
     "modules_to_save", "trainable_token_indices", "lr_ratio",
 )  # fmt: skip
+#: Settings that may stand beside lora.adapter.
+_BESIDE_ADAPTER = "adapter", "lr_ratio"
 _RANKS = Valid(1, 2**16)
 _ALPHAS = Valid(1e-6, 10**6)
 
@@ -102,15 +103,15 @@ class LoraConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for each in settings_of(LoraConfig) if self.adapter is not None else ():
-            value, default = getattr(self, each.name), getattr(LoraConfig, each.name)
-            if each.name not in ("adapter", "lr_ratio") and value != default:
-                wanted = f"{_yaml(default)} with lora.adapter, which says it in its {CONFIG}"
-                raise SettingError(each.name, value, wanted)
-        for name in () if self.active else _OF_ADAPTERS:
+        names: Sequence[str] = () if self.active else _OF_ADAPTERS  # else all weights would be trained
+        wanted = "without lora.rank or lora.adapter"
+        if self.adapter is not None:
+            names = [each.name for each in settings_of(LoraConfig) if each.name not in _BESIDE_ADAPTER]
+            wanted = f"with lora.adapter, which says it in its {CONFIG}"
+        for name in names:
             value, default = getattr(self, name), getattr(LoraConfig, name)
-            if value != default:  # else all weights would be trained
-                raise SettingError(name, value, f"{_yaml(default)} without lora.rank or lora.adapter")
+            if value != default:
+                raise SettingError(name, value, f"{_yaml(default)} {wanted}")
 
     @property
     def active(self) -> bool:
@@ -146,15 +147,10 @@ def _checked(entries: Mapping[str, Any], where: str, error: type[InfinityError])
     kind = peft().LoraConfig
     if entries.get("peft_type") != "LORA":
         raise error(f"{where}: peft_type is {shown(entries.get('peft_type'))}; wanted 'LORA'")
-    fields = {each.name: each for each in dataclasses.fields(kind)}
+    defaults = vars(kind())
     for name, value in entries.items():
-        if name in _KNOWN or name in _NEEDLESS:
-            continue
-        default: object = None
-        if name in fields:
-            given = fields[name].default, fields[name].default_factory
-            default = given[0] if given[0] is not dataclasses.MISSING else given[1]()  # type: ignore[operator]
-        if value != default and value not in (None, False, [], {}):
+        default = defaults.get(name)
+        if name not in _KNOWN | _NEEDLESS and value != default and value not in (None, False, [], {}):
             raise error(
                 f"{where}: {name} is {shown(value)}; adapters can be used here that have {shown(default)}"
             )
