@@ -9,23 +9,20 @@ and still holds at one time, as counted; weights, gradients and states are left 
     python benchmarks/activations.py [--quick] [--json FILE] [--models llama,bert,t5] [--nvme DIR]
 """
 
-import argparse
 import contextlib
 import os
 import resource
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import fio
 import torch
 from bound import bound
+from options import Options, folder_on
 from report import Claim, print_claims, print_table, write_json
 from torch import Tensor, nn
 from turns import Actor
@@ -281,20 +278,22 @@ class Bench:
         beside = rows.get(BESIDE, rows["keep"])
         best, small, recompute = rows["plan, 53 %"], rows[AS_RECOMPUTE], rows["recompute"]
         claims = [
-            _at_most(f"{name}: peak of plan / keep", best.peak / rows["keep"].peak, TARGET_PEAK),
-            _at_most(f"{name}: step of plan / keep beside fio", best.over(beside), TARGET_TIME),
-            _at_most(f"{name}: step of offload / keep beside fio", rows["offload"].over(beside), TARGET_TIME),
-            _at_most(f"{name}: peak of {AS_RECOMPUTE} / recompute", small.peak / recompute.peak, 1.0),
-            _at_most(f"{name}: step of {AS_RECOMPUTE} / recompute", small.over(recompute), 1.0),
+            Claim.at_most(f"{name}: peak of plan / keep", best.peak / rows["keep"].peak, TARGET_PEAK),
+            Claim.at_most(f"{name}: step of plan / keep beside fio", best.over(beside), TARGET_TIME),
+            Claim.at_most(
+                f"{name}: step of offload / keep beside fio", rows["offload"].over(beside), TARGET_TIME
+            ),
+            Claim.at_most(f"{name}: peak of {AS_RECOMPUTE} / recompute", small.peak / recompute.peak, 1.0),
+            Claim.at_most(f"{name}: step of {AS_RECOMPUTE} / recompute", small.over(recompute), 1.0),
         ]
         for title in ("plan, no budget", "plan, 53 %", AS_RECOMPUTE):
             row = rows[title]
             said = row.figures["predicted"]
             off_s, off_peak = said["step_s"] / row.figures["step_s"] - 1, said["peak_nbytes"] / row.peak - 1
             claims += [
-                _at_most(f"{name}: {title}: predicted step off by", abs(off_s), TARGET_PREDICTED),
-                _at_most(f"{name}: {title}: predicted peak off by", abs(off_peak), TARGET_PREDICTED),
-                _at_most(
+                Claim.at_most(f"{name}: {title}: predicted step off by", abs(off_s), TARGET_PREDICTED),
+                Claim.at_most(f"{name}: {title}: predicted peak off by", abs(off_peak), TARGET_PREDICTED),
+                Claim.at_most(
                     f"{name}: {title}: predicted step / linear program's bound",
                     said["step_s"] / row.figures["bound_s"],
                     TARGET_BOUND,
@@ -314,10 +313,6 @@ def _predicted(row: Row) -> list[str]:
     ]
 
 
-def _at_most(claim: str, value: float, target: float) -> Claim:
-    return Claim(claim=claim, value=value, target=target, unit="", holds=value <= target)
-
-
 COLUMNS = [
     *("model", "activations", "peak MB", "/ keep", "step s", "/ keep", "stored MB", "recomputed"),
     *("first s", "predicted s", "bound s", "predicted MB", "profiled / step", "planning s", "peak RSS GB"),
@@ -325,35 +320,23 @@ COLUMNS = [
 
 
 def options_of(argv: list[str] | None) -> Any:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small models, one round: some minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "small models, one round: some minutes", rounds=5, every="every policy")
     parser.add_argument("--models", default="llama,bert,t5")
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=16_000)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", type=int, default=2, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every policy")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a turn")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.hidden, options.layers, options.rows, options.length = 512, 6, 2, 256
-        options.vocabulary, options.rounds, options.steps = 1_000, 3, 2
-    options.dtype = dtypes.chosen(options)
-    return options
+    return parser.parse(argv, hidden=512, layers=6, rows=2, length=256, vocabulary=1_000, rounds=3, steps=2)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
-    options.nvme.mkdir(parents=True, exist_ok=True)
     if (wanted := tunables(os.environ)) is not None:  # as infinity train; it begins with the next process
         os.environ["GLIBC_TUNABLES"] = wanted
-    folder = Path(tempfile.mkdtemp(prefix="activations-", dir=options.nvme.resolve()))
     claims: list[Claim] = []
-    try:
+    with folder_on(options.nvme, "activations") as folder:
         if fio.available():
             fio.prepare(folder)
         else:
@@ -368,8 +351,6 @@ def main(argv: list[str] | None = None) -> None:
             claims += show(bench)
             if options.json:
                 write_json(options.json, claims)
-    finally:
-        shutil.rmtree(folder)
 
 
 def show(bench: Bench) -> list[Claim]:

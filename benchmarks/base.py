@@ -11,19 +11,18 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import llama
 import processes
 from checkpoint_worker import forget, import_all
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
-from train import SIZES, say
+from train import SIZES
 from worker import peak_rss_nbytes
 
 from infinity.device.machine import DTYPES
@@ -91,29 +90,17 @@ def rows_of(shape: llama.Shape, figures: dict[str, list[dict[str, Any]]]) -> tup
         rows.append([shape.name, title, f"{seconds[way]:.2f}", ratio, *moved, f"{peak / 2**20:.0f}"])
     value = seconds["own"] / seconds["mapped"]
     text = f"{shape.name}: start with a copy / with none"
-    return rows, Claim(claim=text, value=value, target=1.0, unit="x", holds=value >= 1.0)
+    return rows, Claim.at_least(text, value, 1.0, "x")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a small model, one round: under a minute", rounds=3)
     parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every way")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.sizes, options.rounds = "134M", 1
-    options.dtype = dtypes.chosen(options)
-    options.nvme.mkdir(parents=True, exist_ok=True)
+    options = parser.parse(argv, sizes="134M", rounds=1)
     rows, claims = [], []
     for name in options.sizes.split(","):
-        folder = Path(tempfile.mkdtemp(prefix="base-", dir=options.nvme.resolve()))
-        try:
+        with folder_on(options.nvme, "base") as folder:
             more, claim = rows_of(SIZES[name], measure(SIZES[name], options, folder))
-        finally:
-            shutil.rmtree(folder)
         rows += more
         claims.append(claim)
     print_table(["size", "run", "start s", "/ mapped", "read MiB", "written MiB", "peak RSS MiB"], rows)

@@ -13,17 +13,16 @@ import argparse
 import re
 import shutil
 import statistics
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import dtypes
 import fio
 import llama
 import processes
+from options import Options, folder_on, say
 from processes import Measured
 from report import Claim, print_claims, print_table
-from train import as_planned, at_most, bytes_per_parameter, say
+from train import as_planned, bytes_per_parameter
 from worker import Job, Phase
 
 #: Bytes on disk per parameter: an exact fp32 master, in one part or two, and two moments, per version.
@@ -146,11 +145,11 @@ class Capacity:
     def claims(self) -> list[Claim]:
         name = f"{self.shape.name}, {self.options.tokens} tokens"
         limit = self.options.rss / 2**30
-        claims = [at_most(f"{name}: peak RSS", self.big.peak_rss / 2**30, limit, " GiB")]
+        claims = [Claim.at_most(f"{name}: peak RSS", self.big.peak_rss / 2**30, limit, " GiB")]
         claims.append(as_planned(name, self.big))
         if self.limit_s:
             claims.append(
-                at_most(f"{name}: step / the larger limit", self.big.median_s / self.limit_s, 1.1, "x")
+                Claim.at_most(f"{name}: step / the larger limit", self.big.median_s / self.limit_s, 1.1, "x")
             )
         return claims
 
@@ -178,7 +177,7 @@ def machine_nbytes() -> int:
 
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Options(__doc__, "a tiny model: under a minute")
     parser.add_argument("--params", type=number_of, default=1.2e9, help="about how many, as 1.2B")
     parser.add_argument("--rss", type=nbytes_of, help="most resident memory allowed; default: 85 %% of all")
     parser.add_argument("--host", type=nbytes_of, default=96 << 20, help="memory.host, for staging")
@@ -186,13 +185,8 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="per step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv, tokens=512)
     options.rss = options.rss or machine_nbytes() * 85 // 100
-    options.dtype = dtypes.chosen(options)
     return options
 
 
@@ -201,19 +195,15 @@ def main(argv: list[str] | None = None) -> None:
     shape = llama.shape_near(options.params)
     if options.quick:
         shape = replace(llama.TINY, layers=8, checkpoint=True)
-        options.tokens = 512
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="capacity-", dir=options.nvme.resolve()))
+    claims: list[Claim] = []
     try:
-        capacity = Capacity(shape, options, folder)
-        capacity.run()
-        print_table(["what", "figure"], capacity.rows())
-        claims = capacity.claims()
+        with folder_on(options.nvme, "capacity") as folder:
+            capacity = Capacity(shape, options, folder)
+            capacity.run()
+            print_table(["what", "figure"], capacity.rows())
+            claims = capacity.claims()
     except (RuntimeError, OSError) as error:
         say(f"not measured: {error}")
-        claims = []
-    finally:
-        shutil.rmtree(folder)
     print_claims(claims, options.json)
 
 

@@ -9,21 +9,19 @@ reads the checkpoint and writes the states, an export reads the weights and writ
 """
 
 import argparse
-import shutil
 import statistics
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import fio
 import llama
 import processes
 from capacity import nbytes_of, number_of, process_nbytes
 from checkpoint_worker import Job
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
-from train import SIZES, at_most, say
+from train import SIZES
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 MIB = 1 << 20
@@ -103,7 +101,7 @@ class Bench:
         for what in self.fio_s:
             value = statistics.median(self.fio_s[what]) / self.seconds("infinity", what)
             text = f"{self.shape.name}: {what}, speed / fio on the same bytes"
-            claims.append(Claim(claim=text, value=value, target=0.8, unit="x", holds=value >= 0.8))
+            claims.append(Claim.at_least(text, value, 0.8, "x"))
         return claims
 
 
@@ -119,41 +117,30 @@ def whole_way(bench: Bench, worlds: list[int], rss: int) -> tuple[list[list[str]
         shown = " ".join(f"{loss:.3f}" for loss in losses)
         rows.append([bench.shape.name, str(world), *times, f"{peak / 2**30:.2f}", shown])
         text = f"{bench.shape.name}, {world} rank(s): peak RSS of a rank, load, 3 steps and export"
-        claims.append(at_most(text, peak / 2**30, rss / 2**30, " GiB"))
+        claims.append(Claim.at_most(text, peak / 2**30, rss / 2**30, " GiB"))
     return rows, claims
 
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a small model, one round: under a minute", rounds=3)
     parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every way")
     parser.add_argument("--params", type=number_of, help="in place of speed: the whole way at this size")
     parser.add_argument("--rss", type=nbytes_of, default=4 << 30, help="most resident memory of a rank")
     parser.add_argument("--ranks", default="1,2", help="with --params")
     parser.add_argument("--tokens", type=int, default=512, help="per step, with --params")
     parser.add_argument("--host", type=nbytes_of, default=256 * MIB, help="memory.host, all ranks together")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.sizes, options.rounds = "134M", 1
-    options.dtype = dtypes.chosen(options)
-    return options
+    return parser.parse(argv, sizes="134M", rounds=1)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
-    options.nvme.mkdir(parents=True, exist_ok=True)
     shapes = [SIZES[name] for name in options.sizes.split(",")]
     if options.params:
         shapes = [llama.shape_near(options.params)]
     rows, claims = [], []
     for shape in shapes:
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.nvme.resolve()))
-        bench = Bench(shape, options, folder)
-        try:
+        with folder_on(options.nvme, "checkpoint") as folder:
+            bench = Bench(shape, options, folder)
             if options.params:
                 worlds = [int(world) for world in options.ranks.split(",")]
                 columns = ["size", "ranks", "load s", "export s", "peak RSS GiB", "losses"]
@@ -163,8 +150,6 @@ def main(argv: list[str] | None = None) -> None:
                 bench.speed()
                 rows += bench.speed_rows()
                 claims += bench.speed_claims()
-        finally:
-            shutil.rmtree(folder)
     print_table(columns, rows)
     if not fio.available():
         say("fio is not installed: no claim against it")

@@ -16,19 +16,17 @@ import mmap
 import os
 import shutil
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import fio
 import llama
+from options import Options, folder_on, say
 from report import Claim, print_table, write_json
-from schedule import SIZES, at_most
+from schedule import SIZES
 from turns import Actor
 
 _MIB = 2**20
@@ -213,16 +211,16 @@ class Bench:
         for way in (way for way in WAYS if way.title == "process"):
             text = f"{self.shape.name}, states on {way.place}: step with commits (process) / without"
             most = 1.01 if way.place == "nvme" else 1.035
-            claims.append(at_most(text, statistics.median(self.ratio(way)), most, "x"))
+            claims.append(Claim.at_most(text, statistics.median(self.ratio(way)), most, "x"))
         rates = [a / b for a, b in zip(resumed.ours, resumed.reads, strict=True)]
         value = statistics.median(rates)
         text = (
             f"{self.shape.name}: rate of infinity.resume / of {'fio' if fio.available() else 'plain reads'}"
         )
-        claims.append(Claim(claim=text, value=value, target=0.8, unit="x", holds=value >= 0.8))
+        claims.append(Claim.at_least(text, value, 0.8, "x"))
         costs = [beside[0] / alone[0] for alone, beside in zip(*self.saves.values(), strict=True)]
         text = f"{self.shape.name}: cost of a save in the background / of a synchronous one"
-        return [*claims, at_most(text, statistics.median(costs), 1.0, "x")]
+        return [*claims, Claim.at_most(text, statistics.median(costs), 1.0, "x")]
 
 
 def read_s(files: list[Path], nbytes: int) -> float:
@@ -246,31 +244,15 @@ def read_s(files: list[Path], nbytes: int) -> float:
     return time.perf_counter() - began
 
 
-def say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, two rounds: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a small model, two rounds: under a minute", rounds=6)
     parser.add_argument("--size", default="134M", help=f"of {', '.join(_SIZES)}")
     parser.add_argument("--tokens", type=int, default=512, help="of a step")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of every way")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a turn")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.size, options.tokens, options.rounds = "tiny", 64, 2
-    options.dtype = dtypes.chosen(options)
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="durability-", dir=options.nvme.resolve()))
-    try:
+    options = parser.parse(argv, size="tiny", tokens=64, rounds=2)
+    with folder_on(options.nvme, "durability") as folder:
         bench = Bench(_SIZES[options.size], options, folder)
         resumed = bench.run()
-    finally:
-        shutil.rmtree(folder)
     print_table(["states", "commits", "every", "step s", "/ none", "middle half"], bench.rows())
     rate = statistics.median(resumed.ours) / 1e9
     print(f"infinity.resume: {resumed.nbytes / 1e9:.2f} GB at {rate:.2f} GB/s")

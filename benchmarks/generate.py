@@ -8,23 +8,21 @@ weights as device memory (or two embeddings) and none in host memory; fio reads 
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import fio
 import llama
 import processes
 from checkpoint_worker import import_all
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
-from train import SIZES, say
+from train import SIZES
 
 from infinity.device.machine import DTYPES
 
@@ -122,32 +120,21 @@ def measure(
             ])  # fmt: skip
         value = rate["host"] / rate["plain"]
         text = f"{shape.name}, batch {batch}: tokens/s in host memory / plain"
-        claims.append(Claim(claim=text, value=value, target=0.8, unit="x", holds=value >= 0.8))
+        claims.append(Claim.at_least(text, value, 0.8, "x"))
     return rows, claims
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a tiny model, one round: under a minute", rounds=3)
     parser.add_argument("--sizes", default="tiny,134M,367M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--batch", default="1,8", help="sequences that are generated together")
     parser.add_argument("--tokens", type=int, default=32, help="new ones, of each sequence")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every way")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.sizes, options.rounds, options.tokens = "tiny", 1, 16
-    options.dtype, options.batch = dtypes.chosen(options), tuple(map(int, options.batch.split(",")))
-    options.nvme.mkdir(parents=True, exist_ok=True)
+    options = parser.parse(argv, sizes="tiny", rounds=1, tokens=16)
+    options.batch = tuple(map(int, options.batch.split(",")))
     rows, claims = [], []
     for name in options.sizes.split(","):
-        folder = Path(tempfile.mkdtemp(prefix="generate-", dir=options.nvme.resolve()))
-        try:
+        with folder_on(options.nvme, "generate") as folder:
             more, held = measure(SIZES[name], options, folder)
-        finally:
-            shutil.rmtree(folder)
         rows += more
         claims += held
     print_table(["size", "batch", "weights", "tokens/s", "/ plain", "MiB read / token", "/ fio"], rows)

@@ -21,7 +21,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,8 +32,8 @@ import fio
 import numpy as np
 import processes
 import torch
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
-from train import say
 from worker import peak_rss_nbytes
 
 from infinity.device.accelerator import tunables
@@ -443,7 +442,7 @@ class Bench:
         claims = []
 
         def claim(what: str, value: float, most: float, unit: str = "x") -> None:
-            claims.append(Claim(what, value, most, unit, holds=value <= most))
+            claims.append(Claim.at_most(what, value, most, unit))
 
         for way, result in self.results.items():
             last = result["steps"][-1]
@@ -462,9 +461,7 @@ class Bench:
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     from infinity.core.nbytes import parse_nbytes
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 small layers: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "2 small layers: under a minute", dtype=False)
     parser.add_argument("--layers", type=int, default=48, help="of the model; each takes 0.63 GB")
     parser.add_argument("--source", type=Path, help="the checkpoint; written there if it is not, and kept")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
@@ -474,11 +471,8 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--fio-s", type=float, default=8.0, help="how long fio reads after each step")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv, steps=1, warmup=1, fio_s=1.0, host="8MiB")
     options.ways = options.ways.split(",")
-    if options.quick:
-        options.steps, options.warmup, options.fio_s, options.host = 1, 1, 1.0, "8MiB"
     return options
 
 
@@ -487,16 +481,13 @@ def main(argv: list[str] | None = None) -> None:
     if (wanted := tunables(os.environ)) is not None:  # as infinity train; it begins with the next process
         os.environ["GLIBC_TUNABLES"] = wanted
     shape = QUICK if options.quick else replace(Shape(48), layers=options.layers)
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="moe-", dir=options.nvme.resolve()))
     try:
-        bench = Bench(shape, options, folder)
-        bench.run()
+        with folder_on(options.nvme, "moe") as folder:
+            bench = Bench(shape, options, folder)
+            bench.run()
     except OSError as error:
         say(f"not measured: {error}")
         raise SystemExit(1) from None
-    finally:
-        shutil.rmtree(folder)
     print_table(COLUMNS, bench.rows())
     print_claims(bench.claims(), options.json)
 

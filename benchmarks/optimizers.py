@@ -13,12 +13,9 @@ Tables, each from one run in turns:
     python benchmarks/optimizers.py [--quick] [--json FILE] [--rules adamw,adamw8bit] [--parts update,step]
 """
 
-import argparse
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +25,7 @@ import llama
 import papers
 import processes
 import torch
+from options import Options, folder_on
 from processes import Measured
 from report import Claim, print_claims, print_table
 from update import in_turns
@@ -101,19 +99,9 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
         rows.append(
             [name, f"{nbytes:.2f}", f"{nbytes / own:.2f}", f"{rates['ours']:.0f}", *fused, f"{share:.2f}"]
         )
-        claims.append(
-            Claim(
-                claim=f"{name}: an update / a copy of its bytes", value=share, target=0.9, unit="x",
-                holds=share >= 0.9,
-            )
-        )  # fmt: skip
+        claims.append(Claim.at_least(f"{name}: an update / a copy of its bytes", share, 0.9, "x"))
         if name == "adamw8bit":
-            claims.append(
-                Claim(
-                    claim="adamw8bit: bytes each way / AdamW's", value=nbytes / own, target=0.55, unit="x",
-                    holds=nbytes / own <= 0.55,
-                )
-            )  # fmt: skip
+            claims.append(Claim.at_most("adamw8bit: bytes each way / AdamW's", nbytes / own, 0.55, "x"))
     columns = ["rule", "bytes each way", "/ adamw", "M/s", "fused M/s", "/ fused", "/ copy"]
     print(f"\nAn update of {numel / 1e6:.0f} M elements, bf16, {torch.get_num_threads()} threads")
     print_table(columns, rows)
@@ -123,8 +111,7 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
 def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int]) -> list[Claim]:
     shape = llama.TINY if quick else llama.MEDIUM
     found = dict[tuple[str, int], Measured]()
-    folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
-    try:
+    with folder_on(root, "optimizers") as folder:
         if fio.available():
             fio.prepare(folder, 2**30)
         for turn in range(rounds):
@@ -147,8 +134,6 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                     for each, ranks in zip(tokens, processes.run(way, 1), strict=True):
                         found.setdefault((who, each), Measured()).add(ranks)
         fio_s = {key: _fio_s(folder, each) for key, each in found.items()}
-    finally:
-        shutil.rmtree(folder)
     rows, claims = [], []
     for (name, each), measured in found.items():
         base = found.get(("adamw", each), measured)
@@ -157,12 +142,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
         moved.append(f"{fio_s[name, each] / measured.median_s:.2f}")
         rows.append([name, str(each), f"{measured.median_s:.2f}", f"{ratio:.2f}", *moved])
         if name == "adamw8bit" and each == 512:
-            claims.append(
-                Claim(
-                    claim="adamw8bit: a step of 512 tokens / AdamW's", value=ratio, target=0.75, unit="x",
-                    holds=ratio <= 0.75,
-                )
-            )  # fmt: skip
+            claims.append(Claim.at_most("adamw8bit: a step of 512 tokens / AdamW's", ratio, 0.75, "x"))
     print(f"\nA step of {shape.name}, all on NVMe")
     print_table(["rule", "tokens", "step s", "/ adamw", "read GB", "written GB", "rate / fio's"], rows)
     return claims
@@ -179,8 +159,7 @@ def _fio_s(folder: Path, step: Measured) -> float:
 def losses(names: list[str], quick: bool, root: Path, batch: int) -> list[Claim]:
     found: dict[str, tuple[float, float]] = {}
     count = 20 if quick else 300
-    folder = Path(tempfile.mkdtemp(prefix="optimizers-", dir=root.resolve()))
-    try:
+    with folder_on(root, "optimizers") as folder:
         for name in names:
             print(f"quickstart by {name}", file=sys.stderr, flush=True)
             given = [
@@ -196,8 +175,6 @@ def losses(names: list[str], quick: bool, root: Path, batch: int) -> list[Claim]
             last = [each["loss"] for each in lines if each.get("loss") is not None][-20:]
             held = [each["eval_loss"] for each in lines if each.get("eval_loss") is not None]
             found[name] = sum(last) / len(last), held[-1] if held else float("nan")
-    finally:
-        shutil.rmtree(folder)
     base = found.get("adamw", (1.0, 1.0))
     rows = [
         [name, f"{loss:.4f}", f"{loss / base[0] - 1:+.2%}", f"{held:.4f}"]
@@ -208,8 +185,7 @@ def losses(names: list[str], quick: bool, root: Path, batch: int) -> list[Claim]
     if "adamw8bit" not in found:
         return []
     apart = abs(found["adamw8bit"][0] / base[0] - 1)
-    claim = "adamw8bit: loss apart from AdamW's"
-    return [Claim(claim=claim, value=apart, target=0.005, unit="", holds=apart <= 0.005)]
+    return [Claim.at_most("adamw8bit: loss apart from AdamW's", apart, 0.005)]
 
 
 def plans(names: list[str], quick: bool) -> list[Claim]:
@@ -231,25 +207,19 @@ def plans(names: list[str], quick: bool) -> list[Claim]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "small sizes, one round", rounds=2, every="every rule in steps", dtype=False)
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", default="512,2048", help="of a step")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the quickstart")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every rule in steps")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    options = parser.parse_args()
+    options = parser.parse(None, rounds=1)
     names, parts, claims = options.rules.split(","), options.parts.split(","), list[Claim]()
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    rounds = 1 if options.quick else options.rounds
     if "update" in parts:
         claims += updates(names, options.quick)
     if "step" in parts:
-        claims += steps(names, options.quick, options.nvme, rounds, [*map(int, options.tokens.split(","))])
+        claims += steps(
+            names, options.quick, options.nvme, options.rounds, [*map(int, options.tokens.split(","))]
+        )
     if "loss" in parts:
         claims += losses(names, options.quick, options.nvme, options.batch)
     if "plan" in parts:

@@ -10,13 +10,10 @@ its own. ``others`` are the cores that other programs, or the hypervisor, took m
 machine, bytes and peaks do not. Each rank computes on one thread.
 """
 
-import argparse
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +22,8 @@ from typing import Any
 
 import llama
 import processes
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
-from train import say
 
 #: What predictions may be off by.
 TIME_WITHIN, PEAK_WITHIN = 0.10, 0.03
@@ -205,24 +202,19 @@ def off(predicted: float, measured: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="three runs: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures there; other runs' stay")
+    parser = Options(__doc__, "three runs: under a minute", dtype=False)  # in FILE other runs stay
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     chosen = [each for each in RUNS if options.only in each[0]]
     chosen = chosen[:: max(1, len(chosen) // 3)][:3] if options.quick else chosen
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="predictions-", dir=options.nvme.resolve()))
     found: list[dict[str, Any]] = []
     try:
-        for each in measure_all(chosen, folder):
-            found.append(each)
-            if options.json is not None:
-                keep(each, options.json)
+        with folder_on(options.nvme, "predictions") as folder:
+            for each in measure_all(chosen, folder):
+                found.append(each)
+                if options.json is not None:
+                    keep(each, options.json)
     finally:
-        shutil.rmtree(folder)
         show(found)
 
 

@@ -16,6 +16,14 @@ class Claim:
     unit: str
     holds: bool
 
+    @classmethod
+    def at_most(cls, claim: str, value: float, target: float, unit: str = "") -> "Claim":
+        return cls(claim, value, target, unit, value <= target)
+
+    @classmethod
+    def at_least(cls, claim: str, value: float, target: float, unit: str = "") -> "Claim":
+        return cls(claim, value, target, unit, value >= target)
+
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns: the first to the left, the others to the right unless they hold text."""

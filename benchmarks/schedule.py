@@ -9,16 +9,14 @@ runs in processes of its own, and the rows take turns in rounds.
 """
 
 import argparse
-import shutil
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import llama
 import processes
+from options import Options, folder_on
 from processes import Measured
 from report import Claim, print_claims, print_table
 from worker import Job, Phase
@@ -122,17 +120,17 @@ class Bench:
             layer = self.figures[LAYER, length, most]
             few = self.figures[LAYER, length, least]
             claims += [
-                at_most(f"{at}: bytes read layer by layer / with {least}", layer.read / few.read, 1.0, "x"),
-                at_most(f"{at}: runs with uses that no plan foresaw", float(not layer.planned), 0.0, ""),
+                Claim.at_most(
+                    f"{at}: bytes read layer by layer / with {least}", layer.read / few.read, 1.0, "x"
+                ),
+                Claim.at_most(
+                    f"{at}: runs with uses that no plan foresaw", float(not layer.planned), 0.0, ""
+                ),
             ]
             other = self.figures[RECOMPUTING, length, most]
             text = f"{at}: step layer by layer / {RECOMPUTING.title}"
-            claims.append(at_most(text, layer.median_s / other.median_s, 1.0, "x"))
+            claims.append(Claim.at_most(text, layer.median_s / other.median_s, 1.0, "x"))
         return claims
-
-
-def at_most(claim: str, value: float, target: float, unit: str) -> Claim:
-    return Claim(claim=claim, value=value, target=target, unit=unit, holds=value <= target)
 
 
 COLUMNS = [
@@ -142,36 +140,23 @@ COLUMNS = [
 
 
 def options_of(argv: list[str] | None) -> Any:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a small model, one round: under a minute", rounds=2)
     parser.add_argument("--size", default="134M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--lengths", default="64,256", help="tokens of a micro-batch, which is one sequence")
     parser.add_argument("--micro", default="1,2,4,8", help="micro-batches of a step")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every way")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
     parser.add_argument("--host", default="96MiB", help="memory.host")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.size, options.lengths, options.micro = "23M", "32", "1,4"
-        options.rounds, options.steps = 1, 3
+    options = parser.parse(argv, size="23M", lengths="32", micro="1,4", rounds=1, steps=3)
     options.lengths = [int(length) for length in options.lengths.split(",")]
     options.micro = [int(number) for number in options.micro.split(",")]
-    options.dtype = dtypes.chosen(options)
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="schedule-", dir=options.nvme.resolve()))
-    try:
+    with folder_on(options.nvme, "schedule") as folder:
         bench = Bench(SIZES[options.size], options, folder)
         bench.run()
-    finally:
-        shutil.rmtree(folder)
     print_table(COLUMNS, bench.rows())
     claims = bench.claims()
     print_claims(claims, options.json)

@@ -8,19 +8,16 @@ would pause). Rows are processes that take turns, in another order every round; 
 rounds' ratios, which stands beside its quartiles. A turn ends when its last update has landed.
 """
 
-import argparse
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dtypes
 import llama
 import torch
+from options import Options, folder_on
 from report import Claim, print_claims, print_table
 from turns import Actor
 from worker import Infinity, Job
@@ -160,13 +157,9 @@ def claims(at: str, rows: dict[Way, Row]) -> list[Claim]:
     foreseen = sum(turn["on_demand"] for row in rows.values() for turn in row.turns)
     found = statistics.median(ratios(rows[SPECULATING], rows[FREE]))
     return [
-        at_most(f"{at}: {SPECULATING.title} / {FREE.title}", found, 1.02, "x"),
-        at_most(f"{at}: uses that no plan foresaw", foreseen, 0.0, ""),
+        Claim.at_most(f"{at}: {SPECULATING.title} / {FREE.title}", found, 1.02, "x"),
+        Claim.at_most(f"{at}: uses that no plan foresaw", foreseen, 0.0),
     ]
-
-
-def at_most(claim: str, value: float, target: float, unit: str) -> Claim:
-    return Claim(claim=claim, value=value, target=target, unit=unit, holds=value <= target)
 
 
 COLUMNS = [
@@ -176,32 +169,19 @@ COLUMNS = [
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, three rounds: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a small model, three rounds: under a minute", rounds=9)
     parser.add_argument("--sizes", default="134M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--tokens", default="512,2048", help="of a step")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of every way")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--host", default="512MiB", help="memory.host")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.sizes, options.tokens, options.rounds, options.steps = "23M", "256", 3, 2
-        options.host = "96MiB"
-    options.dtype = dtypes.chosen(options)
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="speculation-", dir=options.nvme.resolve()))
+    options = parser.parse(argv, sizes="23M", tokens="256", rounds=3, steps=2, host="96MiB")
     rows, found = [], []
-    try:
+    with folder_on(options.nvme, "speculation") as folder:
         for size in options.sizes.split(","):
             for tokens in map(int, options.tokens.split(",")):
                 measured = measure(SIZES[size], tokens, options, folder)
                 rows += table([size, str(tokens)], measured)
                 found += claims(f"{size}, {tokens} tokens", measured)
-    finally:
-        shutil.rmtree(folder)
     print_table(COLUMNS, rows)
     print_claims(found, options.json, digits=".4g")
 

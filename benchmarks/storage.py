@@ -16,13 +16,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import fio
+from options import Options, folder_on
 from report import Claim, print_claims, print_table, write_json
 
 from infinity.core.nbytes import Extent
@@ -207,19 +207,16 @@ COLUMNS = ["engine", "mix", "fio GB/s", "fio cpu", "GB/s", "cpu", "ratio", "leas
 
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Options(
+        __doc__,
+        "the engines' defaults, under a minute",
+        rounds=7,
+        every="fio and of each engine",
+        dtype=False,
     )
-    parser.add_argument("--quick", action="store_true", help="the engines' defaults, under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of fio and of each engine")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
     parser.add_argument("--file", type=int, default=4096, metavar="MIB", help="size of the file")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.rounds, options.seconds, options.file = 3, 0.8, 1024
-    return options
+    return parser.parse(argv, rounds=3, seconds=0.8, file=1024)
 
 
 def usable(settings: tuple[Setting, ...], volume: Volume) -> tuple[Setting, ...]:
@@ -242,9 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         if options.json:
             write_json(options.json, [])
         return
-    options.nvme.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="storage-", dir=options.nvme.resolve()))
-    try:
+    with folder_on(options.nvme, "storage") as folder:
         file_nbytes = min(options.file * MIB, shutil.disk_usage(folder).free // 4)
         bench = Bench(folder, file_nbytes, options.seconds)
         try:
@@ -252,8 +247,6 @@ def main(argv: list[str] | None = None) -> None:
             rows, claims = measure(bench, settings, options.rounds)
         finally:
             bench.close()
-    finally:
-        shutil.rmtree(folder)
     print(f"fio's buffers: {fio.pages().title}")
     print_table(COLUMNS, rows)
     print_claims(claims, options.json, wanted="at least", digits=".3f")

@@ -12,17 +12,15 @@ from one run. Limits bound what a step with all states on NVMe can reach:
 """
 
 import argparse
-import shutil
 import statistics
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import dtypes
 import fio
 import llama
 import processes
+from options import Options, folder_on, say
 from processes import Measured
 from report import Claim, print_claims, print_table
 from worker import Job, Phase
@@ -204,14 +202,14 @@ class Bench:
                 ("NVMe on 2 ranks / FSDP2 in memory", step_s["nvme2"], step_s["fsdp2"], 1.0),
             ):
                 if mine and other:
-                    claims.append(at_most(f"{at}: {text}", mine / other, target, "x"))
+                    claims.append(Claim.at_most(f"{at}: {text}", mine / other, target, "x"))
             nvme = self.figures.get(("nvme", tokens))
             if nvme:
                 claims.append(as_planned(at, nvme))
             plain = self.figures.get(("plain", tokens))
             if nvme and plain and self.shape is llama.LARGE:
                 text = f"{at}: peak RSS, all on NVMe / plain PyTorch"
-                claims.append(at_most(text, nvme.peak_rss / plain.peak_rss, 0.4, "x"))
+                claims.append(Claim.at_most(text, nvme.peak_rss / plain.peak_rss, 0.4, "x"))
         return claims
 
     def _median(self, key: str, tokens: int) -> float | None:
@@ -219,59 +217,40 @@ class Bench:
         return found.median_s if found else None
 
 
-def at_most(claim: str, value: float, target: float, unit: str) -> Claim:
-    return Claim(claim=claim, value=value, target=target, unit=unit, holds=value <= target)
-
-
 def as_planned(name: str, found: Measured) -> Claim:
     """Whether every measured step followed its plan."""
-    return at_most(f"{name}: runs with uses that no plan foresaw", 0.0 if found.planned else 1.0, 0.0, "")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return Claim.at_most(
+        f"{name}: runs with uses that no plan foresaw", 0.0 if found.planned else 1.0, 0.0, ""
+    )
 
 
 COLUMNS = ["size", "tokens", "way", "step s", "tokens/s", "/ (a)", "peak RSS GB", "read GB", "written GB"]
 
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser = Options(__doc__, "a tiny model, one round: under a minute", rounds=2)
     parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--tokens", default="512,1024,2048", help="per step, all ranks together")
     parser.add_argument("--ways", default=",".join(way.key for way in WAYS), help="rows to measure")
     parser.add_argument("--clip", default="1.0", help="largest gradient norm in every way, or none")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every way")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--host", default="96MiB", help="memory.host of the runs on NVMe, per rank")
-    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
-    dtypes.add_option(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.sizes, options.tokens, options.rounds, options.steps = "tiny", "512", 1, 3
-        options.host = "128MiB"
+    options = parser.parse(argv, sizes="tiny", tokens="512", rounds=1, steps=3, host="128MiB")
     options.sizes = [SIZES[name] for name in options.sizes.split(",")]
     options.tokens = [int(tokens) for tokens in options.tokens.split(",")]
     options.ways = options.ways.split(",")
     options.clip = None if options.clip == "none" else float(options.clip)
-    options.dtype = dtypes.chosen(options)
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
-    options.nvme.mkdir(parents=True, exist_ok=True)
     rows, claims = [], []
     for shape in options.sizes:
-        folder = Path(tempfile.mkdtemp(prefix="train-", dir=options.nvme.resolve()))
-        try:
+        with folder_on(options.nvme, "train") as folder:
             bench = Bench(shape, options, folder)
             bench.run()
-        finally:
-            shutil.rmtree(folder)
         if not bench.has_fio:
             say("fio is not installed: no limits, and no claim against them")
         rows += bench.rows()
