@@ -7,10 +7,8 @@ cache.
 """
 
 import argparse
-import json
 import shutil
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -107,17 +105,11 @@ def main(argv: list[str] | None = None) -> None:
     print_claims(claims, options.json, wanted="at least")
 
 
-def work(text: str, out: str) -> None:
-    """One process of a round: the job, and where its result goes."""
+def work(job: Job) -> list[dict[str, Any]]:
+    """One process of a round."""
     import_all()
-    job = Job(**json.loads(text))
-    Path(f"{out}.0").write_text(
-        json.dumps([make(job) if job.way == "make" else start(job)]), encoding="utf-8"
-    )
+    return [make(job) if job.way == "make" else start(job)]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        work(*sys.argv[1:])
-    else:
-        main()
+    processes.serve(Job, work, main)

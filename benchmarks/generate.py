@@ -7,9 +7,7 @@ weights as device memory (or two embeddings) and none in host memory; fio reads 
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import Any
 import fio
 import llama
 import processes
+from base import make
 from checkpoint_worker import import_all
 from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
@@ -40,12 +39,6 @@ class Job:
     batches: tuple[int, ...] = ()
     tokens: int = 0  # of each sequence
     overrides: list[str] = field(default_factory=list)
-
-
-def make(job: Job) -> list[dict[str, Any]]:
-    """Save a new model as a checkpoint."""
-    llama.make(llama.Shape(**job.shape)).to(DTYPES[job.dtype]).save_pretrained(job.source)
-    return [{}]
 
 
 def generate(job: Job) -> list[dict[str, Any]]:
@@ -141,17 +134,11 @@ def main(argv: list[str] | None = None) -> None:
     print_claims(claims, options.json, wanted="at least")
 
 
-def work(text: str, out: str) -> None:
-    """One process of a round: the job, and where its result goes."""
+def work(job: Job) -> list[dict[str, Any]]:
+    """One process of a round."""
     import_all()
-    job = Job(**json.loads(text))
-    Path(f"{out}.0").write_text(
-        json.dumps(make(job) if job.way == "make" else generate(job)), encoding="utf-8"
-    )
+    return [make(job)] if job.way == "make" else generate(job)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        work(*sys.argv[1:])
-    else:
-        main()
+    processes.serve(Job, work, main)

@@ -20,7 +20,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -492,13 +491,10 @@ def main(argv: list[str] | None = None) -> None:
     print_claims(bench.claims(), options.json)
 
 
-def work(text: str, out: str) -> None:
-    """The process that trains: the job, and where its result goes."""
-    Path(f"{out}.0").write_text(json.dumps([train(Job(**json.loads(text)))]), encoding="utf-8")
+def work(job: Job) -> list[dict[str, Any]]:
+    """The process that trains."""
+    return [train(job)]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        work(*sys.argv[1:])
-    else:
-        main()
+    processes.serve(Job, work, main)

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,12 @@ def run(job: Any, world: int = 1, worker: Path = WORKER) -> list[list[dict[str, 
             json.loads(Path(f"{folder}/out.{rank}").read_text(encoding="utf-8")) for rank in range(world)
         ]
     return [list(phase) for phase in zip(*ranks)]
+
+
+def serve(job: type[Any], work: Callable[[Any], list[dict[str, Any]]], main: Callable[[], object]) -> None:
+    """Let ``work`` do the job if :func:`run` started this process, one rank; else call ``main``."""
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        text, out = sys.argv[1:]
+        Path(f"{out}.0").write_text(json.dumps(work(job(**json.loads(text)))), encoding="utf-8")
+    else:
+        main()
