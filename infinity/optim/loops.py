@@ -59,7 +59,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         f"    if in_place:\n        {loop}({taken.replace('out', 'weight', 1)})\n"
         f"    else:\n        {loop}({taken})\n"
     )
-    known = {"sqrt": np.sqrt, "f32": np.float32, "empty": np.empty}
+    known = {"__name__": kernels.__name__, "sqrt": np.sqrt, "f32": np.float32, "empty": np.empty}
     known |= {each.__name__: each for each in (join, split, widen, rounded_as, decoded, encoded)}
     known["step"] = inlined(_function(source[0], known))
     for text in source[1:-1]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -150,9 +150,9 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     # It starts programs to find its library, which a machine may lack.
     with contextlib.suppress(ImportError, OSError):
         importlib.import_module("libaio")
-    _start_numba()
     _import_package()
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
+    _load_loops()
+    if not comes_true(lambda: len(list(Path("/proc/self/task").iterdir())) == 1, 60):
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
     forks: dict[int, Connection] = {}
@@ -185,14 +185,6 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
         _reap(forks)
 
 
-def _start_numba() -> None:
-    """Let numba read its tables of types and functions, which the first call of a process waits for."""
-    from numba.core.registry import cpu_target
-
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
-
-
 def _import_package() -> None:
     import infinity
 
@@ -200,6 +192,17 @@ def _import_package() -> None:
         # other packages' trainers import what they find, and that may start threads
         if not module.name.endswith("__main__") and ".integrations." not in module.name:
             importlib.import_module(module.name)
+
+
+def _load_loops() -> None:
+    """Load the compiled updates of most tests, which would take longer than some of them."""
+    import torch
+
+    from infinity.optim.rules import RULES, prepare
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for dtype, grad_dtype in ((fp32, fp32), (bf16, bf16), (bf16, fp32)):  # several ranks add up in fp32
+        prepare(RULES["adamw"], dtype, grad_dtype)
 
 
 def _reap(forks: dict[int, Connection]) -> None:
