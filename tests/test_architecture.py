@@ -281,7 +281,7 @@ ROOM_BUDGETS = {
     "checkpoint": 4460,
     "comm": 861,
     "core": 2314,
-    "data": 2219,
+    "data": 2235,
     "device": 1063,
     "engine": 3915,
     "integrations": 688,
@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "optim": 1911,
     "partition": 2634,
     "planner": 2313,
-    "predict": 5361,
+    "predict": 5376,
     "recipes": 1993,
     "shards": 4390,
 }

@@ -5,6 +5,7 @@ Other files are text. Memory does not grow with a file, but for a JSON array.
 """
 
 import csv
+import gzip
 import re
 import sysconfig
 from codecs import BOM_UTF8
@@ -97,7 +98,7 @@ def _matches(name: str, path: Path) -> list[Path]:
     if is_saved(path):
         return [path]
     if path.is_dir():
-        found = (each for each in path.rglob("*") if each.suffix in _SUFFIXES)
+        found = (each for each in path.rglob("*") if _suffix(each) in _SUFFIXES)
         return sorted(each for each in found if each.is_file())
     if path.exists():
         return [path]  # a pipe or device is refused when it is opened
@@ -119,7 +120,11 @@ def files_of(source: Path) -> list[Path]:
 
 def has_rows(source: Path) -> bool:
     """Return whether a source has rows; else it is text."""
-    return source.suffix in READERS or source.is_dir()
+    return _suffix(source) in READERS or source.is_dir()
+
+
+def _suffix(path: Path) -> str:
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
 def rows(source: Path, reading: Reading) -> Iterator[Row]:
@@ -127,7 +132,7 @@ def rows(source: Path, reading: Reading) -> Iterator[Row]:
 
     DataError: the source cannot be read, or no row can have one of the formats.
     """
-    read = READERS.get(source.suffix, _saved)
+    read = READERS.get(_suffix(source), _saved)
     for where, row in read(source, reading):
         try:
             if isinstance(row, MalformedError):
@@ -229,7 +234,8 @@ def _saved(path: Path, reading: Reading) -> _Rows:
 
 #: How rows are read, by the suffix of their file.
 READERS: dict[str, Callable[[Path, Reading], _Rows]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow,
+    ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv,
+    ".parquet": _parquet, ".arrow": _arrow,
 }  # fmt: skip
 
 
@@ -297,9 +303,19 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
         yield "".join(lines), True
 
 
+@contextmanager
+def _unpacked(path: Path, file: Any) -> Iterator[Any]:
+    """Yield a file, or what gzip has compressed in it; DataError: that is damaged."""
+    if path.suffix != ".gz":
+        yield file
+        return
+    with library_errors(DataError, f"{path}: cannot be read as gzip"), gzip.open(file) as whole:
+        yield whole
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of ``path`` that are not blank, each after its number (from 1)."""
-    with readable(path), open(open_regular(path), "rb") as file:
+    with readable(path), open(open_regular(path), "rb") as stored, _unpacked(path, stored) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
             if len(line) > _MOST_LINE_NBYTES:
                 raise DataError(

@@ -23,6 +23,7 @@ from infinity.predict.machines import Machine, describe_machine, load_machine, m
 from infinity.predict.plan_run import make_table, print_line
 from infinity.predict.step import COMPUTE
 from infinity.recipes.loading import load_recipe, named_keys
+from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
 
 _YEAR_S = 365.25 * DAY_S
@@ -250,6 +251,7 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
     if nodes.price_per_h is not None:
         line += f", at a cost of {nodes.price_per_h * nodes.count * total_s / 3600:,.4g}"
     yield line
+    yield from _beside(run)
     if written := run.written_per_day():
         last = run.drives_last_s()
         per_day = written / max(1, drives.per_node) / drives.memory
@@ -258,6 +260,19 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
             f"{format_nbytes(written)} are written to a node's drives a day, {per_day:.2g} drive writes per "
             f"day{life}"
         )
+
+
+def _beside(run: DryRun) -> Iterator[str]:
+    """Yield what evaluations and a reference take, which is no part of a step."""
+    train, trained_nbytes = run.recipe.train, sum(unit.nbytes for unit in run.units if unit.trainable)
+    if train.keep_best is not None:
+        room = format_nbytes(3 * trained_nbytes)
+        yield f"the best models take up to {room} in {run.recipe.run.dir} (train.keep_best)"
+    if run.recipe.optim.ema is not None:
+        room = format_nbytes(trained_nbytes)
+        yield f"an evaluation of the average takes {room} more, of memory.host or the drives (optim.ema)"
+    if OBJECTIVES[train.task].reference:
+        yield "the reference is one forward pass over the data before the first step; steps have none"
 
 
 def count(number: float) -> str:

@@ -1,6 +1,7 @@
 """Every kind of source gives the same documents; what is wrong with one is said with file and row."""
 
 import csv
+import gzip
 import json
 import shutil
 import sys
@@ -50,8 +51,14 @@ def save_to_disk(path: Path) -> None:
     pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(path)
 
 
+def write_compressed(path: Path) -> None:
+    write_json_lines(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
 WRITE = {
     "a.jsonl": write_json_lines,
+    "a.jsonl.gz": write_compressed,
     "lines.json": write_json_lines,
     "array.json": lambda path: path.write_text(json.dumps(ROWS)),
     "a.csv": write_csv,
@@ -118,9 +125,19 @@ def test_a_directory_with_files_to_test_is_refused_and_not_trained_on(tmp_path: 
 
 
 def test_a_directory_of_compressed_files_says_which_files_it_would_take(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "a.csv.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(DataError, match=r"has no files of \.arrow, \.csv, \.jsonl"):
         find_files([str(tmp_path)])
+
+
+def test_a_damaged_or_cut_compressed_file_is_named(tmp_path: Path) -> None:
+    write_compressed(tmp_path / "a.jsonl.gz")
+    assert find_files([str(tmp_path)]) == (tmp_path / "a.jsonl.gz",)
+    whole = (tmp_path / "a.jsonl.gz").read_bytes()
+    for damaged in (b"{}", whole[: len(whole) // 2], whole[:30] + bytes(40) + whole[70:]):
+        (tmp_path / "a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read as gzip: "):
+            read(tmp_path / "a.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "array.json", "a.csv"])

@@ -448,3 +448,19 @@ def test_what_a_model_saves_follows_from_one_layer_of_those_that_are_alike(famil
     specs = sorted(saved_specs(model, named), key=lambda spec: spec.key)
     assert specs == sorted((each.spec for each in saved_tensors(model, named)), key=lambda spec: spec.key)
     assert len(specs) > 10
+
+
+def test_a_plan_says_what_evaluations_and_a_reference_take_beside_steps(tmp_path: Path) -> None:
+    def planned(*more: str) -> str:
+        recipe = load_recipe(overrides=[llama(tmp_path), "model.seq_len=64", "train.batch_size=2", *more])
+        return "\n".join(cost_lines(dry_run(recipe, load_machine("hgx-h100"), 1)))
+
+    plain = planned()
+    text = planned("train.keep_best=loss", "optim.ema=0.9", "train.task=dpo")
+    for words in (
+        r"^the best models take up to \d+ KiB in runs \(train.keep_best\)$",
+        r"^an evaluation of the average takes \d+ KiB more, of memory.host or the drives",
+        r"^the reference is one forward pass over the data before the first step; steps have none$",
+    ):
+        assert re.search(words, text, re.MULTILINE), text
+        assert not re.search(words, plain, re.MULTILINE)
