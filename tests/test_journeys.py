@@ -28,24 +28,20 @@ SOMETIMES = 2
 ON_PAGE = files_on(PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def traced() -> dict[str, list[str]]:
-    """Return the files that each journey enters now; a process of its own traces them."""
+def test_every_file_on_the_way_is_on_the_page() -> None:
+    """A process of its own traces the files that each journey enters now."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.helpers.journeys"],
         cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
-    return {name: list(dict.fromkeys(file for file, _ in journey)) for name, journey in found.items()}
-
-
-@pytest.mark.parametrize("name", TITLES)
-def test_every_file_on_the_way_is_on_the_page(traced: dict[str, list[str]], name: str) -> None:
-    missing = sorted(set(traced[name]) - set(ON_PAGE[name]))[SOMETIMES:]
-    gone = [file for file in ON_PAGE[name] if not (ROOT / "infinity" / file).is_file()]
-    assert not missing, "run python -m tests.helpers.journeys --write"
-    assert not gone, "run python -m tests.helpers.journeys --write"
+    assert found.keys() == TITLES.keys()
+    for name, journey in found.items():
+        missing = sorted({file for file, _ in journey} - set(ON_PAGE[name]))[SOMETIMES:]
+        gone = [file for file in ON_PAGE[name] if not (ROOT / "infinity" / file).is_file()]
+        assert not missing, f"{name}: run python -m tests.helpers.journeys --write"
+        assert not gone, f"{name}: run python -m tests.helpers.journeys --write"
 
 
 @pytest.mark.parametrize("name", TITLES)

@@ -7,6 +7,7 @@ import pytest
 from tests.accelerator.mutate import UNCHANGED, Mutation, mutations, play_without
 from tests.accelerator.process import needs_simulator
 from tests.accelerator.scenarios import ALL
+from tests.helpers.cases import LONG
 from tests.helpers.launch import RanksError, run_ranks
 
 #: What no training on this device can show, by the beginning of its name, and why.
@@ -88,7 +89,7 @@ def check(mutation: Mutation, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", tried(), ids=str)
+@pytest.mark.parametrize("mutation", tried() if LONG else [], ids=str)  # the package is read, which takes 1 s
 def test_a_wait_that_is_left_out_is_noticed(tmp_path: Path, mutation: Mutation):
     assert check(mutation, tmp_path)
 

@@ -397,8 +397,8 @@ def test_what_blocks_return_is_planned_where_it_waits(activations: str, tmp_path
         planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
         on_their_way = 8 * value * (activations == "offload")  # if drives are slow
         assert 0.94 * real.peak_nbytes <= planned.trace.peak_nbytes <= 1.06 * real.peak_nbytes + on_their_way
-        if activations == "offload":  # of more blocks no more is there
-            deeper = replace(recipe, model=replace(recipe.model, n_layers=9))
+        if activations == "offload" and accumulate == 2:  # of more blocks no more is there
+            deeper = replace(recipe, model=replace(recipe.model, n_layers=6))
             assert dry_run(deeper, MACHINE, 1).trace.peak_nbytes == planned.trace.peak_nbytes
         assert planned.passing is not None
         assert planned.passing.nbytes == value
