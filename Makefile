@@ -58,7 +58,7 @@ $(VENV)/.ecosystem: $(VENV)/.dev
 	@$(PIP) install -c constraints.txt -e '.[ecosystem]'
 	@touch $@
 
-ecosystem: $(VENV)/.ecosystem  ## trainers of other packages, with and without infinity
+ecosystem: $(VENV)/.ecosystem  ## against other packages: trainers, stored forms
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal tests/ecosystem
 
 bare: $(VENV)/.dev  ## the core of the suite and the quickstart on poor machines, one condition at a time

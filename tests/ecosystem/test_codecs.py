@@ -1,4 +1,4 @@
-"""What is decoded and encoded has the bits of the libraries that define the forms, if these are installed."""
+"""What is decoded and encoded has the bits of the libraries that define the forms."""
 
 import pytest
 import torch
@@ -7,12 +7,13 @@ from infinity.checkpoint import codecs
 from tests.checkpoint.test_codecs import same
 
 ROWS, COLUMNS = 64, 128
+NO_BITSANDBYTES = "bitsandbytes comes with the extra 'ecosystem'"
 
 
 @pytest.fixture
 def compressed(request):
     """``decode(format, tensors, **scheme)`` of compressed-tensors."""
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors comes with the extra 'ecosystem'")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -69,27 +70,27 @@ def test_fp8_and_int8_are_those_of_compressed_tensors(compressed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_four_bits_are_those_of_bitsandbytes_in_both_directions(kind, dtype):
-    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    functional = pytest.importorskip("bitsandbytes.functional", reason=NO_BITSANDBYTES)
     numbers = {"nf4": codecs.NF4, "fp4": codecs.FP4}[kind]
     values, how = (torch.randn(ROWS, COLUMNS) * 0.05).to(dtype), {"numbers": numbers, "dtype": dtype}
     for size in (64, 128):
         packed, state = functional.quantize_4bit(values, blocksize=size, quant_type=kind)
         parts = packed.view(-1, size // 2), state.absmax.view(-1, 1)
         ours = codecs.decode_4bit(0, *parts, **how).view(values.shape)
-        assert same(ours, functional.dequantize_4bit(packed, state))
+        assert same(ours + 0, functional.dequantize_4bit(packed, state))  # its zeros of FP4 have no sign
         nothing = torch.zeros_like(parts[0]), torch.full_like(parts[1], torch.nan)
         for part, expected in zip(codecs.encode_4bit(values.float(), *nothing, **how), parts, strict=True):
             assert same(part, expected)
         packed, state = functional.quantize_4bit(values, None, None, size, True, kind)
         second = state.state2
-        nested = codecs.Nested(tuple(second.code.tolist()), second.blocksize, state.offset.item())
+        nested = {"of_sizes": tuple(second.code.tolist()), "together": second.blocksize}
         parts = packed.view(-1, size // 2), state.absmax.view(-1, 1), second.absmax.view(-1, 1)
-        ours = codecs.decode_4bit(0, *parts, **how, nested=nested).view(values.shape)
-        assert same(ours, functional.dequantize_4bit(packed, state))
+        ours = codecs.decode_4bit(0, *parts, **how, **nested, offset=state.offset.item()).view(values.shape)
+        assert same(ours + 0, functional.dequantize_4bit(packed, state))
 
 
 def test_int8_is_that_of_bitsandbytes_in_both_directions():
-    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    functional = pytest.importorskip("bitsandbytes.functional", reason=NO_BITSANDBYTES)
     values = torch.randn(ROWS, COLUMNS).half()
     numbers, sizes, _ = functional.int8_vectorwise_quant(values.clone())
     ours = codecs.decode_int8(0, numbers, sizes.view(-1, 1), factor=codecs.LLM_INT8)
