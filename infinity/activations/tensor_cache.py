@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,8 +51,19 @@ S = SlotState
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+#: Returns what torch.compile runs frames by on this thread, or None.
+_tracing: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", bool)
+
+
 def untraced(function: F) -> F:
-    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    """Return ``function`` as torch.compile leaves it alone, at no cost where nothing is compiled."""
+    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _tracing() is None else disabled)(*args, **kwargs)
+
+    return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Gradient:
             wanted = "wanted a dense one. Build the embedding with sparse=False"
             raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
         assert self.open is not None
-        place = self.open.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        place = segment.view_of(self.open)
         if self.used[segment.index]:
             place.add_(grad)
         else:

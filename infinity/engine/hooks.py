@@ -65,6 +65,7 @@ from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
+from infinity.partition.init_context import ServedParameters
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -72,7 +73,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 _SLICES = NO_NODE - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handle:
     """Stands for a view of a unit's flat buffer in autograd's graph."""
 
@@ -90,7 +91,7 @@ class Frame:
 
     module: nn.Module
     pinned: list[int]
-    served: object = None  # the module's own parameters, if all of them are in memory while it runs
+    served: ServedParameters | None = None  # the module's own ones, if all are in memory while it runs
     contexts: ExitStack | None = None  # what an outermost call opened: saved-tensor hooks, pending logits
     recorded: bool = False  # autograd records this outermost call
     inference: bool = False  # it does not
@@ -153,6 +154,7 @@ class Hooks:
         )
         self.stack: list[Frame] = []
         self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
+        self._frozen: set[int] = set()  # units without a trained parameter, as of the last recorded forward
         self._leaves, self._outside = Leaves(leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
@@ -162,8 +164,7 @@ class Hooks:
     def end(self, why: str) -> None:
         """Make every later call from a module or autograd raise ``why``."""
         while self.stack:  # a forward that was left without its hook
-            if (contexts := self.stack.pop().contexts) is not None:
-                contexts.close()
+            self._end_frame(self.stack.pop())
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -193,9 +194,11 @@ class Hooks:
             if place is not None:
                 self._use(place[0], frame)
                 self._check_attached(*place)
-                if torch.is_grad_enabled() and not place[0].trainable:
+                if place[0].index in self._frozen and torch.is_grad_enabled():
                     self._watch(place[0].index, args)
-        frame.served = module._parameters
+        if isinstance(module._parameters, ServedParameters):
+            frame.served = module._parameters
+            frame.served.in_use += 1
 
     def _watch(self, index: int, args: Any) -> None:
         """Register a hook that tells when backward has passed a call that reads a frozen unit."""
@@ -235,10 +238,6 @@ class Hooks:
         while top is not frame:
             top = self.stack.pop()
             self._close(top, output if top is frame else None)
-
-    def serves(self, parameters: object) -> bool:
-        """Return whether ``parameters`` belong to the module that runs, whose units are in use already."""
-        return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
         """Use the unit of ``param`` when code reads it as an attribute of a module."""
@@ -359,11 +358,17 @@ class Hooks:
             self._outside.goes_on = True
             if not frame.pending:
                 self._end_outside()
-        if frame.contexts is not None:
-            frame.contexts.close()
+        self._end_frame(frame)
         for leaf in tree_leaves(output) if frame.recorded else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
                 leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _end_frame(frame: Frame) -> None:
+        if frame.served is not None:
+            frame.served.in_use -= 1
+        if frame.contexts is not None:
+            frame.contexts.close()
 
     @contextmanager
     def _running(self, module: nn.Module) -> Iterator[None]:
@@ -409,17 +414,18 @@ class Hooks:
         )
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
-        with uninterrupted:
-            if not isinstance(packed, Handle):
+        if not isinstance(packed, Handle):
+            with uninterrupted:
                 return self.activations.cache.unpack(packed)
-            unit = packed.unit
-            if unit.updates != packed.updates:
-                raise StateError(
-                    f"{unit.name}: its weights were updated after the forward pass whose backward pass runs "
-                    "now. Call backward() before step(), or run the forward again"
-                )
-            self._enter_backward()
-            if self.prefetcher.streams(unit.index):
+        unit = packed.unit
+        if unit.updates != packed.updates:
+            raise StateError(
+                f"{unit.name}: its weights were updated after the forward pass whose backward pass runs now. "
+                "Call backward() before step(), or run the forward again"
+            )
+        self._enter_backward()
+        if self.prefetcher.streams(unit.index):
+            with uninterrupted:
                 self._use_in_backward(unit)
         assert unit.flat is not None
         flat = unit.flat if packed.dtype == unit.dtype else unit.flat.view(packed.dtype)
@@ -449,7 +455,7 @@ class Hooks:
             for each in leaf or (unit,):
                 if self.prefetcher.streams(each.index):
                     self.pins.keep(each.index, running_node(), to_the_end=True)
-        elif unit.trainable:
+        elif unit.index not in self._frozen:
             self.pins.keep(unit.index, running_node())
         else:
             node = _SLICES if self.logits.computing else running_node()
@@ -492,6 +498,7 @@ class Hooks:
         self.pins.drop()
 
     def _hook_parameters(self) -> None:
+        self._frozen = {unit.index for unit in self.units if not unit.trainable}
         for _, segment in self.units.segments():
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
@@ -504,7 +511,6 @@ class Hooks:
         param.register_hook(drop)  # type: ignore[no-untyped-call]
         param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
 
-    @uninterrupted
     def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
         param = ref()
         assert param is not None, "the units hold it"
@@ -512,8 +518,9 @@ class Hooks:
         if (received := self.gradients.received.get(id(param))) is not None:
             check_placeholder(received)
         if type(param.grad) is ReleasedGradient:
-            self._dropped.append((param, param.grad))
-            param.grad = None
+            with uninterrupted:
+                self._dropped.append((param, param.grad))
+                param.grad = None
 
     @uninterrupted
     def _take_gradient(self, param: nn.Parameter) -> None:

@@ -279,7 +279,7 @@ class Runtime:
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
-        elif self._executor is None or not self._executor.hooks.serves(siblings):
+        else:
             with uninterrupted:
                 self.executor().hooks.touch(param)
 

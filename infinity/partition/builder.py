@@ -193,16 +193,13 @@ class UnitBuilder:
         self._close, self.sizes = close, sizes or CutSizes.of("never", None, world_size)
         self.units = UnitIndex()  # those that closed
         self._open: dict[int, _Joined] = {}  # the unit that is not closed yet, by id of its parameters
+        self._open_nbytes = 0  # of those that are not tiled
         self._built: dict[type[nn.Module], bool] = {}  # every class, and whether its modules are blocks
         self.building: list[nn.Module] = []  # whose ``__init__`` goes on, the outermost first
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
         self._leaf_names = tuple(leaf)
         #: The outermost leaf that is built, perhaps, and its first unit.
         self._leaf: tuple[nn.Module, int] | None = None
-
-    @property
-    def _open_nbytes(self) -> int:
-        return sum(each.param.numel() for each in self._open.values() if not each.rows) * self.dtype.itemsize
 
     def begin(self, module: nn.Module) -> None:
         """Take note that ``module.__init__`` begins: perhaps a new block."""
@@ -253,7 +250,11 @@ class UnitBuilder:
             if nbytes > small and (held >= self.sizes.full_nbytes or too_much):
                 self.close()
             full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
-            self._open[id(param)] = _Joined(full_name, param, weakref.ref(module), rows, routed)
+            self._join(_Joined(full_name, param, weakref.ref(module), rows, routed))
+
+    def _join(self, joined: _Joined) -> None:
+        self._open[id(joined.param)] = joined
+        self._open_nbytes += 0 if joined.rows else joined.param.numel() * self.dtype.itemsize
 
     def has(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` joined a unit, open or closed."""
@@ -265,14 +266,14 @@ class UnitBuilder:
         rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
         for each in places:
             self.units.drop(*each)
-        self._open[id(param)] = _Joined(segment.whole_name, param, None, rows, unit.routed)
+        self._join(_Joined(segment.whole_name, param, None, rows, unit.routed))
 
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
 
         At the end ``used`` has the ids of all models' parameters, as a dropped module's may be among them.
         """
-        joined, self._open = self._open.values(), {}
+        joined, self._open, self._open_nbytes = self._open.values(), {}, 0
         if used is None:
             kept = [each for each in joined if each.made_for is None or each.made_for() is not None]
         else:

@@ -62,6 +62,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     def __init__(self, values: dict[str, Any], server: Any) -> None:
         super().__init__(values)
         self.server = server
+        self.in_use = 0  # calls of the module that go on, for which all of them are in memory
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
@@ -71,7 +72,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if param is not None:
+        if param is not None and not self.in_use:
             self.server.touch(param, self)
         return param
 
@@ -320,7 +321,9 @@ class Construction:
 
     def _serve_all(self, root: nn.Module) -> None:
         for module in root.modules():
-            if not isinstance(module._parameters, ServedParameters):
+            served = isinstance(module._parameters, ServedParameters)
+            # What has no parameters runs as ever; models may even share it.
+            if not served and next(module.parameters(), None) is not None:
                 self._take_out[module] = self._serve(module)
 
     def _finish(self) -> None:
