@@ -7,18 +7,15 @@ beside it do not count. Both models are in one process, and their steps take tur
     python benchmarks/overhead.py [--quick] [--json FILE] [--cases linear,adapters] [--steps 9]
 """
 
-import argparse
 import statistics
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -166,37 +163,25 @@ def measure(case: Case, overrides: list[str], steps: int) -> tuple[float, float,
     return statistics.median(theirs), statistics.median(ours), init_s, first
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the layers, two steps")
-    parser.add_argument("--json", type=Path, help="write the claims here")
+def main(argv: list[str] | None = None) -> None:
+    parser = Options(__doc__, "a twentieth of the layers, two steps", dtype=False)
     parser.add_argument("--cases", default=",".join(cases(1)), help="which ones")
     parser.add_argument("--steps", type=int, default=9, help="that are measured")
-    parser.add_argument("--dir", type=Path, help="a directory on the drive (default: a temporary one)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
+    options = parser.parse(argv, steps=2)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     found, rows, claims = cases(0.05 if options.quick else 1), [], []
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+    with folder_on(options.nvme, "overhead") as folder:
         for name in options.cases.split(","):
             for place, keys in PLACES.items():
-                print(f"{name}, {place}", file=sys.stderr, flush=True)
-                overrides = [key.format(folder=folder) for key in keys] + [f"run.dir={folder}/runs"]
-                plain, ours, init_s, first = measure(
-                    found[name], overrides, 2 if options.quick else options.steps
-                )
-                ratio = ours / plain
-                rows.append([
-                    found[name].title, place, f"{1e3 * plain:.1f}", f"{1e3 * ours:.1f}", f"{ratio:.2f}",
-                    f"{init_s:.2f}", f"{first:.2f}",
-                ])  # fmt: skip
+                say(f"{name}, {place}")
+                overrides = [*(key.format(folder=folder) for key in keys), f"run.dir={folder / 'runs'}"]
+                plain, ours, init_s, first = measure(found[name], overrides, options.steps)
+                figures = 1e3 * plain, 1e3 * ours, ours / plain, init_s, first
+                rows.append([found[name].title, place, *(f"{figure:.2f}" for figure in figures)])
                 if (wanted := WANTED.get((name, place))) is not None:
                     text = f"{found[name].title}, {place}: ours / plain PyTorch"
-                    claims.append(Claim(text, ratio, wanted, "x", ratio <= wanted))
+                    claims.append(Claim.at_most(text, ours / plain, wanted, "x"))
     print_table(["model", "states", "plain ms", "ours ms", "ratio", "Init s", "first step s"], rows)
     print_claims(claims, options.json)
 
