@@ -275,7 +275,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 633,
-    "activations": 2447,
+    "activations": 2458,
     "api": 4588,
     "app": 2601,
     "checkpoint": 4460,
@@ -283,12 +283,12 @@ ROOM_BUDGETS = {
     "core": 2314,
     "data": 2235,
     "device": 1063,
-    "engine": 3915,
+    "engine": 3922,
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
     "optim": 1911,
-    "partition": 2634,
+    "partition": 2643,
     "planner": 2313,
     "predict": 5376,
     "recipes": 1993,
