@@ -104,7 +104,7 @@ def namespace_of(page: str) -> dict[str, Any]:
         batches = [{"input_ids": ids, "labels": ids}] * 2
     names: dict[str, Any] = {
         "Model": Tiny, "TINY": TINY_LLAMA, "loader": batches, "micro_batches": batches,
-        "dataset": [{"input_ids": ids[0], "labels": ids[0]}] * 8,
+        "dataset": [{name: values[0] for name, values in batches[0].items()}] * 8,
     }  # fmt: skip
     if page == "activations.md":
         import infinity
@@ -269,6 +269,10 @@ SLOW = {
     ids=lambda page: page.name,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")  # what Lightning warns itself of
+@pytest.mark.filterwarnings("ignore:.*litlogger.*")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_every_command_and_snippet_of_a_page_runs(page: Path, scratch: Path) -> None:
     check_page(page)
 
