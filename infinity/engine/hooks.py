@@ -154,7 +154,6 @@ class Hooks:
         )
         self.stack: list[Frame] = []
         self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
-        self._frozen: set[int] = set()  # units without a trained parameter, as of the last recorded forward
         self._leaves, self._outside = Leaves(leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
@@ -194,7 +193,7 @@ class Hooks:
             if place is not None:
                 self._use(place[0], frame)
                 self._check_attached(*place)
-                if place[0].index in self._frozen and torch.is_grad_enabled():
+                if place[0].index in self.pins.frozen and torch.is_grad_enabled():
                     self._watch(place[0].index, args)
         if isinstance(module._parameters, ServedParameters):
             frame.served = module._parameters
@@ -455,7 +454,7 @@ class Hooks:
             for each in leaf or (unit,):
                 if self.prefetcher.streams(each.index):
                     self.pins.keep(each.index, running_node(), to_the_end=True)
-        elif unit.index not in self._frozen:
+        elif unit.index not in self.pins.frozen:
             self.pins.keep(unit.index, running_node())
         else:
             node = _SLICES if self.logits.computing else running_node()
@@ -498,7 +497,7 @@ class Hooks:
         self.pins.drop()
 
     def _hook_parameters(self) -> None:
-        self._frozen = {unit.index for unit in self.units if not unit.trainable}
+        self.pins.frozen = {unit.index for unit in self.units if not unit.trainable}
         for _, segment in self.units.segments():
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call

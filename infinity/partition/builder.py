@@ -176,6 +176,16 @@ class _Joined(NamedTuple):
     routed: bool  # it has packed experts
 
 
+class _OpenUnit(dict[int, _Joined]):
+    """Holds the parameters of the unit that is not closed yet, by id."""
+
+    numel = 0  # of those that are not tiled
+
+    def join(self, joined: _Joined) -> None:
+        self[id(joined.param)] = joined
+        self.numel += 0 if joined.rows else joined.param.numel()
+
+
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
@@ -192,8 +202,7 @@ class UnitBuilder:
         self._make_unit = functools.partial(Unit, dtype=dtype, rank=rank, world_size=world_size)
         self._close, self.sizes = close, sizes or CutSizes.of("never", None, world_size)
         self.units = UnitIndex()  # those that closed
-        self._open: dict[int, _Joined] = {}  # the unit that is not closed yet, by id of its parameters
-        self._open_nbytes = 0  # of those that are not tiled
+        self._open = _OpenUnit()
         self._built: dict[type[nn.Module], bool] = {}  # every class, and whether its modules are blocks
         self.building: list[nn.Module] = []  # whose ``__init__`` goes on, the outermost first
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
@@ -205,7 +214,7 @@ class UnitBuilder:
         """Take note that ``module.__init__`` begins: perhaps a new block."""
         if self._built.setdefault(type(module), False):
             outermost = not any(self._built[type(parent)] for parent in self.building)
-            if outermost or self._open_nbytes >= self.sizes.full_nbytes / 2:
+            if outermost or self._open.numel * self.dtype.itemsize >= self.sizes.full_nbytes / 2:
                 self.close()
         name = type(module).__name__
         if self._leaf is None and (name in self._leaf_names or _EXPERTS.search(name)):
@@ -245,16 +254,12 @@ class UnitBuilder:
                 )
             rows = self.sizes.rows(module, param, self.dtype.itemsize)
             nbytes = 0 if rows else param.numel() * self.dtype.itemsize
-            held, small = self._open_nbytes, self.sizes.full_nbytes / 8
+            held, small = self._open.numel * self.dtype.itemsize, self.sizes.full_nbytes / 8
             too_much = held > small and held + nbytes > self.sizes.most_nbytes
             if nbytes > small and (held >= self.sizes.full_nbytes or too_much):
                 self.close()
             full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
-            self._join(_Joined(full_name, param, weakref.ref(module), rows, routed))
-
-    def _join(self, joined: _Joined) -> None:
-        self._open[id(joined.param)] = joined
-        self._open_nbytes += 0 if joined.rows else joined.param.numel() * self.dtype.itemsize
+            self._open.join(_Joined(full_name, param, weakref.ref(module), rows, routed))
 
     def has(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` joined a unit, open or closed."""
@@ -266,14 +271,14 @@ class UnitBuilder:
         rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
         for each in places:
             self.units.drop(*each)
-        self._join(_Joined(segment.whole_name, param, None, rows, unit.routed))
+        self._open.join(_Joined(segment.whole_name, param, None, rows, unit.routed))
 
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
 
         At the end ``used`` has the ids of all models' parameters, as a dropped module's may be among them.
         """
-        joined, self._open, self._open_nbytes = self._open.values(), {}, 0
+        joined, self._open = self._open.values(), _OpenUnit()
         if used is None:
             kept = [each for each in joined if each.made_for is None or each.made_for() is not None]
         else:

@@ -582,6 +582,7 @@ class BackwardPins:
         self._kept: dict[int, int | None] = {}
         self._node: int | None = None  # the autograd node that read frozen units last,
         self._read: list[int] = []  # and which ones
+        self.frozen: set[int] = set()  # units without a trained parameter, since autograd recorded a forward
 
     def recomputed(self, index: int) -> bool:
         return index in self._kept and self._kept[index] is None
