@@ -35,10 +35,17 @@ def build(name: str, seed: int, *, dropout: float = 0.0) -> tuple[Factory, Calla
         one rank's batch, in rank order, and every part has the same number of labels.
     """
     make, whole = _MODELS[name]
+    return seeded(lambda: make(dropout), whole, seed)
+
+
+def seeded(
+    make: Factory, whole: Callable[[torch.Generator], Batch], seed: int
+) -> tuple[Factory, Callable[..., Batch]]:
+    """What :func:`build` returns, of a model that ``make`` makes and one rank's batches."""
 
     def factory() -> nn.Module:
         torch.manual_seed(seed)
-        return make(dropout).train()
+        return make().train()
 
     def batch(step: int, rank: int = 0, world: int = 1) -> Batch:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

@@ -1,6 +1,7 @@
 """More tiny models from transformers, of every kind that checkpoints come in; see :mod:`models`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,18 +77,7 @@ def build(name: str, seed: int) -> tuple[Factory, Callable[..., Batch]]:
     """As :func:`models.build`, for the names there and here."""
     if name in models.NAMES:
         return models.build(name, seed)
-    whole = _speech if name == "whisper" else _tokens
-
-    def factory() -> nn.Module:
-        torch.manual_seed(seed)
-        return make(name).train()
-
-    def batch(step: int, rank: int = 0, world: int = 1) -> Batch:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        count = models.SEQUENCES_PER_STEP // world
-        return {key: v[rank * count : (rank + 1) * count].clone() for key, v in whole(generator).items()}
-
-    return factory, batch
+    return models.seeded(partial(make, name), _speech if name == "whisper" else _tokens, seed)
 
 
 def make(name: str) -> nn.Module:
