@@ -66,9 +66,9 @@ class Tiers:
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes of the host budget that a unit in host memory takes."""
-        form = unit.home.stored_form
-        if form is not None and not isinstance(unit.home, HostHome):
-            return rounded(form.nbytes)
+        stored, held = unit.stored, unit.home.stored_form is not None
+        if stored is not None and not isinstance(unit.home, HostHome) and (held or not unit.trainable):
+            return rounded(stored.shard_nbytes)  # also if it has yet to come
         n, layout = unit.shard_numel, self.layout
         nbytes = rounded(layout.weight_nbytes(n)) + rounded(layout.only(exact=True).state_nbytes(n))
         return nbytes + (rounded(layout.only(moments=True).state_nbytes(n)) if moments else 0)
