@@ -330,14 +330,14 @@ def test_a_graph_keeps_what_its_backward_needs(tmp_path):
 def test_modules_of_no_model_are_left_alone(tmp_path):
     with infinity.Init(infinity.load_recipe(overrides=streaming(tmp_path))):
         criterion, model = torch.nn.CrossEntropyLoss(), torch.nn.Sequential(torch.nn.Linear(8, 8))
-        activation = torch.nn.ReLU()
-        model.append(activation)
-    assert type(criterion._parameters) is dict
+        activation, late = torch.nn.ReLU(), torch.nn.Linear(8, 8)
+        model.extend([activation, late])
+    assert type(criterion._parameters) is type(activation._parameters) is dict
     assert not criterion._forward_hooks
     assert not criterion._forward_pre_hooks
-    assert type(activation._parameters) is not dict
+    assert type(late._parameters) is not dict
     runtime = weakref.ref(runtime_of(model))
-    del model, activation
+    del model, late
     assert collected(runtime)  # though the loss function lives
 
 
