@@ -35,7 +35,7 @@ from infinity.core.nbytes import aligned
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import store_master
 
-RULES = ("adamw", "adamw8bit", "adam", "lion", "sgd", "muon")
+RULES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd", "muon")
 PARTS = ("update", "step", "loss", "plan")
 FUSED = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 DTYPE = torch.bfloat16
@@ -156,36 +156,42 @@ def _fio_s(folder: Path, step: Measured) -> float:
     return (step.read + step.written) / rate
 
 
-def losses(names: list[str], quick: bool, root: Path, batch: int) -> list[Claim]:
+def losses(names: list[str], quick: bool, root: Path, batch: int, seeds: list[int]) -> list[Claim]:
     found: dict[str, tuple[float, float]] = {}
     count = 20 if quick else 300
     with folder_on(root, "optimizers") as folder:
         for name in names:
-            print(f"quickstart by {name}", file=sys.stderr, flush=True)
-            given = [
-                f"train.steps={count}", f"run.dir={folder / name}", "train.eval_every=null",
-                "train.dtype=fp32", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
-                f"optim.name={name}",
-                f"train.batch_size={batch}", *TRAINED.get(name, []),
-            ]  # fmt: skip
-            command = [sys.executable, "-m", "infinity", "train", "configs/quickstart.yaml", *given]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            [metrics] = (folder / name).rglob("metrics.jsonl")
-            lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-            last = [each["loss"] for each in lines if each.get("loss") is not None][-20:]
-            held = [each["eval_loss"] for each in lines if each.get("eval_loss") is not None]
-            found[name] = sum(last) / len(last), held[-1] if held else float("nan")
-    base = found.get("adamw", (1.0, 1.0))
+            each = [_loss(name, folder, count, batch, seed) for seed in seeds]
+            found[name] = tuple(sum(column) / len(seeds) for column in zip(*each, strict=True))  # type: ignore[assignment]
+    base = found.get("adamw", found[names[0]])
     rows = [
-        [name, f"{loss:.4f}", f"{loss / base[0] - 1:+.2%}", f"{held:.4f}"]
-        for name, (loss, held) in found.items()
+        [name, f"{last:.4f}", f"{last / base[0] - 1:+.2%}", f"{held:.4f}", f"{held / base[1] - 1:+.2%}"]
+        for name, (last, held) in found.items()
     ]
-    print(f"\nThe quickstart after {count} steps of {batch} x 256 tokens, fp32")
-    print_table(["rule", "loss (mean of 20 steps)", "to adamw", "held-out loss"], rows)
+    print(f"\nThe quickstart after {count} steps of {batch} x 256 tokens, fp32, seeds {seeds}")
+    print_table(["rule", "loss (mean of 20 steps)", "to adamw", "held-out loss", "to adamw"], rows)
     if "adamw8bit" not in found:
         return []
-    apart = abs(found["adamw8bit"][0] / base[0] - 1)
-    return [Claim.at_most("adamw8bit: loss apart from AdamW's", apart, 0.005)]
+    apart = abs(found["adamw8bit"][1] / base[1] - 1)
+    return [Claim.at_most("adamw8bit: held-out loss apart from AdamW's", apart, 0.005)]
+
+
+def _loss(name: str, folder: Path, count: int, batch: int, seed: int) -> tuple[float, float]:
+    """Return the mean training loss of the last 20 steps of the quickstart, and its held-out loss."""
+    given = [
+        f"train.steps={count}", f"run.dir={folder / f'{name}-{seed}'}", f"train.eval_every={count}",
+        "train.dtype=fp32", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
+        f"optim.name={name}", f"run.seed={seed}", f"data.seed={seed}", f"train.batch_size={batch}",
+        *TRAINED.get(name, []),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "infinity", "train", "configs/quickstart.yaml", *given]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    [metrics] = (folder / f"{name}-{seed}").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    last = [each["loss"] for each in lines if each["kind"] == "step"][-20:]
+    held = [each["loss"] for each in lines if each["kind"] == "evaluation"][-1]
+    print(f"{name}, seed {seed}: {sum(last) / len(last):.4f}, held out {held:.4f}", file=sys.stderr)
+    return sum(last) / len(last), held
 
 
 def plans(names: list[str], quick: bool) -> list[Claim]:
@@ -212,7 +218,9 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", default="512,2048", help="of a step")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the quickstart")
+    parser.add_argument("--seeds", default="0", help="of the quickstart's runs")
     options = parser.parse(None, rounds=1)
+    seeds = [*map(int, options.seeds.split(","))]
     names, parts, claims = options.rules.split(","), options.parts.split(","), list[Claim]()
     if "update" in parts:
         claims += updates(names, options.quick)
@@ -221,7 +229,7 @@ def main() -> None:
             names, options.quick, options.nvme, options.rounds, [*map(int, options.tokens.split(","))]
         )
     if "loss" in parts:
-        claims += losses(names, options.quick, options.nvme, options.batch)
+        claims += losses(names, options.quick, options.nvme, options.batch, seeds)
     if "plan" in parts:
         claims += plans(names, options.quick)
     print_claims(claims, options.json, wanted="")

@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 1911,
+    "optim": 2073,
     "partition": 2649,
     "planner": 2313,
     "predict": 5376,

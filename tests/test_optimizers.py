@@ -32,6 +32,7 @@ ADAM = (("betas", (0.9, 0.95)), ("eps", 1e-8), ("weight_decay", 0.1))
 NUMBERS: dict[str, tuple[float, tuple[tuple[str, Any], ...]]] = {
     "adam": (1e-2, ADAM),
     "adamw8bit": (1e-2, ADAM),
+    "adamw4bit": (1e-2, ADAM),
     "lion": (1e-3, (("betas", (0.9, 0.99)), ("weight_decay", 0.1))),
     "sgd": (
         0.1, (("momentum", 0.9), ("dampening", 0.5), ("weight_decay", 0.1), ("nesterov", False)),

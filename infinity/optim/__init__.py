@@ -11,7 +11,10 @@ _HOMES = {
     "Form": "state", "MatrixRule": "matrix", "Moment": "state", "Quantized": "state", "Rule": "rule",
     "root": "formula", "sign": "formula", "where": "formula",
 }  # fmt: skip
-_OPTIMIZERS = {"Adam": "adam", "AdamW8bit": "adamw8bit", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
+_OPTIMIZERS = {
+    "Adam": "adam", "AdamW4bit": "adamw4bit", "AdamW8bit": "adamw8bit", "Lion": "lion", "Muon": "muon",
+    "SGD": "sgd",
+}  # fmt: skip
 
 __all__ = ["AdamW", "Optimizer", *sorted(_OPTIMIZERS), *sorted(_HOMES)]
 

@@ -67,3 +67,13 @@ class AdamW8bitRule(AdamWRule):
 
 
 ADAMW_8BIT = AdamW8bitRule()
+
+
+class AdamW4bitRule(AdamWRule):
+    """AdamW with both moments in 4 bits, in blocks of 128."""
+
+    name = "adamw4bit"
+    moments = (
+        Moment("exp_avg", Quantized(bits=4, shift=1, block=128)),
+        Moment("exp_avg_sq", Quantized(signed=False, bits=4, shift=0, block=128)),
+    )

@@ -44,6 +44,8 @@ _TYPES = {
     torch.float16: ("half_bits", "half"),
     torch.float32: ("float", "float"),
     torch.int16: ("short", ""),
+    torch.int8: ("signed char", ""),
+    torch.uint8: ("unsigned char", ""),
 }
 #: By the dtype of weights: the master of weight and exact field, and how it is stored.
 _MASTERS = {
@@ -55,6 +57,36 @@ _MASTERS = {
 }
 
 
+#: Codes of quantized moments: as ``decoded`` and ``encoded`` of :mod:`infinity.optim.kernels`. Each block of
+#: threads has one block of elements, whose largest magnitude is found in its shared memory.
+_CODES = """
+__device__ float decoded(int code, int most, int shift, float scale)
+{
+    int share = __float_as_int((float)(code < 0 ? -code : code)) - most;
+    int size = code ? (int)((unsigned)share << shift) + __float_as_int(scale) : 0;
+    return __int_as_float(size | (code & 0x80000000));
+}
+__device__ int largest_of(float value, int *biggest)
+{
+    if (threadIdx.x == 0) *biggest = 0;
+    __syncthreads();
+    int of_warp = __reduce_max_sync(0xFFFFFFFFu, __float_as_int(value) & 0x7FFFFFFF);
+    if (threadIdx.x % 32 == 0) atomicMax(biggest, of_warp);
+    __syncthreads();
+    int finite = *biggest < 0x10000000 ? 0x10000000 : *biggest > 0x7F7FFFFF ? 0x7F7FFFFF : *biggest;
+    return *biggest <= 0x7F800000 ? finite : 0x7FC00000;
+}
+__device__ int encoded(float value, int largest, int most, int shift, int is_signed)
+{
+    int size = __float_as_int(value) & 0x7FFFFFFF;
+    int share = ((size < largest ? size : largest) >> shift) + (most - (largest >> shift));
+    int code = __float_as_int(__int_as_float(share) + 8388608.0f) & 0xFF;
+    if (is_signed) return __float_as_int(value) < 0 ? -code : code;
+    return size ? (code > 1 ? code : 1) : 0;
+}
+"""
+
+
 def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.dtype) -> str:
     """Return the source of a kernel of weight, gradient, fields, numbers as integers, and ``n``."""
     kind, name = _TYPES[layout.dtype]
@@ -64,30 +96,62 @@ def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.
     taken = formula.parameters[2 + len(layout.moments) :]
     fields = [f"{_TYPES[field.dtype][0]} *{field.name}_field" for field in layout.fields]
     numbers = [f"int {name}_bits" for name in (*taken, "scale")]
-    names = [moment.name for moment in layout.moments]
-    loaded = [f"from_{_TYPES[m.form.dtype][1]}({m.name}_field[i])" for m in layout.moments]
+    quantized = {m.name: m.form for m in layout.moments if isinstance(m.form, Quantized)}
+    loaded, stored, after = list[str](), list[str](), list[str]()
+    for name, form in layout.moments:
+        if name in quantized:
+            stored_as = quantized[name]
+            curve = f"{stored_as.most_bits}, {stored_as.shift}"
+            loaded.append(f"decoded({_code(name, stored_as)}, {curve}, {name}_scale_field[blockIdx.x])")
+            after += _encode(name, stored_as)
+        else:
+            loaded.append(f"from_{_TYPES[form.dtype][1]}({name}_field[i])")
+            stored.append(f"{name}_field[i] = to_{_TYPES[form.dtype][1]}({name}_);")
     floats = [f"__int_as_float({name}_bits)" for name in taken]
     grad = f"from_{_TYPES[grad_dtype][1]}(grad[i]) * __int_as_float(scale_bits)"
     arguments = [
-        f"{kind} *weight",
-        f"const {_TYPES[grad_dtype][0]} *grad",
-        *fields,
-        *numbers,
+        f"{kind} *weight", f"const {_TYPES[grad_dtype][0]} *grad", *fields, *numbers,
         "int n",
-    ]
-    made = ["master_", *(f"{name}_" for name in names)]
-    stored = [f"{m.name}_field[i] = to_{_TYPES[m.form.dtype][1]}({m.name}_);" for m in layout.moments]
+    ]  # fmt: skip
+    made = ["master_", *(f"{name}_" for name, _ in layout.moments)]
     call = ", ".join([load, grad, *loaded, *floats, *(f"&{name}" for name in made)])
     lines = [
-        "int i = blockIdx.x * blockDim.x + threadIdx.x;", "if (i >= n) return;",
-        f"float {', '.join(made)};", f"step({call});", store, *stored,
+        "int i = blockIdx.x * blockDim.x + threadIdx.x;",
+        f"float {', '.join(f'{name} = 0' for name in made)};",
+        f"if (i < n) {{ step({call}); {' '.join([store, *stored])} }}", *after,
     ]  # fmt: skip
     return (
-        f"{_CONVERSIONS}\n{formula.cuda('step')}\n"
+        f"{_CONVERSIONS}\n{_CODES if quantized else ''}\n{formula.cuda('step')}\n"
         f'extern "C" __global__ void update({", ".join(arguments)})\n{{\n    '
         + "\n    ".join(lines)
         + "\n}\n"
     )
+
+
+def _code(name: str, form: Quantized) -> str:
+    """Return the expression of the code of element i."""
+    if form.bits == 8:
+        return f"(int){name}_field[i]"
+    nibble = f"(({name}_field[i / 2] >> (4 * (i & 1))) & 15)"
+    return f"(({nibble} ^ 8) - 8)" if form.signed else nibble
+
+
+def _encode(name: str, form: Quantized) -> list[str]:
+    """Return lines that store a quantized moment, which every thread of a block runs."""
+    code = f"encoded({name}_, {name}_largest, {form.most_bits}, {form.shift}, {int(form.signed)})"
+    scale = f"{name}_scale_field[blockIdx.x] = __int_as_float({name}_most ? {name}_largest : 0);"
+    pair = f"{name}_codes[threadIdx.x] | ({name}_codes[threadIdx.x + 1] << 4)"
+    lines = [
+        f"__shared__ int {name}_most;", f"int {name}_largest = largest_of({name}_, &{name}_most);",
+        f"if (threadIdx.x == 0) {scale}",
+    ]  # fmt: skip
+    if form.bits == 8:
+        return [*lines, f"if (i < n) {name}_field[i] = {code};"]
+    return [
+        *lines, f"__shared__ unsigned char {name}_codes[{form.block}];",
+        f"{name}_codes[threadIdx.x] = i < n ? {code} & 15 : 0;", "__syncthreads();",
+        f"if (i < n && i % 2 == 0) {name}_field[i / 2] = {pair};",
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -95,8 +159,9 @@ def elementwise_kernel(
     formula: Formula | None, layout: StateLayout, grad_dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor], None] | None:
     """Return what starts an update in place on ``device``; None: there is no kernel."""
-    if formula is None or any(isinstance(moment.form, Quantized) for moment in layout.moments):
+    if formula is None:
         return None
+    [block] = {m.form.block for m in layout.moments if isinstance(m.form, Quantized)} or {_BLOCK}
     source = elementwise_source(formula, layout, grad_dtype)
     kernel = compile_kernel(source, "update", device)
     if kernel is None:
@@ -106,8 +171,9 @@ def elementwise_kernel(
         # As integers: which type a float of Python becomes depends on torch's version.
         numbers = hyper.view(torch.int32).tolist()
         for begin in range(0, weight.numel(), _LAUNCH_NUMEL):
-            parts = [each[begin : begin + _LAUNCH_NUMEL] for each in (weight, grad, *state)]
-            n = parts[0].numel()
-            kernel(grid=(-(-n // _BLOCK), 1, 1), block=(_BLOCK, 1, 1), args=[*parts, *numbers, n])
+            end = min(begin + _LAUNCH_NUMEL, weight.numel())
+            parts = weight[begin:end], grad[begin:end], *layout.part(state, begin, end)
+            args = [*parts, *numbers, end - begin]
+            kernel(grid=(-(-(end - begin) // block), 1, 1), block=(block, 1, 1), args=args)
 
     return update

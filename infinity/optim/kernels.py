@@ -178,32 +178,55 @@ def split_all(master: Array, weight: Array, remainder: Array) -> None:
 
 
 @inlined
-def decoded(codes: Array, scale: Any, values: Array, signed: bool) -> None:
-    """Write the values of a block, as :class:`infinity.optim.state.Quantized` has them."""
-    most = np.float32(127) if signed else np.float32(255)
-    for i in range(codes.size):
-        share = np.float32(codes[i]) / most
-        values[i] = (share * abs(share)) * (share * share) * scale
+def decoded(code: Any, most: Any, shift: Any, largest: Any) -> Any:
+    """Return the value of a code, as :class:`infinity.optim.state.Quantized` has it."""
+    wide = np.int32(code)
+    share = np.int32(np.float32(abs(wide)).view(np.int32) - most)
+    size = np.int32(np.int32(share << shift) + largest) if wide != 0 else np.int32(0)
+    return np.int32(size | np.int32(wide & np.int32(-0x80000000))).view(np.float32)
 
 
 @inlined
-def encoded(values: Array, codes: Array, signed: bool) -> Any:
-    """Write the codes of a block's values, and return its scale."""
+def encoded(values: Array, codes: Array, most: Any, shift: Any, signed: bool) -> Any:
+    """Write the codes of a block's values, and return its scale; see :func:`decoded`."""
     biggest = np.int32(0)
     for i in range(codes.size):
-        bits = np.float32(values[i]).view(np.int32) & np.int32(0x7FFFFFFF)
-        biggest = bits if bits > biggest else biggest  # a NaN is the largest
-    scale = np.int32(0x7F7FFFFF if biggest == 0x7F800000 else biggest).view(np.float32)
-    divisor = scale if scale > 0 else np.float32(1)
-    most = np.float32(127) if signed else np.float32(255)
+        biggest = max(np.int32(np.float32(values[i]).view(np.int32) & np.int32(0x7FFFFFFF)), biggest)
+    finite = min(max(biggest, np.int32(0x10000000)), np.int32(0x7F7FFFFF))
+    largest = np.int32(finite if biggest <= 0x7F800000 else 0x7FC00000)
+    base = np.int32(most - np.int32(largest >> shift))
     for i in range(codes.size):
-        share = np.sqrt(np.sqrt(abs(values[i]) / divisor))
-        code = np.int32((share if share < 1 else np.float32(1)) * most + np.float32(0.5))
+        word = np.float32(values[i]).view(np.int32)
+        size = np.int32(word & np.int32(0x7FFFFFFF))
+        share = np.int32(np.int32(min(size, largest) >> shift) + base).view(np.float32)
+        code = np.int32(np.float32(share + np.float32(2.0**23)).view(np.int32) & np.int32(0xFF))
         if signed:
-            codes[i] = -code if values[i] < 0 else code
+            sign = np.int32(word >> 31)
+            codes[i] = np.int32(np.int32(code ^ sign) - sign)
         else:
-            codes[i] = max(code, np.int32(1)) if values[i] > 0 else code
-    return scale
+            codes[i] = max(code, np.int32(1)) if size > 0 else np.int32(0)
+    return np.int32(largest if biggest > 0 else np.int32(0)).view(np.float32)
+
+
+@inlined
+def unpacked(pairs: Array, codes: Array, signed: bool) -> None:
+    """Write the 4-bit codes of each byte, the lower half first, into ``codes``, one in each."""
+    flip = np.int32(8) if signed else np.int32(0)
+    for i in range(codes.size // 2):
+        pair = np.int32(pairs[i])
+        codes[2 * i] = np.int32(np.int32(np.int32(pair & np.int32(15)) ^ flip) - flip)
+        codes[2 * i + 1] = np.int32(np.int32(np.int32(pair >> 4) ^ flip) - flip)
+    if codes.size % 2:
+        codes[-1] = np.int32(np.int32(np.int32(np.int32(pairs[-1]) & np.int32(15)) ^ flip) - flip)
+
+
+@inlined
+def packed(codes: Array, pairs: Array) -> None:
+    for i in range(codes.size // 2):
+        lower = np.int32(np.int32(codes[2 * i]) & np.int32(15))
+        pairs[i] = np.int32(lower | np.int32(np.int32(np.int32(codes[2 * i + 1]) & np.int32(15)) << 4))
+    if codes.size % 2:
+        pairs[-1] = np.int32(np.int32(codes[-1]) & np.int32(15))
 
 
 @jit

@@ -11,8 +11,19 @@ import torch
 
 from infinity.optim import kernels
 from infinity.optim.formula import Formula
-from infinity.optim.kernels import decoded, encoded, inlined, jit, join, rounded_as, split, widen
-from infinity.optim.state import BLOCK_NUMEL, Quantized, StateLayout
+from infinity.optim.kernels import (
+    decoded,
+    encoded,
+    inlined,
+    jit,
+    join,
+    packed,
+    rounded_as,
+    split,
+    unpacked,
+    widen,
+)  # fmt: skip
+from infinity.optim.state import Quantized, StateLayout
 
 #: By the dtype of weights: the master of element i, and how a new one is stored.
 _MASTERS = {
@@ -36,7 +47,10 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     moments = {moment.name: moment.form for moment in layout.moments}
     quantized = {name: form for name, form in moments.items() if isinstance(form, Quantized)}
     places = {name: f"{name}_values[i]" if name in quantized else f"{name}_field[i]" for name in moments}
-    loaded = [f"widen({place})" for place in places.values()]
+    loaded = [
+        f"decoded({name}_field[i], {_curve(quantized[name])}, {name}_largest)" if name in quantized
+        else f"widen({place})" for name, place in places.items()
+    ]  # fmt: skip
     numbers = [f"hyper[{n}]" for n in range(len(formula.parameters) - 2 - len(moments))]
     scaled = f"widen(grad[i]) * hyper[{len(numbers)}]"
     made = "".join(f"{name}_, " for name in ("master", *moments))
@@ -47,10 +61,8 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     ]
     fields = [f"{field.name}_field" for field in layout.fields]
     given = ["weight", "grad", "out", *fields, "hyper"]
-    source = [
-        formula.python("step"),
-        _lines("elements", [*given, *(f"{n}_values" for n in quantized)], element),
-    ]
+    more = [f"{name}_{of}" for name in quantized for of in ("values", "largest")]
+    source = [formula.python("step"), _lines("elements", [*given, *more], element)]
     if quantized:
         source.append(_blocks(layout, quantized))
     loop, taken = "blocks" if quantized else "elements", ", ".join(given)
@@ -59,8 +71,16 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         f"    if in_place:\n        {loop}({taken.replace('out', 'weight', 1)})\n"
         f"    else:\n        {loop}({taken})\n"
     )
-    known = {"__name__": kernels.__name__, "sqrt": np.sqrt, "f32": np.float32, "empty": np.empty}
-    known |= {each.__name__: each for each in (join, split, widen, rounded_as, decoded, encoded)}
+    known: dict[str, Any] = {
+        "__name__": kernels.__name__,
+        "sqrt": np.sqrt,
+        "f32": np.float32,
+        "i32": np.int32,
+        "int32": np.int32,
+    }
+    known |= {"empty": np.empty, "i8": np.int8, "u8": np.uint8}
+    known |= {each.__name__: each for each in (join, split, widen, rounded_as)}
+    known |= {each.__name__: each for each in (decoded, encoded, unpacked, packed)}
     known["step"] = inlined(_function(source[0], known))
     for text in source[1:-1]:
         known[text[4 : text.index("(")]] = _always(_function(text, known))
@@ -73,28 +93,42 @@ def _lines(name: str, parameters: list[str], lines: list[str]) -> str:
     return f"def {name}({', '.join(parameters)}):\n    for i in range(grad.size):\n{body}"
 
 
+def _curve(form: Quantized) -> str:
+    return f"i32({form.most_bits}), i32({form.shift})"
+
+
 def _blocks(layout: StateLayout, quantized: Mapping[str, Quantized]) -> str:
     """Return the source of a function that takes blocks of elements, with values of quantized moments."""
+    [block] = {form.block for form in quantized.values()}
     scales = {f"{name}_scale" for name in quantized}
     cut = ["weight", "grad", "out", *(f"{f.name}_field" for f in layout.fields if f.name not in scales)]
-    taken = ", ".join(["weight", "grad", "out", *(f"{f.name}_field" for f in layout.fields), "hyper"])
+    taken = ["weight", "grad", "out", *(f"{f.name}_field" for f in layout.fields), "hyper"]
+    given = [f"{name}_part" if name in cut else name for name in taken]
+    packed = {name: form for name, form in quantized.items() if form.bits == 4}
+    inner, after = list[str](), list[str]()
+    for name, form in quantized.items():
+        of, codes = f"{name}_field", f"{name}_field_part"
+        if name in packed:
+            pairs = f"{of}[begin // 2 : (end + 1) // 2]"
+            inner += [
+                f"{codes} = {name}_codes[: grad_part.size]",
+                f"unpacked({pairs}, {codes}, {form.signed})",
+            ]
+            cut.remove(of)
+        inner.append(f"{name}_largest = f32({name}_scale_field[block]).view(int32)")
+        made = f"encoded({name}_values, {codes}, {_curve(form)}, {form.signed})"
+        after += [f"{name}_scale_field[block] = {made}"]
+        after += [f"packed({codes}, {pairs})"] if name in packed else []
+        given += [f"{name}_values", f"{name}_largest"]
     lines = [
-        *(f"{name}_values = empty({BLOCK_NUMEL}, f32)" for name in quantized),
-        f"for block in range((grad.size + {BLOCK_NUMEL - 1}) // {BLOCK_NUMEL}):",
-        f"    begin, end = {BLOCK_NUMEL} * block, {BLOCK_NUMEL} * (block + 1)",
+        *(f"{name}_values = empty({block}, f32)" for name in quantized),
+        *(f"{name}_codes = empty({block}, {'i8' if form.signed else 'u8'})" for name, form in packed.items()),
+        f"for block in range((grad.size + {block - 1}) // {block}):",
+        f"    begin, end = {block} * block, min({block} * (block + 1), grad.size)",
         *(f"    {name}_part = {name}[begin:end]" for name in cut),
-        *(
-            f"    decoded({name}_field_part, {name}_scale_field[block], {name}_values, {form.signed})"
-            for name, form in quantized.items()
-        ),
-        "    elements(" + ", ".join(f"{n}_part" if n in cut else n for n in taken.split(", "))
-        + "".join(f", {name}_values" for name in quantized) + ")",
-        *(
-            f"    {name}_scale_field[block] = encoded({name}_values, {name}_field_part, {form.signed})"
-            for name, form in quantized.items()
-        ),
-    ]  # fmt: skip
-    return f"def blocks({taken}):\n" + "".join(f"    {line}\n" for line in lines)
+        *(f"    {line}" for line in (*inner, f"elements({', '.join(given)})", *after)),
+    ]
+    return f"def blocks({', '.join(taken)}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def _always(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,7 +132,7 @@ class Rule(ABC):
             part = slice(begin, min(begin + piece_numel, weight.numel()))
             fields = layout.part(state, part.start, part.stop)
             master = master_of(layout, weight[part], fields, eager=True)
-            scaled, moments = grad[part].to(torch.float32) * scale, layout.load_moments(fields)
+            scaled, moments = grad[part].to(torch.float32) * scale, layout.load_moments(fields, len(master))
             master, *new = self.update(master, scaled, *moments, *numbers)
             store_master(layout, master, weight_out[part], fields, eager=True)
             layout.store_moments(fields, new)

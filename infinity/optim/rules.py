@@ -49,8 +49,7 @@ class OptimConfig(Config):
 
     name: str = setting(
         "adamw",
-        "update rule: adamw, adamw8bit, adam, lion, muon, sgd; module:Class of your own "
-        "(infinity.optim.Rule)",
+        "update rule: adamw, adamw8bit, adamw4bit, adam, lion, muon, sgd; or module:Class of your own",
     )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] | None = setting(

@@ -20,14 +20,18 @@ back with another payload.
 budgets, plans and copies follow from the fields; checkpoints and state dictionaries have the moments. Each
 field of a chunk begins on a block of the drive, so that it can be moved from where it lies.
 
-[Note: quantized moments] Blocks of 256 elements are counted from the first element of each parameter, so the
-division into units, tiles and shards changes no number. Of a block the largest magnitude is kept, and of each
-value a code for its share of it, on a scale that is finer near zero, as dynamic quantization has it (8-bit
-Optimizers via Block-wise Quantization, arXiv:2110.02861). Theirs is a table of decimal exponents and linear
-fractions. Here it is a power, which needs no table: shares down to 4e-9 of the largest (2e-10 without a sign)
-are told apart, with a relative step of 4 / n. Roots and products are rounded alike everywhere, and a value
-that was stored is stored as the same bits again. A second moment above 0 stays so, since its root divides:
-what is far smaller than the rest of its block then moves too little, never too much.
+[Note: quantized moments] Blocks of 256 elements (128 of 4 bits) are counted from the first element of each
+parameter, so the division into units, tiles and shards changes no number. Of a block the largest magnitude
+is kept, and of each value a code for its share of it, on a scale that is finer near zero, as dynamic
+quantization has it (8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861). Theirs is a table of
+decimal exponents and linear fractions. Here it is integer arithmetic on the bits of float32, which are
+nearly a logarithm: the code of a value is ``bits(code) = bits(most) - (bits(largest) - bits(value)) / 4``,
+about the fourth root of its share, piecewise linear, of which the inverse is exact (4 is ``2**shift``: in 4
+bits it is 2, and 1 without a sign). That needs neither table nor root, and is the same on every processor.
+In 8 bits shares down to 4e-9 of the largest (2e-10 without a sign) are told apart, with a relative step of
+about 4 / n, and a value that was stored is stored as the same code again. A second moment above 0 stays so,
+since its root divides: what is far smaller than the rest of its block then moves too little, never too
+much.
 """
 
 import math
@@ -40,11 +44,11 @@ from torch import Tensor, nn
 
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
 from infinity.device.machine import compiling, rank_threads
-from infinity.optim.formula import root
 
 #: Elements of a block of quantized values, of which every parameter's first begins one.
 BLOCK_NUMEL = 256
-_LARGEST = torch.finfo(torch.float32).max
+#: As bits of float32: the least scale of a block that is not all 0, infinity, and NaN.
+_LEAST, _INFINITE, _NAN = 0x10000000, 0x7F800000, 0x7FC00000
 
 
 class StateField(NamedTuple):
@@ -71,8 +75,8 @@ class Form:
     def fields(self, name: str) -> tuple[StateField, ...]:
         return (StateField(name, self.dtype),)
 
-    def load(self, fields: Sequence[Tensor]) -> Tensor:
-        """Return the fp32 values, ``(n,)``; a view where they are stored so."""
+    def load(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        """Return the fp32 values, ``(numel,)``; a view where they are stored so."""
         return fields[0].float()
 
     def store(self, values: Tensor, fields: Sequence[Tensor]) -> None:
@@ -81,38 +85,61 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Quantized(Form):
-    """8 bits of the fourth root of a share of the block's largest: see [Note: quantized moments].
+    """A code of 8 or 4 bits for the share of the block's largest: see [Note: quantized moments].
 
-    Shares are fourth powers of n / 127 if values may be below 0, else of n / 255.
+    Codes go up with about the ``2**shift``-th root of the share. Two codes of 4 bits are in one byte, the
+    first in its lower half.
     """
 
     signed: bool = True
+    bits: int = 8
+    shift: int = 2
+    block: int = BLOCK_NUMEL
 
     @property
     def most(self) -> int:
-        return 127 if self.signed else 255
+        """The largest code."""
+        return int(2 ** (self.bits - self.signed)) - 1
+
+    @property
+    def most_bits(self) -> int:
+        """The bits of the largest code as a float32."""
+        return int(torch.tensor(float(self.most), device="cpu").view(torch.int32))
 
     def fields(self, name: str) -> tuple[StateField, ...]:
-        codes = StateField(name, torch.int8 if self.signed else torch.uint8)
-        return codes, StateField(f"{name}_scale", torch.float32, BLOCK_NUMEL)
+        per = 8 // self.bits
+        codes = StateField(name, torch.int8 if self.signed and per == 1 else torch.uint8, per)
+        return codes, StateField(f"{name}_scale", torch.float32, self.block)
 
-    def load(self, fields: Sequence[Tensor]) -> Tensor:
-        codes, scale = fields
-        share = codes.float() / self.most
-        return (share * share.abs()) * (share * share) * scale.repeat_interleave(BLOCK_NUMEL)[: len(codes)]
+    def load(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        codes, scale = fields[0].to(torch.int32), fields[1].view(torch.int32)
+        if self.bits == 4:
+            codes = torch.stack([codes % 16, codes >> 4], 1).view(-1)[:numel]
+            codes = torch.where(codes > self.most, codes - 16, codes)
+        share = (codes.abs().float().view(torch.int32) - self.most_bits) << self.shift
+        size = torch.where(codes != 0, share + scale.repeat_interleave(self.block)[:numel], 0)
+        value = size.view(torch.float32)
+        return torch.where(codes < 0, -value, value)
 
     def store(self, values: Tensor, fields: Sequence[Tensor]) -> None:
-        codes, scale = fields
-        sizes = nn.functional.pad(values.abs(), (0, -len(values) % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
-        biggest = sizes.view(torch.int32).amax(1).view(torch.float32)  # by bits: a NaN is the largest
-        scale.copy_(torch.where(biggest == math.inf, _LARGEST, biggest))
-        share = root(root(sizes / torch.where(scale > 0, scale, 1.0)[:, None]))
-        whole = (torch.where(share < 1, share, 1.0) * self.most + 0.5).to(torch.int32).view(-1)[: len(values)]
+        numel, (codes, scale) = len(values), fields
+        values = nn.functional.pad(values, (0, -numel % self.block))
+        sizes = values.abs().view(torch.int32).view(-1, self.block)
+        biggest = sizes.amax(1)
+        largest = torch.where(biggest <= _INFINITE, biggest.clamp(_LEAST, _INFINITE - 1), _NAN)
+        scale.copy_(torch.where(biggest > 0, largest, 0).view(torch.float32))
+        base = (self.most_bits - (largest >> self.shift))[:, None]
+        share = ((torch.minimum(sizes, largest[:, None]) >> self.shift) + base).view(torch.float32)
+        whole, sizes = share.round().to(torch.int32).view(-1), sizes.view(-1)
         if self.signed:
             whole = torch.where(values < 0, -whole, whole)
         else:  # what is above 0 stays so
-            whole = torch.where(values > 0, whole.clamp(min=1), whole)
-        codes.copy_(whole)
+            whole = torch.where(sizes > 0, whole.clamp(min=1), 0)
+        if self.bits == 4:
+            low, high = (whole[: numel + numel % 2] % 16).view(-1, 2).unbind(1)
+            codes.copy_(low + 16 * high)
+        else:
+            codes.copy_(whole[:numel])
 
 
 class Moment(NamedTuple):
@@ -172,12 +199,12 @@ class StateLayout:
         """Return the fields of moments among those of a whole state."""
         return tuple(state[len(self.exact) :])
 
-    def load_moments(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def load_moments(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         """Return each moment as fp32, ``(n,)``; views where they are stored so."""
         rest, values = list(self.moments_of(state)), list[Tensor]()
         for moment in self.moments:
             fields, rest = rest[: len(moment.fields)], rest[len(moment.fields) :]
-            values.append(moment.form.load(fields))
+            values.append(moment.form.load(fields, numel))
         return tuple(values)
 
     def store_moments(self, state: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
@@ -193,7 +220,7 @@ class StateLayout:
     def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the fp32 master and each moment as fp32, ``(n,)``; views where they are stored so."""
         state = tuple(state)
-        return master_of(self, weight, state), *self.load_moments(state)
+        return master_of(self, weight, state), *self.load_moments(state, weight.numel())
 
     def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         """Return a state with zeros for the last fields, which a state that was never trained lacks."""

@@ -106,7 +106,7 @@ class HostConfig(Config):
     memory: int = setting(2**30, "host memory of a node", Valid(1, 2**60), nbytes=True)
     bytes_per_s: float = setting(1e10, "bandwidth of that memory", _RATE)
     core_bytes_per_s: float = setting(8e9, "what an optimizer's update moves on one core", _RATE)
-    core_codes_per_s: float = setting(5e8, "8-bit values that it decodes and encodes on one core", _RATE)
+    core_codes_per_s: float = setting(2e9, "8-bit values that it decodes and encodes on one core", _RATE)
     watts: float = setting(0.0, "power of a node without its devices; 0: not known", _PRICE)
 
     def update_bytes_per_s(self, layout: StateLayout) -> float:

@@ -15,7 +15,7 @@ from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-NAMES = ("adamw", "adamw8bit", "adam", "lion", "sgd")
+NAMES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd")
 
 
 def compare(name: str) -> list[str]:

@@ -196,30 +196,46 @@ def sgd_(p: Tensor, buffer: Tensor, _: Tensor, g: Tensor, t: int, group: dict[st
 
 
 def adamw8bit_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
-    """AdamW whose moments are rounded to 8 bits after each step; see :func:`in_8_bits`."""
+    """AdamW whose moments are rounded to 8 bits after each step; see :func:`in_codes`."""
     rule = Rule(betas=group["betas"], eps=group["eps"])
     adamw_(p, m, v, g, t, group["lr"], group["weight_decay"], rule)
-    m.copy_(in_8_bits(m, 127))
-    v.copy_(in_8_bits(v, 255))
+    m.copy_(in_codes(m, 127))
+    v.copy_(in_codes(v, 255))
 
 
-def in_8_bits(x: Tensor, most: int) -> Tensor:
-    """Round to fourth powers of n / ``most`` of the largest magnitude in each block of 256 elements.
+def adamw4bit_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    rule = Rule(betas=group["betas"], eps=group["eps"])
+    adamw_(p, m, v, g, t, group["lr"], group["weight_decay"], rule)
+    m.copy_(in_codes(m, 7, 128, 2))
+    v.copy_(in_codes(v, 15, 128, 1))
 
-    Blocks are counted in the flat tensor. What is above 0 stays so if there are no signs (``most`` is 255).
+
+def in_codes(x: Tensor, most: int, size: int = 256, power: int = 4) -> Tensor:
+    """Round to the levels of codes 0, 1, ... ``most`` of each block of elements, counted in the flat tensor.
+
+    The bits of a float32 are a line through the logarithm of each power of two. A level's bits are
+    ``power`` times as far below those of the block's largest magnitude as its code's are below those of
+    ``most``. What is between two levels goes to the code that is nearer in the same sense, halves to the
+    even one. What is above 0 stays so if there are no signs (``most`` is 255 or 15).
     """
-    flat = x.detach().reshape(-1).numpy()
+    flat, top = x.detach().reshape(-1).numpy(), _bits_of(np.float32(most))
     rounded = np.empty_like(flat)
-    for begin in range(0, len(flat), 256):
-        block = flat[begin : begin + 256]
-        largest = np.abs(block).max()
-        share = np.sqrt(np.sqrt(np.abs(block) / (largest if largest > 0 else np.float32(1))))
-        codes = np.floor(share * np.float32(most) + np.float32(0.5))
-        if most == 255:
+    for begin in range(0, len(flat), size):
+        block = flat[begin : begin + size]
+        largest = _bits_of(np.maximum(np.abs(block).max(), np.float32(2.0**-95)))
+        place = top - largest // power + _bits_of(np.abs(block)) // power
+        codes = np.rint(place.astype(np.int32).view(np.float32))
+        if most in (15, 255):
             codes[(block > 0) & (codes < 1)] = 1
-        share = np.copysign(codes, block).astype(np.float32) / np.float32(most)
-        rounded[begin : begin + 256] = (share * np.abs(share)) * (share * share) * largest
+            codes[block == 0] = 0
+        level = largest - power * (top - _bits_of(codes))
+        values = np.where(codes > 0, level, 0).astype(np.int32).view(np.float32)
+        rounded[begin : begin + size] = np.copysign(values, block)
     return torch.from_numpy(rounded).view(x.shape)
 
 
-UPDATES = {"adam": adam_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_}
+def _bits_of(x: Any) -> Any:
+    return np.asarray(x, np.float32).view(np.int32).astype(np.int64)
+
+
+UPDATES = {"adam": adam_, "adamw4bit": adamw4bit_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_}
