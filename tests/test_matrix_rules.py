@@ -195,7 +195,7 @@ def test_each_pass_is_its_plain_arithmetic_bitwise_compiled_or_by_torch(dtype):
             assert torch.equal(given, direction)
             update(rule.last, values[0], given, tuple(values[1:]), values[0], last)
             assert torch.equal(master_of(layout, values[0], tuple(values[1:])), master)
-            assert torch.equal(layout.load_moments(tuple(values[1:]))[0], momentum)
+            assert torch.equal(layout.load_moments(tuple(values[1:]), len(momentum))[0], momentum)
     assert rule.first.loop(dtype) is not None
     assert rule.last.loop(dtype) is not None
 
