@@ -291,7 +291,7 @@ ROOM_BUDGETS = {
     "partition": 2649,
     "planner": 2313,
     "predict": 5376,
-    "recipes": 1993,
+    "recipes": 1995,
     "shards": 4390,
 }
 

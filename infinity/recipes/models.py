@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from infinity.checkpoint.model import ARCHITECTURES, Architecture
 from infinity.core.config import Config, SettingError, Valid, setting
@@ -246,7 +247,8 @@ ARCHITECTURES["GPT"] = Architecture(GPTConfig, GPT, longest="seq_len")
 def _document_mask(positions: Tensor) -> Tensor | None:
     """Return the attention mask, ``(b, 1, s, s)`` bool; None if every sequence is one document."""
     places = torch.arange(positions.shape[1], device=positions.device)
-    if torch.equal(positions, places.expand_as(positions)):
+    planned = isinstance(positions, FakeTensor)  # without values: several documents, which take more
+    if not planned and torch.equal(positions, places.expand_as(positions)):
         return None
     document = (positions == 0).cumsum(dim=1)
     same = document.unsqueeze(2) == document.unsqueeze(1)

@@ -464,3 +464,8 @@ def test_a_plan_says_what_evaluations_and_a_reference_take_beside_steps(tmp_path
     ):
         assert re.search(words, text, re.MULTILINE), text
         assert not re.search(words, plain, re.MULTILINE)
+
+
+def test_pairs_of_answers_are_planned_for_the_models_of_this_package() -> None:
+    made = planned_with("train.task=dpo", "hgx-h100", 1)
+    assert made.cost.step_s > 0
