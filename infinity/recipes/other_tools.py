@@ -68,7 +68,7 @@ def _among(key: str, accepted: str, **known: str) -> Convert:
 def _optimizer(name: Any) -> Any:
     """Return the update rule of a name such as ``paged_adamw_8bit`` or ``torch.optim.AdamW``."""
     plain = re.sub(
-        r"paged|torch|fused|apex|anyprecision|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
+        r"paged|torch|fused|apex|anyprecision|bnb|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
     )
     try:
         return find_rule(plain).name
@@ -161,7 +161,8 @@ _MEANINGS: dict[str, "Row"] = {
         To("checkpoint.every", _steps), To("data.eval_files", _texts), To("data.eval_fraction", _fraction),
         To("data.files", _texts), To("data.packing", bool), To("lora.modules_to_save", _texts),
         To("lora.target_modules", _texts), To("memory.nvme", _texts), To("observe.mlflow", _is_on),
-        To("observe.tensorboard", _is_on), To("observe.wandb", _is_on), To("optim.max_grad_norm", _positive),
+        To("observe.tensorboard", _is_on), To("observe.wandb", _is_on),
+        To("optim.max_grad_norm", lambda norm: norm or None),  # 0 never clips
         To("optim.name", _optimizer), To("optim.warmup_steps", _warmup), To("run.seed", _seed),
         To("train.device", lambda name: name if name == "cpu" else {}), To("train.epochs", _positive),
         To("train.eval_every", _every), To("train.log_every", _every), To("train.patience", _positive),
@@ -225,6 +226,7 @@ _TRAINER: dict[str, Row] = {
     **_each("resume_from_checkpoint save_only_model", _COMMITTED),
     "torch_compile": _COMPILED,
     "neftune_noise_alpha": Missing("there is no noise on embeddings"),
+    "optim_args": Missing("optim.options has the numbers of a rule"),
     "label_smoothing_factor": Missing("the loss is the plain cross entropy"),
     **_each("push_to_hub hub_model_id", Missing("nothing is uploaded: infinity export, and hf upload")),
     "use_liger_kernel": Needless("logits are computed in slices where they are large (memory.logits)"),
@@ -237,7 +239,7 @@ _TRAINER: dict[str, Row] = {
         log_level_replica log_on_each_node logging_nan_inf_filter eval_do_concat_batches eval_delay
         hub_strategy hub_token include_for_metrics restore_callback_states_from_checkpoint
         include_num_input_tokens_seen length_column_name train_sampling_strategy skip_memory_metrics
-        save_on_each_node optim_args project trackio_space_id dataloader_drop_last debug
+        save_on_each_node project trackio_space_id dataloader_drop_last debug
         """,
         Needless("it changes no number here"),
     ),
@@ -283,6 +285,7 @@ class Tool:
     defaults: Values = field(default_factory=dict)
 
 
+_MOMENTUM = To("optim.options", lambda momentum: {"optim.options": {"momentum": momentum}})
 _DEEPSPEED: dict[str, Row] = {
     **_to("""
         train_micro_batch_size_per_gpu=train.batch_size gradient_accumulation_steps=train.accumulate
@@ -301,6 +304,7 @@ _DEEPSPEED: dict[str, Row] = {
         "optim.name",  # whose Adam decouples the decay, too
         lambda name: _optimizer("adamw" if str(name).lower() == "adam" else name),
     ),
+    "optimizer.params.momentum": _MOMENTUM,
     "scheduler.params": Needless("the rate rises from 0"),
     **_each(
         "zero_optimization.offload_param zero_optimization.offload_optimizer zero_optimization", _BUDGETS
@@ -376,6 +380,7 @@ _LLAMA_FACTORY: dict[str, Row] = _FINETUNING | {
     """),
     "dataset": To("data.files", lambda names: {"_names": _texts(names)}),
     "dataset_dir": To("data.files", lambda folder: {"_names_in": folder}),
+    "use_muon": To("optim.name", lambda on: {"_rule": "muon"} if on else {}),  # whatever optim says
     "pref_loss": To(
         "",
         lambda name: Needless("it is that of dpo") if name == "sigmoid" else Missing("dpo has the sigmoid"),
@@ -427,6 +432,7 @@ _TORCHTUNE: dict[str, Row] = {
     "dataset": Needless("data.files and the columns of rows say it"),
     "max_steps_per_epoch": Missing("train.steps counts the steps of the whole run"),
     "optimizer.fused": Needless("updates are fused"),
+    "optimizer.momentum": _MOMENTUM,
     "model.apply_lora_to_mlp": Missing("lora.target_modules lists all layers: add up_proj and so on"),
     "model": Needless("model.path has the architecture"),
     **_each("enable_activation_checkpointing enable_activation_offloading", _CHOSEN),
@@ -478,6 +484,8 @@ TOOLS = {
             "bf16", "fp16", "aio", "activation_checkpointing", "wall_clock_breakdown",
         }),
         _DEEPSPEED,
+        {"optim.betas": [0.9, 0.999], "optim.weight_decay": 0.0, "optim.min_lr_ratio": 0.0,
+         "optim.max_grad_norm": None},
     ),
     "Accelerate": Tool(
         frozenset({"compute_environment", "distributed_type", "fsdp_config", "mixed_precision"}), _ACCELERATE

@@ -98,6 +98,7 @@ def _values(given: Mapping[str, Any], tool: Tool, said: list[Said]) -> Values:
             continue
         if value == "auto" and not (isinstance(row, To) and row.key == "train.dtype"):
             said.append(Said(key, Needless("auto: the program that reads this file says it")))
+            values["_auto"] = {*values.get("_auto", ()), getattr(row, "key", "")}
             continue
         found: Any = row
         if isinstance(row, To):
@@ -132,7 +133,10 @@ def _walk(
 
 def _combined(tool: Tool, values: Values, folder: Path, said: list[Said]) -> Values:
     """Return values with the tool's defaults, where several keys decide together."""
-    v = tool.defaults | values
+    auto = values.pop("_auto", ())
+    v = {key: value for key, value in tool.defaults.items() if key not in auto} | values
+    if "_rule" in v:
+        v["optim.name"] = v.pop("_rule")
     if "train.epochs" in v:
         v.setdefault("train.steps", None)
         if v["train.steps"] is not None:

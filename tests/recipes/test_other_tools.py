@@ -114,7 +114,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "ds_config.json": {
         "memory.nvme": ("/mnt/nvme0",), "train.accumulate": 4, "train.dtype": "bf16", "optim.lr": 2e-5,
         "optim.betas": (0.9, 0.99), "optim.max_grad_norm": 1.0, "optim.schedule": "linear",
-        "optim.warmup_steps": 10, "train.steps": 90, "optim.weight_decay": 0.01,
+        "optim.warmup_steps": 10, "train.steps": 90, "optim.weight_decay": 0.01, "optim.min_lr_ratio": 0.0,
     },
     "accelerate.yaml": {"train.dtype": "bf16"},
     "axolotl.yml": {
@@ -134,7 +134,8 @@ SAYS: dict[str, dict[str, Any]] = {
     },
     "training_args.json": {
         "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_steps": 6,
-        "train.dtype": "fp16", "train.eval_every": None, "checkpoint.every": None, "optim.max_grad_norm": 1.0,
+        "train.dtype": "fp16", "train.eval_every": None, "checkpoint.every": None,
+        "optim.max_grad_norm": None,
     },
     "tune.yaml": {
         "model.path": "model", "model.seq_len": 2048, "data.files": ("my.csv",), "data.packing": True,
@@ -235,6 +236,13 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
         assert translated(AXOLOTL | {"optimizer": name}).recipe.optim.name == rule
     assert translated({"zero_optimization": 3, "optimizer": {"type": "Adam"}}).recipe.optim.name == "adamw"
     assert not translated(LLAMA_FACTORY | {"finetuning_type": "full"}).recipe.lora.active
+    muon = translated(LLAMA_FACTORY | {"use_muon": True, "optim": "adamw_torch"}).recipe
+    assert muon.optim.name == "muon"
+    assert translated(ARGUMENTS | {"optim": "adamw_bnb_8bit"}).recipe.optim.name == "adamw8bit"
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_optimization": 3}
+    found = translated(sgd).recipe.optim
+    assert (found.options, found.max_grad_norm, found.weight_decay) == ({"momentum": 0.9}, None, 0.0)
+    assert translated(sgd | {"gradient_clipping": "auto"}).recipe.optim.max_grad_norm == 1.0
     unsaid = {key: value for key, value in LLAMA_FACTORY.items() if key != "finetuning_type"}
     assert translated(unsaid).recipe.lora.active
     some = AXOLOTL | {"lora_target_modules": ["q_proj"]}
