@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.core.config import SettingError
+from infinity.core.errors import RecipeError, StateError
 from infinity.engine.runtime import open_runtimes, runtime_of
-from infinity.optim.matrix import MatrixRule, Place, owners
+from infinity.optim.matrix import MatrixRule, Place, embedded_in, owners
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import Moment, master_of, store_master
 from tests.helpers.cases import few
@@ -337,6 +338,55 @@ def test_what_is_a_matrix_and_what_is_not(tmp_path):
         (256 + n * HIDDEN**2, HIDDEN, HIDDEN) for n in range(3)
     ]
     assert len([*optimizer.rule.places(found["blocks.0.experts"], 0, (3, 16, HIDDEN))]) == 3
+    optimizer.close()
+
+
+def test_blocks_have_matrices_where_they_are_as_wide_as_there_are_tokens():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(HIDDEN, HIDDEN)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.heads = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+
+    model = Wide()
+    embedded = embedded_in(model)
+    found = {name for name, p in model.named_parameters() if p.ndim == 2 and not embedded(name, p)}
+    assert found == {f"blocks.{n}.{name}.weight" for n in (0, 1) for name in ("up", "down", "mix")}
+
+
+def test_a_transform_that_returns_another_shape_is_refused():
+    class Turned(Averaged):
+        name = "turned"
+
+        def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+            return matrix.T
+
+    place = Place(0, 2, 3, {})
+    with pytest.raises(
+        StateError, match=r"turned: transform\(\) of a matrix of shape \(2, 3\) returned \(3, 2"
+    ):
+        Turned().transform_flat(place, torch.ones(6), 1.0, torch.device("cpu"))
+
+
+def test_recipes_say_true_and_false_of_matrices():
+    keys = ["optim.groups={'*mix*': {matrix: false, parts: 3}}", "optim.options={nesterov: false}"]
+    optim = infinity.load_recipe(overrides=["optim.name=muon", *keys]).optim
+    assert optim.groups == {"*mix*": {"matrix": False, "parts": 3.0}}
+    assert optim.numbers["nesterov"] is False
+    with pytest.raises(RecipeError, match=r"float \| true \| false"):
+        infinity.load_recipe(overrides=["optim.options={nesterov: no way}"])
+
+
+def test_a_group_that_comes_later_is_checked(tmp_path):
+    model, optimizer = begin(tmp_path, "host")
+    weight = model.blocks[0].up.weight
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not weight]
+    with pytest.raises(SettingError, match=r"divides the rows of blocks\.0\.up"):
+        optimizer.add_param_group({"params": [weight], "parts": 5})
+    with pytest.raises(SettingError, match="a matrix has two dimensions, packed ones three"):
+        optimizer.rule.check({"matrix": True, "parts": 1}, "conv", (4, 1, 3, 3), tiled=False)
     optimizer.close()
 
 

@@ -91,7 +91,6 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._check_limits()
         self._made_groups = made_groups
-        self._check_matrices()
         with uninterrupted:
             self.runtime.tiers.settle(
                 self.runtime.units,
@@ -126,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             _check_numbers(self.rule, self.param_groups[-1])
+            self._check_matrices(self.param_groups[-1])
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad and not self.runtime.units.places(param):
                     raise StateError(
@@ -136,11 +136,9 @@ class Optimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
 
-    def _check_matrices(self) -> None:
+    def _check_matrices(self, group: Mapping[str, Any]) -> None:
         rule = self.rule
-        if not isinstance(rule, MatrixRule):
-            return
-        for group in self.param_groups:
+        if isinstance(rule, MatrixRule):
             for _, segment in (place for p in group["params"] for place in self.runtime.units.places(p)):
                 rule.check(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
 

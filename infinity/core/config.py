@@ -83,7 +83,8 @@ class Setting(NamedTuple):
     def _kind(self) -> str:
         kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
         if kind in (types.UnionType, typing.Union):
-            return f"{self._replace(hint=args[0])._kind()} or null"
+            other = " or null" if type(None) in args else " | true | false"
+            return f"{self._replace(hint=args[0])._kind()}{other}"
         if kind is Literal:
             return " | ".join(str(choice).lower() for choice in args)
         if kind is tuple:
@@ -102,7 +103,8 @@ class Setting(NamedTuple):
         """
         kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
         if kind in (types.UnionType, typing.Union):
-            return None if value is None else self._replace(hint=args[0]).converted(value)
+            as_it_is = type(value) in args and (value is None or type(value) is bool)
+            return value if as_it_is else self._replace(hint=args[0]).converted(value)
         if kind is tuple:
             items = value if isinstance(value, (list, tuple)) else (value,)
             if args[-1] is not Ellipsis and len(items) != len(args):

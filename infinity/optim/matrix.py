@@ -16,7 +16,9 @@ on NVMe in which there are only matrices never move the others.
 
 import functools
 import math
+import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.config import SettingError
+from infinity.core.errors import StateError
 from infinity.optim.adamw import ADAMW
 from infinity.optim.formula import Formula, NotElementwiseError
 from infinity.optim.rule import EMA, Averaged, Rule
@@ -101,6 +104,11 @@ class MatrixRule(Rule):
 
     def check(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or does not have the parts that its group says."""
+        if group[MATRIX] and len(shape) > 3:
+            raise SettingError(
+                MATRIX, group[MATRIX],
+                f"false for {name}, {tuple(shape)}: a matrix has two dimensions, packed ones three"
+            )  # fmt: skip
         if not self.takes(group, shape):
             return
         if tiled and len(shape) == 2:
@@ -118,6 +126,9 @@ class MatrixRule(Rule):
         matrix = values.view(place.rows, place.columns).to(device)
         with torch.no_grad():
             made = self.transform(matrix if scale == 1 else matrix.float() / scale, place.group)
+        if made.shape != matrix.shape:
+            got, wanted = tuple(made.shape), tuple(matrix.shape)
+            raise StateError(f"{self.name}: transform() of a matrix of shape {wanted} returned {got}")
         return made.reshape(-1).to(values)
 
     def places(self, group: Mapping[str, Any], offset: int, shape: Sequence[int]) -> "Iterable[Place]":
@@ -153,8 +164,8 @@ class Place(NamedTuple):
 def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
     """Return what tells whether a weight, by its name, is of an embedding, a head or a convolution.
 
-    A head has as many rows as the model's table of tokens: that which it names, or the longest. The
-    two-dimensional bias of packed experts is no matrix either.
+    A head has as many rows as the model's table of tokens: that which it names, or the longest; and it is no
+    weight of blocks that are alike. The two-dimensional bias of packed experts is no matrix either.
     """
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     named = getattr(model, "get_input_embeddings", lambda: None)()
@@ -168,7 +179,16 @@ def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
     others = {
         id(dict.get(cast(Any, m._parameters), "weight")) for m in model.modules() if isinstance(m, kinds)
     }
-    return lambda name, param: param.shape[0] == rows or id(param) in others or name.endswith("bias")
+
+    def in_blocks(name: str) -> str:  # but for lists of single layers, such as several heads
+        return re.sub(r"(^|\.)\d+\.(?=.*\.)", r"\1*.", name)
+
+    alike = Counter(in_blocks(name) for name, _ in model.named_parameters())
+    return lambda name, param: (
+        id(param) in others
+        or name.endswith("bias")
+        or (param.shape[0] == rows and alike[in_blocks(name)] < 2)
+    )
 
 
 def owners(places: Sequence[Place], ranks: int, loads: list[int] | None = None) -> list[int]:

@@ -60,7 +60,7 @@ class OptimConfig(Config):
     weight_decay: float | None = setting(
         None, "of matrices; null: 0.1 for AdamW, the rule's own for others: 0", Valid(0, 10**6)
     )
-    options: Mapping[str, float] | None = setting(
+    options: Mapping[str, float | bool] | None = setting(
         None, "numbers of the rule that have no key here, as in {momentum: 0.9}", Valid(0, 10**6)
     )
     ema: float | None = setting(
@@ -68,7 +68,7 @@ class OptimConfig(Config):
         "decay of an exponential moving average of the weights, such as 0.999; null: none is kept",
         Valid(least=0, below=1),
     )
-    groups: Mapping[str, Mapping[str, float]] | None = setting(
+    groups: Mapping[str, Mapping[str, float | bool]] | None = setting(
         None,
         'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}',
         Valid(0, 10**6),
