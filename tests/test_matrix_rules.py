@@ -216,6 +216,16 @@ def test_every_place_gives_the_same_bits(tmp_path, dtype, clip, micro):
     assert same(host, one)
 
 
+@pytest.mark.parametrize("master", few(("bf16-stochastic",), ("bf16-stochastic", "kahan")))
+def test_weights_of_another_master_have_the_same_bits_in_every_place(tmp_path, master):
+    how: dict[str, Any] = {"dtype": "bf16", "clip": 0.5}
+    host, nvme = (
+        trained(tmp_path, where, more=(f"optim.master={master}",), **how) for where in ("host", "nvme")
+    )
+    assert same(host, nvme)
+    assert not same(host, trained(tmp_path, "host", **how))
+
+
 def play(folder: str, cases: list[tuple[str, str, float | None]]) -> list[dict[str, Tensor]]:
     return [trained(folder, where, dtype=dtype, clip=clip) for where, dtype, clip in cases]
 

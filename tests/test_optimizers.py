@@ -202,6 +202,34 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, name):
     infinity.close(model)
 
 
+@pytest.mark.parametrize("master", few(("bf16-stochastic",), ("bf16-stochastic", "kahan")))
+def test_weights_of_another_master_train_alike_anywhere_and_go_on_bitwise(tmp_path, master):
+    rule, (factory, batch), chosen = rule_of("lion"), models.build("gpt", seed=3), f"optim.master={master}"
+    host = train(factory, batch, [*place(tmp_path, "host"), chosen], steps=3, rule=rule)
+    exact = train(factory, batch, place(tmp_path, "host"), steps=3, rule=rule)
+    assert any(not torch.equal(host.weights[name], exact.weights[name]) for name in host.weights)
+
+    def start() -> tuple[Any, Any]:
+        model = build(factory, "bf16", [*place(tmp_path, "nvme"), chosen])
+        return model, optimizer_for(model, rule)
+
+    model, optimizer = start()
+    assert optimizer.rule.name == f"lion+{master}"
+    assert run(model, optimizer, batch, range(2)) == host.losses[:2]
+    interrupt(model)
+    model, optimizer = start()
+    assert infinity.resume(model, optimizer) == 2
+    assert run(model, optimizer, batch, range(2, 3)) == host.losses[2:]
+    found = optimizer.state_dict()
+    for each in found["state"].values():  # nothing but a weight, and what is beside it
+        kept = each["master"].bfloat16().float()
+        assert torch.equal(kept, each["master"]) == (master == "bf16-stochastic")
+    before = state(model, optimizer)
+    optimizer.load_state_dict(found)
+    same(state(model, optimizer), before)
+    infinity.close(model)
+
+
 def play(folder: str, names: list[str]) -> list[list[str]]:
     """Digests of each rule in each place, on this rank."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -226,15 +254,18 @@ def play_alike(folder: str, names: list[str]) -> list[tuple[list[str], list[str]
     """Losses, and weights, of each rule; every rank is given the same batch."""
     factory, batch = models.build("gpt", seed=3)
     out = []
-    for name in names:
+    for name, _, master in (each.partition("+") for each in names):
         how: dict[str, Any] = {"steps": 3, "rule": rule_of(name, max_grad_norm=None)}
-        found = train(factory, lambda n, *_: batch(n), place(folder, "nvme")[:3], **how)
+        where = [*place(folder, "nvme")[:3], f"optim.master={master or 'exact'}"]
+        found = train(factory, lambda n, *_: batch(n), where, **how)
         weights = [f"{key} {each.float().sum().item().hex()}" for key, each in found.weights.items()]
         out.append(([loss.hex() for loss in found.losses], weights))
     return out
 
 
-@pytest.mark.parametrize("names", [["adamw8bit"], pytest.param([*NUMBERS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [["adamw8bit", "adamw8bit+bf16-stochastic"], pytest.param([*NUMBERS], marks=pytest.mark.slow)]
+)
 def test_two_ranks_with_equal_gradients_train_as_one(tmp_path, names):
     one, two = (run_ranks(play_alike, n, str(tmp_path / str(n)), names) for n in (1, 2))
     assert one == two[:1] == two[1:]

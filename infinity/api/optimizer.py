@@ -77,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         self.runtime, chosen = runtime_of(model), find_rule(rule)
         if ema is not None:
             chosen, numbers[EMA] = chosen if EMA in chosen.defaults else chosen.averaged, ema
+        chosen = chosen.with_master(self.runtime.storage.rule.master)  # weights are kept so already
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
@@ -557,7 +558,7 @@ def _check_numbers(rule: Rule, group: Mapping[str, Any]) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise SettingError(name, group[name], f"False: infinity's {rule.name} is plain")
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"] and rule.name == "adamw":
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"] and "adamw" in rule.name:
         raise SettingError(
             "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
         )

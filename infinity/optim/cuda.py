@@ -31,6 +31,13 @@ __device__ half_bits to_bf16(float f)
     return f != f ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 __device__ half_bits upper(float f) { return (__float_as_uint(f) + 0x8000) >> 16; }
+__device__ half_bits stochastic(float f, unsigned seed)
+{
+    unsigned bits = __float_as_uint(f), mixed = bits ^ (seed * 0x9E3779B9u);
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35u;
+    return f != f ? 0x7FC0 : (bits + ((mixed ^ (mixed >> 16)) & 0xFFFF)) >> 16;
+}
 __device__ half_bits to_half(float f)
 {
     half_bits x;
@@ -47,13 +54,19 @@ _TYPES = {
     torch.int8: ("signed char", ""),
     torch.uint8: ("unsigned char", ""),
 }
-#: By the dtype of weights: the master of weight and exact field, and how it is stored.
+#: By :attr:`StateLayout.master`: the master of an element, and how it is stored; DTYPE is that of weights.
 _MASTERS = {
-    torch.bfloat16: (
+    "remainder": (
         "__int_as_float((int)((unsigned)weight[i] << 16) + (int)remainder_field[i])",
         "remainder_field[i] = __float_as_uint(master_); weight[i] = upper(master_);",
     ),
-    torch.float16: ("master_field[i]", "master_field[i] = master_; weight[i] = to_half(master_);"),
+    "master": ("master_field[i]", "master_field[i] = master_; weight[i] = to_half(master_);"),
+    "compensation": (
+        "from_DTYPE(weight[i]) + from_DTYPE(compensation_field[i])",
+        "weight[i] = to_DTYPE(master_); compensation_field[i] = to_DTYPE(master_ - from_DTYPE(weight[i]));",
+    ),
+    "stochastic": ("from_bf16(weight[i])", "weight[i] = stochastic(master_, seed_bits);"),
+    "weight": ("from_DTYPE(weight[i])", "weight[i] = to_DTYPE(master_);"),
 }
 
 
@@ -90,12 +103,10 @@ __device__ int encoded(float value, int largest, int most, int shift, int is_sig
 def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.dtype) -> str:
     """Return the source of a kernel of weight, gradient, fields, numbers as integers, and ``n``."""
     kind, name = _TYPES[layout.dtype]
-    load, store = f"from_{name}(weight[i])", f"weight[i] = to_{name}(master_);"
-    if layout.exact:
-        load, store = _MASTERS[layout.dtype]
+    load, store = (line.replace("DTYPE", name) for line in _MASTERS[layout.master])
     taken = formula.parameters[2 + len(layout.moments) :]
     fields = [f"{_TYPES[field.dtype][0]} *{field.name}_field" for field in layout.fields]
-    numbers = [f"int {name}_bits" for name in (*taken, "scale")]
+    numbers = [f"int {name}_bits" for name in (*taken, "scale", "seed")]
     quantized = {m.name: m.form for m in layout.moments if isinstance(m.form, Quantized)}
     loaded, stored, after = list[str](), list[str](), list[str]()
     for name, form in layout.moments:

@@ -165,6 +165,18 @@ def split(master: Any) -> Any:
     return np.int16((bits + 0x8000) >> 16), np.int16(bits)
 
 
+@inlined
+def stochastic(master: Any, seed: Any) -> Any:
+    """Return a float32 as bfloat16, as :func:`infinity.optim.state.stochastic` rounds it."""
+    bits = np.float32(master).view(np.uint32)
+    first = np.uint32(bits ^ np.uint32(np.float32(seed).view(np.uint32) * np.uint32(0x9E3779B9)))
+    second = np.uint32(np.uint32(first ^ np.uint32(first >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    third = np.uint32(np.uint32(second ^ np.uint32(second >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    added = np.uint32(np.uint32(third ^ np.uint32(third >> np.uint32(16))) & np.uint32(0xFFFF))
+    up = np.uint32(bits + added) if master == master else np.uint32(0x7FC00000)
+    return np.int16(np.uint32(up) >> np.uint32(16))
+
+
 @jit
 def join_all(weight: Array, remainder: Array, master: Array) -> None:
     for i in range(master.size):

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numba
 import numpy as np
-import torch
 
 from infinity.optim import kernels
 from infinity.optim.formula import Formula
@@ -20,20 +19,24 @@ from infinity.optim.kernels import (
     packed,
     rounded_as,
     split,
+    stochastic,
     unpacked,
     widen,
 )  # fmt: skip
 from infinity.optim.state import Quantized, StateLayout
 
-#: By the dtype of weights: the master of element i, and how a new one is stored.
+_NEW = "new = rounded_as(out[i], master_)"
+#: By :attr:`StateLayout.master`: the master of element i, and how a new one is stored.
 _MASTERS = {
-    torch.bfloat16: ("join(weight[i], remainder_field[i])", "out[i], remainder_field[i] = split(master_)"),
-    torch.float16: (
-        "master_field[i]", "master_field[i] = master_; out[i] = rounded_as(out[i], master_)",
+    "remainder": ("join(weight[i], remainder_field[i])", "out[i], remainder_field[i] = split(master_)"),
+    "master": ("master_field[i]", "master_field[i] = master_; out[i] = rounded_as(out[i], master_)"),
+    "compensation": (
+        "widen(weight[i]) + widen(compensation_field[i])",
+        f"{_NEW}; out[i], compensation_field[i] = new, rounded_as(new, master_ - widen(new))",
     ),
-}  # fmt: skip
-#: Where nothing makes a weight exact.
-_ROUNDED = "widen(weight[i])", "out[i] = rounded_as(out[i], master_)"
+    "stochastic": ("widen(weight[i])", "out[i] = stochastic(master_, hyper[SEED])"),
+    "weight": ("widen(weight[i])", "out[i] = rounded_as(out[i], master_)"),
+}
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     Each element is loaded, updated and stored by lines that are written here from the rule's formula; moments
     that are quantized are decoded and encoded block by block.
     """
-    master, store = _MASTERS[layout.dtype] if layout.exact else _ROUNDED
+    master, store = _MASTERS[layout.master]
     moments = {moment.name: moment.form for moment in layout.moments}
     quantized = {name: form for name, form in moments.items() if isinstance(form, Quantized)}
     places = {name: f"{name}_values[i]" if name in quantized else f"{name}_field[i]" for name in moments}
@@ -56,7 +59,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
     made = "".join(f"{name}_, " for name in ("master", *moments))
     element = [
         f"{made} = step({', '.join((master, scaled, *loaded, *numbers))})",
-        store,
+        store.replace("SEED", str(len(numbers) + 1)),
         *(f"{place} = rounded_as({place}, {name}_)" for name, place in places.items()),
     ]
     fields = [f"{field.name}_field" for field in layout.fields]
@@ -79,7 +82,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         "int32": np.int32,
     }
     known |= {"empty": np.empty, "i8": np.int8, "u8": np.uint8}
-    known |= {each.__name__: each for each in (join, split, widen, rounded_as)}
+    known |= {each.__name__: each for each in (join, split, widen, rounded_as, stochastic)}
     known |= {each.__name__: each for each in (decoded, encoded, unpacked, packed)}
     known["step"] = inlined(_function(source[0], known))
     for text in source[1:-1]:

@@ -92,7 +92,10 @@ class MatrixRule(Rule):
 
     @property
     def variants(self) -> tuple[Rule, ...]:
-        return ()
+        found = tuple(self.of_masters())
+        for each in found:
+            vars(each)["companion"] = self.companion.with_master(each.master)
+        return found
 
     @property
     def averaged(self) -> Averaged:
@@ -239,7 +242,7 @@ class LastPass(Rule):
     moments = ()
 
     def __init__(self, rule: MatrixRule) -> None:
-        self._rule, self.name = rule, f"{rule.name}: steps"
+        self._rule, self.name, self.master = rule, f"{rule.name}: steps", rule.master
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         group = {**self._rule.defaults, **group}

@@ -16,7 +16,8 @@ the weight after its first update.
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from infinity.core.config import SettingError
 from infinity.optim.cuda import elementwise_kernel
 from infinity.optim.formula import Formula, NotElementwiseError
-from infinity.optim.state import Moment, StateLayout, master_of, store_master
+from infinity.optim.state import EXACT, KAHAN, STOCHASTIC, Moment, StateLayout, master_of, store_master
 
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
 PIECE_NUMEL, TEMPORARIES = 2**18, 8
@@ -48,6 +49,7 @@ class Rule(ABC):
     defaults: Mapping[str, Any] = MappingProxyType({"lr": 1e-3})
     #: Those that are others in a recipe that does not name them.
     recipe: Mapping[str, Any] = MappingProxyType({})
+    master: str = EXACT  # see [Note: masters] of infinity.optim.state
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -92,7 +94,22 @@ class Rule(ABC):
     @property
     def variants(self) -> "tuple[Rule, ...]":
         """Rules that are made of this one."""
-        return (self.averaged,)
+        return self.averaged, *self.of_masters(), *self.averaged.of_masters()
+
+    def of_masters(self) -> "Iterator[Rule]":
+        """Yield rules like this one, of weights with another master than exact fp32."""
+        for master in (KAHAN,) if EMA in self.defaults else (KAHAN, STOCHASTIC):
+            other = copy(self)
+            other.name, other.master = f"{self.name}+{master}", master
+            yield other
+
+    def with_master(self, master: str) -> "Rule":
+        """Return the rule like this one for ``optim.master``; a SettingError says that there is none."""
+        if master == STOCHASTIC and EMA in self.defaults:
+            wanted = "exact or kahan beside optim.ema: an average less the weight cannot follow its rounding"
+            raise SettingError("optim.master", master, wanted)
+        plain = self.name.removesuffix(f"+{self.master}")
+        return self if master == self.master else RULES[plain if master == EXACT else f"{plain}+{master}"]
 
     @functools.cached_property
     def averaged(self) -> "Averaged":
@@ -112,14 +129,15 @@ class Rule(ABC):
 
     def layout(self, dtype: torch.dtype) -> StateLayout:
         """Return the state that goes with weights of ``dtype``; ValueError: there is none."""
-        return StateLayout.of(dtype, self.moments)
+        return StateLayout.of(dtype, self.moments, self.master)
 
     def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
-        """Return :meth:`numbers` and the scale, rounded once: float32, ``(n,)``, in host memory.
+        """Return :meth:`numbers`, the scale and a seed, rounded once: float32, ``(n,)``, in host memory.
 
-        The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale.
+        The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale. The seed of
+        stochastic rounding is the step.
         """
-        numbers = (*self.numbers(group, step), grad_scale)
+        numbers = (*self.numbers(group, step), grad_scale, float(step))
         return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
     def update_by_torch(
@@ -127,14 +145,14 @@ class Rule(ABC):
         *, piece_numel: int = PIECE_NUMEL,
     ) -> None:  # fmt: skip
         """Update by elementwise torch on any device, ``piece_numel`` elements at a time."""
-        layout, (*numbers, scale) = self.layout(weight.dtype), hyper.unbind()
+        layout, (*numbers, scale, seed) = self.layout(weight.dtype), hyper.unbind()
         for begin in range(0, weight.numel(), piece_numel):
             part = slice(begin, min(begin + piece_numel, weight.numel()))
             fields = layout.part(state, part.start, part.stop)
             master = master_of(layout, weight[part], fields, eager=True)
             scaled, moments = grad[part].to(torch.float32) * scale, layout.load_moments(fields, len(master))
             master, *new = self.update(master, scaled, *moments, *numbers)
-            store_master(layout, master, weight_out[part], fields, eager=True)
+            store_master(layout, master, weight_out[part], fields, eager=True, seed=seed)
             layout.store_moments(fields, new)
 
     @torch.no_grad()

@@ -26,9 +26,11 @@ from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahe
 from infinity.device.memory import HostBuffer
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
+from infinity.optim.matrix import FirstPass
 from infinity.optim.muon import MuonRule as MuonRule
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.sgd import SGDRule as SGDRule
+from infinity.optim.state import EXACT
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
@@ -73,6 +75,10 @@ class OptimConfig(Config):
         'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}',
         Valid(0, 10**6),
     )
+    master: Literal["exact", "kahan", "bf16-stochastic"] = setting(
+        "exact",
+        "what a 16-bit weight is trained from: exact fp32, it and 16 bits of what rounding took, or it alone",
+    )
     max_grad_norm: float | None = setting(
         1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)
     )
@@ -95,7 +101,7 @@ class OptimConfig(Config):
     def rule(self) -> Rule:
         """The update rule, with an average of the weights if one is kept."""
         rule = find_rule(self.name)
-        return rule if self.ema is None else rule.averaged
+        return (rule if self.ema is None else rule.averaged).with_master(self.master)
 
 
 def find_rule(name: str | Rule) -> Rule:
@@ -115,7 +121,7 @@ def find_rule(name: str | Rule) -> Rule:
             return RULES[made.name]
         raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
     if name not in RULES:
-        plain = [each for each in RULES if not each.endswith(f"+{EMA}")]
+        plain = [each for each in RULES if "+" not in each]
         near = difflib.get_close_matches(name, plain, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise SettingError(
@@ -251,11 +257,10 @@ def prepare(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         )
         placed, state = HostRule(rule, dtype), rule.layout(dtype).complete((), 0)
         for each in rule.elementwise:
-            first = each is not rule and not each.layout(dtype).exact and dtype != torch.float32
-            values = grad if first else weight
+            values = grad if isinstance(each, FirstPass) else weight
             placed.update(values, grad, state, values, each.hyper(each.idle), each)
         sum_of_squares(grad)
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16 and rule.master == EXACT:
             kernels.run(kernels.join_all, (weight, state[0], master), 1)
             kernels.run(kernels.split_all, (master, weight, state[0]), 1)
 

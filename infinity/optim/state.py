@@ -2,11 +2,11 @@
 
 A state is what makes the weight exact, which depends on the compute dtype, and then the moments of the rule:
 
-| compute dtype | weight | exact (bytes per element) |
-|---------------|--------|---------------------------|
-| bfloat16      | 2      | remainder 2               |
-| float16       | 2      | master 4                  |
-| float32       | 4      | none                      |
+| compute dtype | weight | exact (bytes per element) | kahan          | bf16-stochastic |
+|---------------|--------|---------------------------|----------------|-----------------|
+| bfloat16      | 2      | remainder 2               | compensation 2 | none            |
+| float16       | 2      | master 4                  | compensation 2 |                 |
+| float32       | 4      | none                      |                |                 |
 
 [Note: exact split] A float32 is split into the bfloat16 of its upper half and a signed 16-bit remainder, both
 taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up, ``weight = (bits +
@@ -14,6 +14,12 @@ taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest wi
 differs only in sending ties to even.) Where rounding carries the largest finite values to infinity, the model
 computes with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come
 back with another payload.
+
+[Note: masters] What a rule updates in fp32, ``optim.master``, is the exact weight; or, by ``kahan``, the sum
+of the weight and what rounding took from it, rounded to the same dtype: twice its digits; or, by
+``bf16-stochastic``, the weight itself, which an update rounds up or down, right on average. Which, is a hash
+of the step and of the new fp32 value: no place, slice or number of ranks can change it. Elements with equal
+new values are rounded alike in a step, and otherwise in the next.
 
 [Note: moments and fields] A rule has moments, fp32 values with a name. What is stored of one is its
 :class:`Form`: one field or more, each with a value of some dtype for so many elements. Bytes, extents,
@@ -36,12 +42,13 @@ much.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from infinity.core.config import SettingError
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
 from infinity.device.machine import compiling, rank_threads
 
@@ -153,10 +160,16 @@ class Moment(NamedTuple):
         return self.form.fields(self.name)
 
 
-_EXACT = {
-    torch.bfloat16: (StateField("remainder", torch.int16),),
-    torch.float16: (StateField("master", torch.float32),),
-    torch.float32: (),
+#: Fields beside weights of each dtype, by ``optim.master``: see [Note: masters].
+EXACT, KAHAN, STOCHASTIC = "exact", "kahan", "bf16-stochastic"
+MASTERS: dict[str, dict[torch.dtype, tuple[StateField, ...]]] = {
+    EXACT: {
+        torch.bfloat16: (StateField("remainder", torch.int16),),
+        torch.float16: (StateField("master", torch.float32),),
+        torch.float32: (),
+    },
+    KAHAN: {dtype: (StateField("compensation", dtype),) for dtype in (torch.bfloat16, torch.float16)},
+    STOCHASTIC: {torch.bfloat16: ()},
 }
 
 
@@ -167,14 +180,23 @@ class StateLayout:
     dtype: torch.dtype
     exact: tuple[StateField, ...]  # they make the weight exact
     moments: tuple[Moment, ...]  # the update rule keeps them
+    stochastic: bool = False  # updates round weights so
 
     @classmethod
-    def of(cls, dtype: torch.dtype, moments: Sequence[Moment] = ()) -> "StateLayout":
+    def of(cls, dtype: torch.dtype, moments: Sequence[Moment] = (), master: str = EXACT) -> "StateLayout":
         """Return the layout for weights of ``dtype``; ValueError: there is none."""
-        if dtype not in _EXACT:
-            allowed = ", ".join(str(known) for known in _EXACT)
+        if dtype not in MASTERS[EXACT]:
+            allowed = ", ".join(str(known) for known in MASTERS[EXACT])
             raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
-        return cls(dtype, _EXACT[dtype], tuple(moments))
+        if dtype not in MASTERS[master]:
+            wanted = " or ".join(name for name, fields in MASTERS.items() if dtype in fields)
+            raise SettingError("optim.master", master, f"{wanted} for weights of {dtype}")
+        return cls(dtype, MASTERS[master][dtype], tuple(moments), master == STOCHASTIC)
+
+    @property
+    def master(self) -> str:
+        """What keeps the digits of a master: a field's name, ``stochastic`` rounding, or ``weight``."""
+        return self.exact[0].name if self.exact else "stochastic" if self.stochastic else "weight"
 
     @property
     def fields(self) -> tuple[StateField, ...]:
@@ -193,7 +215,7 @@ class StateLayout:
 
     def only(self, *, exact: bool = False, moments: bool = False) -> "StateLayout":
         """Return the layout of a part of the state."""
-        return StateLayout(self.dtype, self.exact if exact else (), self.moments if moments else ())
+        return replace(self, exact=self.exact if exact else (), moments=self.moments if moments else ())
 
     def moments_of(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the fields of moments among those of a whole state."""
@@ -279,12 +301,24 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return weight, bits.to(torch.int16)
 
 
+def stochastic(master: Tensor, seed: Tensor) -> Tensor:
+    """Return a float32 master as bfloat16, rounded by a hash of it and of the bits of ``seed``, float32."""
+    bits = master.view(torch.int32)
+    mixed = bits ^ (seed.view(torch.int32) * -0x61C88647)
+    for shift, factor in ((16, -0x7A143595), (13, -0x3D4D51CB)):
+        mixed = (mixed ^ ((mixed >> shift) % 2 ** (32 - shift))) * factor
+    up = torch.where(master.isnan(), _NAN, bits + (mixed ^ (mixed >> 16)) % 2**16)
+    return ((up >> 16) << 16).view(torch.float32).to(torch.bfloat16)
+
+
 def master_of(
     layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> Tensor:
-    """Return the float32 master of ``weight``, ``(n,)``, which is a view but for bfloat16."""
+    """Return the float32 master of ``weight``, ``(n,)``, which is a view where it is stored so."""
     if not layout.exact:
         return weight.float()
+    if layout.master == "compensation":
+        return weight.float() + state[0].float()
     if layout.dtype != torch.bfloat16:
         return state[0]
     if eager or weight.device.type != "cpu" or compiling():
@@ -297,13 +331,20 @@ def master_of(
 
 
 def store_master(
-    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
-) -> None:
+    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *,
+    eager: bool = False, seed: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write exact values into ``weight`` and the fields of ``state`` that keep them, all ``(n,)``.
 
     ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
+    ``seed`` is that of an update: see [Note: masters]; without one weights are rounded to nearest.
     """
-    if layout.dtype != torch.bfloat16 or not layout.exact:
+    if layout.master == "compensation":
+        weight.copy_(nearest := master.to(layout.dtype))
+        state[0].copy_(master.float() - nearest.float())
+    elif layout.stochastic and seed is not None:
+        weight.copy_(stochastic(master, seed))
+    elif layout.dtype != torch.bfloat16 or not layout.exact:
         weight.copy_(master)
         if layout.exact:
             state[0].copy_(master)

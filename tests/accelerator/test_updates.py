@@ -10,12 +10,13 @@ from torch import nn
 
 from infinity.optim import rules
 from infinity.optim.rules import DeviceRule, HostRule, find_rule, measure_rates
+from infinity.optim.state import MASTERS
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-NAMES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd")
+NAMES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd", "adamw8bit+kahan", "lion+bf16-stochastic")
 
 
 def compare(name: str) -> list[str]:
@@ -27,7 +28,7 @@ def compare(name: str) -> list[str]:
     rules._DEVICE_NUMEL = 2**13
     for schedule in ("eager", "lazy"):
         simulator.reset(schedule, 0)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in MASTERS[rule.master]:
             layout = rule.layout(dtype)
             torch.manual_seed(5)
             weight, grad = (torch.randn(5 * 2**12 + 2048).to(dtype) for _ in range(2))

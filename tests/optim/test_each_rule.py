@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from infinity.core.config import SettingError
 from infinity.optim import formula
 from infinity.optim.cuda import elementwise_source
 from infinity.optim.formula import Formula, NotElementwiseError, root, sign, where
 from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule
-from infinity.optim.state import BLOCK_NUMEL, Quantized, master_of, store_master
+from infinity.optim.state import (
+    BLOCK_NUMEL,
+    KAHAN,
+    STOCHASTIC,
+    Quantized,
+    master_of,
+    stochastic,
+    store_master,
+)  # fmt: skip
 from tests.helpers import reference
 from tests.helpers.cases import few
 from tests.helpers.reference import compute_weight
@@ -85,6 +94,60 @@ def test_every_form_gives_the_bits_of_the_plain_reference(case, dtype):
     for by_torch in (False, True):
         for got, plainly in zip(trained(rule, group, dtype, by_torch=by_torch), wanted, strict=True):
             assert torch.equal(got, plainly)
+
+
+def hashed(master: Tensor, step: int) -> Tensor:
+    """Bfloat16 of fp32 values, rounded up as often as what is cut says, by a hash of value and step."""
+    bits, given = master.numpy().view(np.uint32).astype(np.uint64), np.float32(step).view(np.uint32)
+    mixed = bits ^ (int(given) * 0x9E3779B9 & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    up = bits + ((mixed ^ (mixed >> np.uint64(16))) & np.uint64(0xFFFF))
+    return torch.from_numpy((up >> np.uint64(16)).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["adamw8bit", "lion", "momentum"])
+@pytest.mark.parametrize(
+    ("master", "dtype"), [(KAHAN, torch.bfloat16), (KAHAN, torch.float16), (STOCHASTIC, torch.bfloat16)]
+)
+def test_every_form_of_a_master_gives_the_bits_of_the_plain_reference(case, master, dtype):
+    name, group, plain, _ = CASES[case]
+    rule = RULES[name].with_master(master)
+    weight = gradient(0, torch.float32).to(dtype)
+    lost = (gradient(0, torch.float32) - weight.float()).to(dtype)
+    moments = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    for step in range(1, STEPS + 1):
+        p = weight.float() + lost.float() if master == KAHAN else weight.float()
+        plain(p, *moments, gradient(step, dtype).float() * torch.tensor(0.7), step, group)
+        weight = p.to(dtype) if master == KAHAN else hashed(p, step)
+        lost = (p - weight.float()).to(dtype)
+    p = weight.float() + lost.float() if master == KAHAN else weight.float()
+    assert rule.loop(dtype) is not None
+    for by_torch in (False, True):
+        got = trained(rule, group, dtype, by_torch=by_torch)
+        wanted = [weight, p, *moments[: len(rule.moments)]]
+        assert all(torch.equal(one, two) for one, two in zip(got, wanted, strict=True))
+
+
+def test_stochastic_rounding_is_right_on_average_and_keeps_what_has_no_rounding():
+    master = torch.linspace(1, 2, 2**12)
+    rounded = [stochastic(master, torch.tensor(float(step))).float() for step in range(1, 401)]
+    ulp, error = 2.0**-7, torch.stack(rounded) - master
+    assert error.abs().max() < ulp
+    assert abs(float(error.mean())) < 3 * ulp / 2 / (400 * 2**12) ** 0.5 + 1e-6
+    assert float(error.mean(0).abs().max()) < 5 * ulp / 2 / 400**0.5  # of each value, over steps
+    special = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")])
+    assert torch.equal(stochastic(special, torch.tensor(3.0)).float(), special)
+    assert bool(stochastic(torch.tensor([float("nan")]), torch.tensor(1.0)).isnan().all())
+
+
+def test_a_master_that_cannot_be_is_an_error():
+    with pytest.raises(SettingError, match=r"optim\.master.* wanted exact for weights of torch\.float32"):
+        RULES["lion"].with_master(KAHAN).layout(torch.float32)
+    with pytest.raises(SettingError, match=r"wanted exact or kahan for weights of torch\.float16"):
+        RULES["muon"].with_master(STOCHASTIC).layout(torch.float16)
+    with pytest.raises(SettingError, match=r"optim\.master: got .*; wanted exact or kahan beside optim\.ema"):
+        RULES["adamw"].averaged.with_master(STOCHASTIC)
 
 
 @pytest.mark.parametrize(("case", "dtype"), few([*zip(CASES, DTYPES * 2)], itertools.product(CASES, DTYPES)))
@@ -177,10 +240,16 @@ extern "C" void all(CALLED, int n)
 """
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+PLAIN = ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "sgd", "adamw+ema", "sgd+ema"]
+
+
 @pytest.mark.parametrize(
-    "name", ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "sgd", "adamw+ema", "sgd+ema"]
-)
+    ("name", "dtype"),
+    [
+        *itertools.product(PLAIN, [torch.bfloat16, torch.float32]),
+        ("adamw8bit+kahan", torch.bfloat16), ("adamw+bf16-stochastic", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
     """Compiled for the host, a thread for each of a block's, without fused multiply-adds."""
     if shutil.which("g++") is None:
@@ -319,7 +388,7 @@ def test_weights_stay_nearer_to_those_of_fp32_moments_than_by_dynamic_quantizati
         sizes = 0.01 * 10 ** (spread * torch.randn(2**15, generator=given))
         for step in range(1, STEPS + 31):
             grad, rule = torch.randn(2**15, generator=given) * sizes, RULES["adam"]
-            weight, *moments = rule.update(weight, grad, *moments, *rule.hyper(rule.defaults, step=step)[:-1])
+            weight, *moments = rule.update(weight, grad, *moments, *rule.hyper(rule.defaults, step=step)[:-2])
             moments = [each(moment) for each, moment in zip(store, moments, strict=True)]
         return weight
 

@@ -111,7 +111,7 @@ def test_it_follows_torch_adamw_over_many_steps():
 
 def by_numpy(shard: Shard) -> tuple[np.ndarray, ...]:
     """Master, both moments and weight (as an integer) after the update, by numpy's elementwise float32."""
-    decay, toward, beta2, fresh, rate, correction, eps, scale = HYPER.numpy()
+    decay, toward, beta2, fresh, rate, correction, eps, scale, _ = HYPER.numpy()
     exp_avg, exp_avg_sq = (field.numpy() for field in shard.state[-2:])
     with np.errstate(all="ignore"):
         g = shard.grad.to(torch.float32).numpy() * scale
