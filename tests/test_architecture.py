@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2458,
     "api": 4587,
     "app": 2601,
-    "checkpoint": 4460,
+    "checkpoint": 4459,
     "comm": 861,
     "core": 2316,
     "data": 2235,
@@ -288,11 +288,11 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 1005,
     "optim": 2186,
-    "partition": 2649,
+    "partition": 2650,
     "planner": 2313,
-    "predict": 5376,
+    "predict": 5379,
     "recipes": 2007,
-    "shards": 4390,
+    "shards": 4426,
 }
 
 

@@ -428,12 +428,9 @@ class CheckpointValues:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        new: Sequence[str] = (),
-        ignore: Sequence[str] = (),
+        self, checkpoint: Checkpoint, new: Sequence[str] = (), ignore: Sequence[str] = (),
         on_progress: OnProgress | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for name, patterns in (("new", new), ("ignore", ignore)):
             if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
                 raise CheckpointError(
@@ -557,16 +554,18 @@ class CheckpointValues:
         """
         if len(self._scratch) < stop - start:  # reused: fresh memory would fault in its pages at each call
             self._scratch = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-        every = (v for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
-        stored = {dtype for values in every for dtype in values.dtypes}
-        half = unit.dtype == torch.bfloat16 and stored <= {torch.bfloat16}  # exact, and without a cast
-        dtype = torch.bfloat16 if half else torch.float32
+        dtype = torch.bfloat16 if self.is_exact(unit) else torch.float32
         out = self._scratch.view(dtype)[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high and id(s.whole) in self._values:
                 self._read(s, s.first + low - s.offset, out[low - start : high - start])
         return out
+
+    def is_exact(self, unit: Unit) -> bool:
+        """Return whether files and model have nothing but bf16, so that weights need no cast."""
+        dtypes = (v.dtypes for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
+        return unit.dtype == torch.bfloat16 and set().union(*dtypes) <= {torch.bfloat16}
 
     def why_not_mapped(self, unit: Unit) -> str:
         """Return why values of ``unit`` cannot be read where they lie; empty: they can."""

@@ -75,6 +75,7 @@ class Home:
         self.updating: UpdateFuture | None = None  # the last update, in flight or landed
         self.reloadable = False  # its values are those of a checkpoint, from which they can be had again
         self.averaged = False  # averages are in the place of its weights, for a while
+        self.bare = False  # its weights are exact: nothing lies beside them, or will in host memory
         self.stored_form: Lease | None = None  # in host memory; kept while a copy of it may be on its way
 
     @property

@@ -122,7 +122,8 @@ class Layout:
             form, read_nbytes, decode_nbytes, operators = stored or (None, weight_nbytes, 0, 0)
             unit.stored, moved_nbytes = form, weight_nbytes if form is None else form.shard_nbytes
             state_nbytes, moments_nbytes = layout.state_nbytes(numel), moments.state_nbytes(numel)
-            beside_nbytes = rounded(state_nbytes - moments_nbytes) if form is None else 0
+            exact_nbytes = rounded(state_nbytes - moments_nbytes) if form is None else 0
+            bare_nbytes = exact_nbytes if drives and model.values.mapped.get(unit.index) else 0
             gradient_nbytes = tiers.gradient_nbytes(unit) if self.machine.on_accelerator else 0
             shape = UnitShape(
                 name=unit.name,
@@ -132,8 +133,8 @@ class Layout:
                 state_nbytes=state_nbytes,
                 moved_nbytes=moved_nbytes,
                 read_nbytes=read_nbytes,
-                kept_nbytes=rounded(moved_nbytes) + beside_nbytes,
-                trained_nbytes=rounded(moments_nbytes) + rounded(gradient_nbytes),
+                kept_nbytes=rounded(moved_nbytes) + exact_nbytes - bare_nbytes,
+                trained_nbytes=bare_nbytes + rounded(moments_nbytes) + rounded(gradient_nbytes),
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
                 in_checkpoint=form is not None,
@@ -154,6 +155,7 @@ class Layout:
         placed = choose_homes(shapes, built, settled, drives=drives, alone_on_cpu=rank.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
+            unit.home.bare = model.values.mapped.get(unit.index, False) and not unit.trainable
             if unit.stored is not None and not shape.on_nvme:
                 unit.home.stored_form = cast(Lease, SimpleNamespace(nbytes=unit.stored.shard_nbytes))
         return placed

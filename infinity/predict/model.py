@@ -72,7 +72,8 @@ class _NoValues:
         self.tensors = 0  # and how many these have
         #: Of units in stored form: the form, bytes that a rank reads, bytes and operators of decoding.
         self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
-        self.mapped: set[int] = set()  # units that are read where they lie, and not quantized
+        #: Units that are read where they lie, and not quantized, and whether nothing is beside their weights.
+        self.mapped: dict[int, bool] = {}
         self._mode, self._new = mode, True
         self.read_nbytes = functools.cache(self._read_nbytes)
         self._decoding: dict[tuple[Any, ...], tuple[int, int]] = {}  # of equal parts
@@ -95,7 +96,7 @@ class _NoValues:
                 continue
             step = files.stored(unit)
             if step is None:
-                self.mapped.add(unit.index)
+                self.mapped[unit.index] = base.is_exact(unit)
                 continue
             form = files.form(unit, step, lambda stored, flat: None)
             read_nbytes, nbytes, operators = step.shard(unit.rank, unit.world_size).nbytes, 0, 0

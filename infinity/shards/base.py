@@ -59,6 +59,8 @@ class BaseValues(Protocol):
 
     def why_not_mapped(self, unit: Unit) -> str: ...
 
+    def is_exact(self, unit: Unit) -> bool: ...
+
     def scratch_nbytes(self, unit: Unit) -> int: ...
 
     def sources(
@@ -197,6 +199,7 @@ class BaseHome(Home):
         super().__init__(Tier.NVME)
         self.base, self._unit = base, unit
         self._step = base.files.stored(unit)
+        self.bare = self._step is None and base.files.values.is_exact(unit)
         self._blocks = Extent(())  # of the stored bytes, this rank's
         if self._step is not None:
             self._blocks = self._step.shard(unit.rank, unit.world_size)

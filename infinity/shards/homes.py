@@ -36,7 +36,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.core.errors import DiskError, StateError
+from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, chained, rounded
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
@@ -180,18 +180,31 @@ class HostHome(Home):
             self._storage.host_pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)
         ]
         self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
+        self.bare = True
         self.copy: DiskHome | None = None  # where it is written on NVMe for a commit
         self.recorded = False  # the copy has its values
         self.storing: Sequence[Transfer] = ()  # writes of the copy, until the next update of the values here
         self.there: DeviceShard | None = None  # its newest values: see [Note: two places of one shard]
-        if self.layout.exact:
-            self.add(self.layout.only(exact=True))
+        if self.layout.dtype is not torch.bfloat16:  # else once its values need it, or it is trained
+            self.add()
 
-    def add(self, fields: StateLayout) -> None:
-        """Take memory for more fields of the state, zeros."""
-        numel = self._unit.shard_numel
-        self.leases.append(self._storage.host_pool.lease(fields.state_nbytes(numel), who=self._unit.name))
-        self.state += fields.views(self.leases[-1].tensor.zero_(), numel)
+    def _check_bare(self, state: Sequence[Tensor]) -> None:
+        """Raise a BudgetError if a chunk's weights alone are not exact, and have no room for more."""
+        if self.bare and any(bool(each.any()) for each in state[: len(self.layout.exact)]):
+            raise BudgetError(
+                f"{self._unit.name} is frozen, and gets values that bfloat16 cannot hold: their 2 bytes more "
+                "per parameter are more than memory.host leaves. Raise memory.host, or round them",
+                "memory.host",
+            )
+
+    def add(self, *, moments: bool = False) -> None:
+        """Take memory, zeros, for what makes the weights exact if there is none, and for ``moments``."""
+        pool, numel, name = self._storage.host_pool, self._unit.shard_numel, self._unit.name
+        for fields in (self.layout.only(exact=self.bare), self.layout.only(moments=moments)):
+            if fields.fields:
+                self.leases.append(pool.lease(fields.state_nbytes(numel), who=name))
+                self.state += fields.views(self.leases[-1].tensor.zero_(), numel)
+        self.bare = False
 
     @property
     def layout(self) -> StateLayout:
@@ -227,12 +240,15 @@ class HostHome(Home):
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Yield views of every chunk in its place."""
         for start, numel in self.places:
-            state = self.layout.part(self.state, start, start + numel)
-            yield start, self.weight[start : start + numel], self.layout.complete(state, numel)
+            state = self.layout.complete(self.layout.part(self.state, start, start + numel), numel)
+            yield start, self.weight[start : start + numel], state
+            if write:
+                self._check_bare(state)
 
     def fill(self, home: Home) -> None:
         """Copy the values of another home of the unit here; blocking."""
         for start, weight, state in home.chunks():
+            self._check_bare(state)
             stop = start + len(weight)
             mine = self.weight[start:stop], *self.layout.part(self.state, start, stop)
             for target, source in zip(mine, (weight, *state), strict=False):
@@ -254,7 +270,7 @@ class HostHome(Home):
         copy = self.copy = self.copy or DiskHome(store, self._unit)
         if self.trains:
             copy.train(2)
-        elif self.layout.exact:
+        elif self.state:
             for number in range(len(copy.versions[0].chunks)):
                 copy.add_exact(number)
         if new:

@@ -4,11 +4,11 @@ A unit that fits the host budget stays there, a quantized one of a frozen base i
 live on NVMe. With one rank and no accelerator, the home of a unit in host memory *is* its flat buffer.
 
 [Note: frozen units] While a model is built, it is not known which units will be trained. So a unit first
-gets its weights and what makes them exact, and the bytes of its moments are only set aside. When an optimizer
-is made, :meth:`Tiers.settle` makes room for the moments of trainable units, and gives what was set aside for
-frozen ones to units that would live on NVMe. A model that runs before it has an optimizer (a reference, one
-that generates) lends that to its other frozen units, until an optimizer needs the room. A unit that is thawed
-later gets its moments then. All ranks must freeze the same units.
+gets its weights, with what makes them exact if its values need that; the bytes of the rest of its state are
+only set aside. When an optimizer is made, :meth:`Tiers.settle` makes room for the state of trainable units,
+and gives what was set aside for frozen ones to units that would live on NVMe. A model that runs before it
+has an optimizer (a reference, one that generates) lends that to its other frozen units, until an optimizer
+needs the room. A unit that is thawed later gets its state then. All ranks must freeze the same units.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -71,11 +71,17 @@ class Tiers:
             return rounded(stored.shard_nbytes)  # also if it has yet to come
         n, layout = unit.shard_numel, self.layout
         nbytes = rounded(layout.weight_nbytes(n)) + rounded(layout.only(exact=True).state_nbytes(n))
-        return nbytes + (rounded(layout.only(moments=True).state_nbytes(n)) if moments else 0)
+        more = rounded(layout.only(moments=True).state_nbytes(n)) if moments else -self._lacking(unit)
+        return nbytes + more
+
+    def _lacking(self, unit: Unit) -> int:
+        """Return the bytes of what would make a bare unit exact; 0: it is not bare, or will not be."""
+        bare = unit.home.bare and not self._is_restoring(unit)
+        return rounded(self.layout.only(exact=True).state_nbytes(unit.shard_numel)) if bare else 0
 
     def _trained_nbytes(self, unit: Unit) -> int:
-        """Return what training adds: moments, and beside an accelerator the gradient."""
-        nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel))
+        """Return what training adds: the rest of the state, and beside an accelerator the gradient."""
+        nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
     def _trainable_nbytes(self, unit: Unit) -> int:
@@ -96,8 +102,15 @@ class Tiers:
             self.taken[unit.index] = nbytes
         return fits
 
+    def _add_exact(self, unit: Unit) -> None:
+        """Make room for what makes a unit in host memory exact, if the budget has it."""
+        if isinstance(unit.home, HostHome) and unit.home.bare:
+            nbytes = self.resident_nbytes_of(unit, moments=False) + self._lacking(unit)
+            if self._take(unit, max(nbytes, self.taken.get(unit.index, 0))):
+                unit.home.add()
+
     def place(self, unit: Unit) -> None:
-        """Give a new unit its home, with room for its weights and what makes them exact."""
+        """Give a new unit its home, with room for its weights and all that training needs."""
         nbytes = self._trainable_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
@@ -177,10 +190,9 @@ class Tiers:
             elif isinstance(host, HostHome):
                 disk = DiskHome(self.store, unit)
                 disk.reloadable = host.reloadable
-                for start, weight, state in disk.chunks(read=False, write=True):
-                    stop = start + len(weight)
-                    values = host.weight[start:stop], *self.layout.part(host.state, start, stop)
-                    for target, source in zip((weight, *state), values, strict=False):  # without moments
+                pairs = zip(disk.chunks(read=False, write=True), host.chunks(), strict=True)
+                for (_, weight, state), (_, mine, state_here) in pairs:
+                    for target, source in zip((weight, *state), (mine, *state_here), strict=True):
                         target.copy_(source)
                 self._move(unit, disk)
                 for lease in host.leases:
@@ -215,6 +227,8 @@ class Tiers:
         if self._take(unit, nbytes):
             host = HostHome(self.storage, unit)
             host.reloadable = home.reloadable
+            if not home.bare:
+                host.add()
             host.fill(home)
             self._move(unit, host)
             if isinstance(home, DiskHome):
@@ -230,12 +244,12 @@ class Tiers:
                 left_nbytes = self.resident_nbytes - sum(self.taken.values())
                 raise BudgetError(
                     f"{unit.name} was frozen when the model first ran or got its optimizer, and is trained "
-                    f"now: its moments need {format_nbytes(nbytes)} of host memory, of which memory.host "
+                    f"now: its state needs {format_nbytes(nbytes)} of host memory, of which memory.host "
                     f"leaves {format_nbytes(left_nbytes)}. Raise memory.host, or make the optimizer after "
                     "requires_grad_(True)",
                     "memory.host",
                 )
-            home.add(self.layout.only(moments=True))
+            home.add(moments=True)
 
     def _on_disk(self, unit: Unit) -> DiskHome:
         """Return a unit's home on NVMe; one that is read where it lies gets extents of this run."""
@@ -279,13 +293,14 @@ class Tiers:
                 return  # with its values
         if self._is_restoring(unit):
             return
+        if master(unit.shard_start, unit.shard_start).dtype != torch.bfloat16:
+            self._add_exact(unit)
         trains = unit.home.trains
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             part = unit.shard_start + start, unit.shard_start + start + len(weight)
             store_master(self.layout, master(*part), weight, state)
-            if not trains:
-                continue
-            self.layout.store_moments(state, None if moments is None else moments(*part))
+            if trains:
+                self.layout.store_moments(state, None if moments is None else moments(*part))
         unit.home.reloadable = self.base is not None
 
     def gather(self, unit: Unit, shard: Tensor) -> Tensor:
@@ -422,6 +437,7 @@ class Tiers:
         disk, host = DiskHome(self.store, unit, versions), unit.home
         disk.version = committed
         if isinstance(host, HostHome):
+            self._add_exact(unit)
             host.fill(disk)
             host.copy, host.version, host.recorded = disk, committed, True
         else:
@@ -431,6 +447,7 @@ class Tiers:
         """Give a unit room, and yield its chunks, which are stored when the caller has filled them."""
         if isinstance(unit.home, HostHome):
             unit.home.version = 0
+            self._add_exact(unit)
         else:
             disk = DiskHome(self.store, unit)
             self._move(unit, disk)

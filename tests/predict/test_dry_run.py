@@ -60,6 +60,14 @@ def llama(folder: Path) -> str:
     return f"model.path={folder / 'llama'}"
 
 
+def half_llama(folder: Path) -> str:
+    from transformers import LlamaForCausalLM
+
+    path = llama(folder)
+    LlamaForCausalLM.from_pretrained(folder / "llama").bfloat16().save_pretrained(folder / "llama")
+    return path
+
+
 def quantized_llama(folder: Path) -> str:
     path = llama(folder)
     quantized.fp8(folder / "llama")
@@ -131,6 +139,13 @@ CASES = {
         "memory.host=2MiB",
         "memory.resident=true",
     ],
+    "half-lora-in-host-memory": [
+        "half",
+        "lora.rank=2",
+        "memory.device=300KiB",
+        "memory.host=768KiB",
+        "memory.resident=true",
+    ],
     "llama-lora-stored-as-nf4": ["llama", "lora.rank=2", "memory.device=560KiB", "model.stored_as=nf4"],
     "llama-logits-in-slices": ["llama", "memory.logits=slices"],
     "gpt-in-tiles": ["partition.tile=8KiB"],
@@ -146,7 +161,8 @@ CASES = {
 #: Each way that units, homes and budgets are decided, once; the others are long tests.
 FEW = (
     "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
-    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed", "experts-lora",
+    "quantized-lora-in-host-memory", "half-lora-in-host-memory", "llama-logits-in-slices",
+    "gpt-in-tiles-recomputed", "experts-lora",
 )  # fmt: skip
 
 
@@ -160,7 +176,9 @@ EXACT = (
 @pytest.mark.parametrize("case", few(FEW, CASES))
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
-    made = {"llama": llama, "quantized": quantized_llama, "mixtral": mixtral}.get(overrides[1])
+    made = {"llama": llama, "half": half_llama, "quantized": quantized_llama, "mixtral": mixtral}.get(
+        overrides[1]
+    )
     if made is not None:
         del overrides[1]
         overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]

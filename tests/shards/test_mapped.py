@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mx
 
 import infinity
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError, StateError
+from infinity.core.errors import BudgetError, ChangedCheckpointError, ChangedFileError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from infinity.shards.base import BaseHome
@@ -332,6 +333,36 @@ def test_what_finds_room_in_host_memory_is_read_once_and_stays_there(tmp_path, c
         assert train(model) == losses
 
 
+def leased_per_element(model: Any) -> set[float]:
+    frozen = (unit for unit in runtime_of(model).units if not unit.trainable)
+    return {sum(each.nbytes for each in unit.home.leases) / unit.shard_numel for unit in frozen}
+
+
+def test_a_frozen_bf16_weight_takes_two_bytes_of_host_memory_until_its_values_need_more(tmp_path, checkpoint):
+    room = ["memory.resident=true", "memory.host=8MiB"]
+    with loaded(checkpoint, tmp_path / "nvme", *room) as model:
+        losses = train(model)
+        assert leased_per_element(model) == {2.0}
+        tiers, (unit, *_) = runtime_of(model).tiers, runtime_of(model).units
+        rounded = tiers.get(unit).clone()
+        tiers.put(unit, lambda start, stop: rounded[start:stop] + 0)
+        assert torch.equal(tiers.get(unit), rounded)
+        values = torch.randn(unit.numel)
+        tiers.resident_nbytes = sum(tiers.taken.values())  # nothing is left
+        other = runtime_of(model).units[1]
+        with pytest.raises(BudgetError, match=rf"{re.escape(other.name)} is frozen.*Raise memory.host"):
+            tiers.put(other, lambda start, stop: torch.randn(stop - start))
+        tiers.put(unit, lambda start, stop: values[start:stop])
+        assert torch.equal(tiers.get(unit), values)
+        assert leased_per_element(model) == {2.0, 4.0}
+    single = save(tmp_path / "single", dtype=torch.float32)
+    with loaded(single, tmp_path / "nvme", *room) as model:
+        train(model, 1)
+        assert leased_per_element(model) == {4.0}
+    with loaded(checkpoint, tmp_path / "streamed") as model:
+        assert train(model) == losses
+
+
 # --- what cannot be read where it lies -------------------------------------------------------------
 
 
@@ -485,6 +516,14 @@ def test_what_is_thawed_trains_as_ever_and_leaves_the_checkpoint_as_it_is(tmp_pa
     assert again == losses
     assert_same(same, weights)
     assert content(checkpoint) == before
+
+
+def test_a_bf16_base_in_host_memory_is_thawed_bitwise(tmp_path, checkpoint):
+    room = ["memory.host=16MiB", "memory.resident=true"]
+    losses, weights = thaw(checkpoint, tmp_path / "nvme", "bf16", frozen=False)
+    again, same = thaw(checkpoint, tmp_path / "host", "bf16", *room, frozen=True)
+    assert again == losses
+    assert_same(same, weights)
 
 
 @pytest.mark.parametrize("more", [[], ["memory.host=16MiB", "memory.resident=true"]], ids=["drive", "host"])
