@@ -7,13 +7,13 @@ from infinity.checkpoint import codecs
 from tests.checkpoint.test_codecs import same
 
 ROWS, COLUMNS = 64, 128
-NO_BITSANDBYTES = "bitsandbytes comes with the extra 'ecosystem'"
+NO_BITSANDBYTES = "pip install -c constraints.txt bitsandbytes"
 
 
 @pytest.fixture
 def compressed(request):
     """``decode(format, tensors, **scheme)`` of compressed-tensors."""
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors comes with the extra 'ecosystem'")
+    pytest.importorskip("compressed_tensors", reason="pip install -c constraints.txt compressed-tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
