@@ -283,16 +283,16 @@ ROOM_BUDGETS = {
     "core": 2316,
     "data": 2235,
     "device": 1063,
-    "engine": 3921,
+    "engine": 3916,
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 2186,
+    "optim": 2193,
     "partition": 2650,
     "planner": 2313,
     "predict": 5379,
     "recipes": 2007,
-    "shards": 4426,
+    "shards": 4428,
 }
 
 

@@ -423,11 +423,12 @@ def test_parts_are_matrices_of_their_own(tmp_path):
         ),
         ((), {"ema": 0.9}, "muon, a rule of matrices, keeps no average yet"),
         ((), {"momentum": -1.0}, "momentum"),
+        ((), {"ns_steps": 2.5}, "ns_steps: got 2.5; wanted a whole number of iterations"),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, more, numbers, wanted):
     try:
-        with pytest.raises(SettingError, match=wanted):
+        with pytest.raises(RecipeError, match=wanted):
             begin(tmp_path, "nvme", more=more, **numbers)
     finally:
         for runtime in list(open_runtimes):

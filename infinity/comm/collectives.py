@@ -355,7 +355,7 @@ class Collectives:
             )
         self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
         self._data = DataGroup(group, device, self.peers)
-        self._trades: Any = None  # the group of :meth:`trade`
+        self._exchanges: Any = None  # the group of :meth:`all_to_all`
         self.step = self._count = 0  # calls of the optimizer's step, equal on all ranks; collectives
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -432,19 +432,19 @@ class Collectives:
         shared: T = self._submit("share", 0, where, issue).value()
         return shared
 
-    def trade(self, where: str, given: Tensor, sent: list[int], got: list[int]) -> Tensor:
+    def all_to_all(self, where: str, given: Tensor, sent: list[int], got: list[int]) -> Tensor:
         """Return what all ranks give this one, ``(sum(got),)``, in the order of ranks; blocks.
 
         ``given`` is in host memory, ``(sum(sent),)``: what each rank gets, in the same order. On a group
         of its own, since gathers that are queued may wait for the update that this is a part of.
         """
-        if self._trades is None:  # at the same point on every rank
+        if self._exchanges is None:  # at the same point on every rank
             limit = timedelta(seconds=self.peers.timeout_s)
-            self._trades = dist.new_group(backend="gloo", timeout=limit)
+            self._exchanges = dist.new_group(backend="gloo", timeout=limit)
         arrived, what = given.new_empty(sum(got)), f"{where} (step {self.step + 1})"
         try:
-            work = dist.all_to_all_single(arrived, given, got, sent, group=self._trades, async_op=True)
-            self._end(work, self._trades)
+            work = dist.all_to_all_single(arrived, given, got, sent, group=self._exchanges, async_op=True)
+            self._end(work, self._exchanges)
         except RuntimeError as error:
             raise self.peers.error or self.peers.explained(what, error) from None
         return arrived
@@ -541,7 +541,7 @@ class Collectives:
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""
-        while group in (self._control, self._trades) and not work.is_completed():
+        while group in (self._control, self._exchanges) and not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
             if not work.is_completed() and self.peers.overdue("its last collectives") is not None:
@@ -549,7 +549,7 @@ class Collectives:
                 _never_destroy(work)
                 raise RuntimeError("given up")
         work.wait()  # the stream of this thread does, where the group's work is an accelerator's
-        if group not in (self._control, self._trades):
+        if group not in (self._control, self._exchanges):
             self._data.watch(work)
 
     def _run(self) -> None:

@@ -37,7 +37,6 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes, rounded
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
-from infinity.optim.matrix import MatrixRule
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
@@ -152,13 +151,9 @@ class UnitBudget:
         return not clips and self._tiers.storage.memory.versions == 2 and self._on_one_rank
 
     @property
-    def _matrices(self) -> bool:
-        return isinstance(self._tiers.storage.rule, MatrixRule)
-
-    @property
     def _on_one_rank(self) -> bool:
         """Whether a unit's update needs no other rank."""
-        return self._ranks.world_size == 1 or not self._matrices
+        return self._ranks.world_size == 1 or self._tiers.storage.rule.in_one_pass
 
     def clip(self, clips: bool) -> None:
         self._divide(replace(self._given, early=self._early(clips)))
@@ -284,7 +279,7 @@ class UnitBudget:
             spills=trainable
             and until_step
             and on_nvme
-            and not self._matrices
+            and self._tiers.storage.rule.in_one_pass
             and (in_host or not given.accumulates),
             parameter=largest,
             parameter_nbytes=numel * unit.dtype.itemsize,

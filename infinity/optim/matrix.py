@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.config import SettingError
-from infinity.core.errors import StateError
+from infinity.core.errors import RecipeError, StateError
 from infinity.optim.adamw import ADAMW
 from infinity.optim.formula import Formula, NotElementwiseError
 from infinity.optim.rule import EMA, Averaged, Rule
@@ -44,6 +44,7 @@ class MatrixRule(Rule):
 
     matrix_moments: tuple[Moment, ...]
     companion: Rule = ADAMW
+    in_one_pass = False
 
     def __init_subclass__(cls) -> None:
         own, others = dict(cls.defaults), cls.companion.defaults
@@ -64,7 +65,7 @@ class MatrixRule(Rule):
 
     @abstractmethod
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return what a step goes along, ``(rows, columns)``, of a matrix of directions, on its device."""
+        """Return the update, ``(rows, columns)``, made from a matrix of directions, on its device."""
 
     def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
         """Return the length of a step along a transformed matrix of this shape."""
@@ -99,7 +100,7 @@ class MatrixRule(Rule):
 
     @property
     def averaged(self) -> Averaged:
-        raise SettingError(EMA, "a decay", f"null: {self.name}, a rule of matrices, keeps no average yet")
+        raise RecipeError(f"{EMA}: {self.name}, a rule of matrices, keeps no average yet; leave {EMA} out")
 
     def takes(self, group: Mapping[str, Any], shape: Sequence[int]) -> bool:
         """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""
@@ -165,7 +166,7 @@ class Place(NamedTuple):
 
 
 def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
-    """Return what tells whether a weight, by its name, is of an embedding, a head or a convolution.
+    """Return a function of a parameter's name and the parameter: is it an embedding, head or convolution?
 
     A head has as many rows as the model's table of tokens: that which it names, or the longest; and it is no
     weight of blocks that are alike. The two-dimensional bias of packed experts is no matrix either.
@@ -209,7 +210,7 @@ def owners(places: Sequence[Place], ranks: int, loads: list[int] | None = None) 
 
 
 class FirstPass(Rule):
-    """From gradients to directions, in their place: weight and gradient are the same memory."""
+    """First pass of a matrix rule: replaces gradients by directions; it gets them as weight and gradient."""
 
     def __init__(self, rule: MatrixRule) -> None:
         self._rule, self.name, self.moments = rule, f"{rule.name}: directions", rule.matrix_moments
@@ -237,7 +238,7 @@ class FirstPass(Rule):
 
 
 class LastPass(Rule):
-    """A step along what was made of directions, and decoupled weight decay."""
+    """Last pass of a matrix rule: a step along the transformed directions, with decoupled weight decay."""
 
     moments = ()
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.core.config import SettingError
 from infinity.optim.formula import where
 from infinity.optim.matrix import MatrixRule
 from infinity.optim.state import Moment
@@ -38,6 +39,11 @@ class MuonRule(MatrixRule):
     def direction(grad: Any, exp_avg: Any, toward: Any, nesterov: Any) -> tuple[Any, ...]:
         exp_avg = exp_avg + toward * (grad - exp_avg)
         return where(nesterov > 0, exp_avg + toward * (grad - exp_avg), exp_avg), exp_avg
+
+    def check(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+        super().check(group, name, shape, tiled=tiled)
+        if group["ns_steps"] != int(group["ns_steps"]) or group["ns_steps"] < 1:
+            raise SettingError("ns_steps", group["ns_steps"], f"a whole number of iterations for {name}")
 
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""

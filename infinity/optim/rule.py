@@ -50,6 +50,7 @@ class Rule(ABC):
     #: Those that are others in a recipe that does not name them.
     recipe: Mapping[str, Any] = MappingProxyType({})
     master: str = EXACT  # see [Note: masters] of infinity.optim.state
+    in_one_pass = True  # an update of a shard's elements needs no others; False: see infinity.optim.matrix
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -93,7 +94,7 @@ class Rule(ABC):
 
     @property
     def variants(self) -> "tuple[Rule, ...]":
-        """Rules that are made of this one."""
+        """The rules derived from this one: with an average of the weights, and with other masters."""
         return self.averaged, *self.of_masters(), *self.averaged.of_masters()
 
     def of_masters(self) -> "Iterator[Rule]":

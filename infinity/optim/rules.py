@@ -77,7 +77,8 @@ class OptimConfig(Config):
     )
     master: Literal["exact", "kahan", "bf16-stochastic"] = setting(
         "exact",
-        "what a 16-bit weight is trained from: exact fp32, it and 16 bits of what rounding took, or it alone",
+        "the fp32 value that a 16-bit weight is trained from: exact; kahan: the weight plus 16 bits of "
+        "rounding error; bf16-stochastic: the weight itself, rounded at random",
     )
     max_grad_norm: float | None = setting(
         1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)
@@ -158,10 +159,9 @@ class HostRule:
             hyper: :meth:`Rule.hyper`, on the device of the others.
             rule: One of :attr:`Rule.elementwise`, in place of the rule itself; takes its own fields.
         """
-        layout, rule = self.layout, rule or self.rule
-        if rule is not self.rule:
-            layout = rule.layout(weight.dtype)
-            state = self.layout.select(state, layout)
+        rule = rule or self.rule
+        layout = rule.layout(weight.dtype)
+        state = self.layout.select(state, layout)
         if weight.device.type == "cpu":
             from infinity.optim import kernels
 
@@ -197,10 +197,9 @@ class DeviceRule:
         rule: Rule | None = None,
     ) -> None:  # fmt: skip
         """Update ``n`` elements as :meth:`HostRule.update` does; blocks until they are back."""
-        layout, rule = self.layout, rule or self.rule
-        if rule is not self.rule:
-            layout = rule.layout(weight.dtype)
-            state = self.layout.select(state, layout)
+        rule = rule or self.rule
+        layout = rule.layout(weight.dtype)
+        state = self.layout.select(state, layout)
         try:
             for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
                 part = slice(begin, min(begin + _DEVICE_NUMEL, weight.numel()))

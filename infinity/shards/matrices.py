@@ -45,7 +45,9 @@ def transform_all(
 
     def exchange(parts: Sequence[Tensor], sent: list[list[int]], got: list[list[int]]) -> tuple[Tensor, ...]:
         values = torch.cat([directions.new_empty(0), *parts]).cpu()
-        arrived = collectives.trade(f"matrices of {unit.name}", values, [*map(sum, sent)], [*map(sum, got)])
+        arrived = collectives.all_to_all(
+            f"matrices of {unit.name}", values, [*map(sum, sent)], [*map(sum, got)]
+        )
         return torch.split(arrived, [numel for numels in got for numel in numels])
 
     mine = [

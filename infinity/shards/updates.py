@@ -83,7 +83,7 @@ class PendingUpdate:
 
 @dataclass(slots=True)
 class Started:
-    """What is in flight of an update."""
+    """The jobs of an update that has started, and what they report to."""
 
     future: UpdateFuture
     runs: Runs
@@ -232,8 +232,8 @@ class Updates:
     @property
     def early(self) -> bool:
         """Whether updates of this step start inside backward; see [Note: two passes of an update]."""
-        directs = isinstance(self.tiers.storage.rule, MatrixRule)
-        if directs and (self.speculation.clips or self.tiers.ranks.world_size > 1):
+        waits = self.speculation.clips or self.tiers.ranks.world_size > 1
+        if waits and not self.tiers.storage.rule.in_one_pass:
             return False
         return self.speculation.early and bool(self.hypers.groups)
 
@@ -296,12 +296,12 @@ class Updates:
             pending.unit.updates += 1
             if pending.started.place is not None:
                 home.version = pending.started.place
-        self._go_on()
+        self._begin_last_passes()
         self.records.end_step()
         self._close_step()
 
-    def _go_on(self) -> None:
-        """Let ranks exchange directions, and begin the last passes, in an order that is equal on all."""
+    def _begin_last_passes(self) -> None:
+        """Exchange directions between ranks and begin the last passes, in the same order on every rank."""
         waiting = [self.ready[index] for index in sorted(self.ready)]
         waiting, loads = [each for each in waiting if each.started.directed is not None], list[int]()
         for number, pending in enumerate(waiting):
