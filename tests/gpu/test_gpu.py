@@ -23,7 +23,11 @@ from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import build, optimizer_for, reference, streaming
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Kernels compile on a thread, and `warnings.catch_warnings` there undoes what others ignore meanwhile.
+    pytest.mark.filterwarnings("ignore"),
+]
 
 GDS = ("memory.nvme=[{folder}]", "memory.host=4MiB", "memory.resident=false", "memory.engine=gds")
 #: What needs the drive's own way to the accelerator.

@@ -1,22 +1,35 @@
-"""The update on a real accelerator: one kernel where it is CUDA, with the bits of every other form."""
+"""Every update rule on a real accelerator: one kernel where it is CUDA, with the bits of every other form."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
-from infinity.optim.adamw import ADAMW
 from infinity.optim.cuda import elementwise_kernel
+from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule
+from infinity.optim.state import MASTERS, Quantized, store_master
 from tests.accelerator.harness import here
 
 pytestmark = pytest.mark.gpu
 
 NUMEL = 2**20 + 6 * 2048
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+#: Each rule and form of a master with each dtype of weights and of gradients that it has.
+CASES = [
+    (name, dtype, grad_dtype)
+    for name, rule in RULES.items()
+    for dtype in DTYPES
+    for grad_dtype in (DTYPES[:1] if "+" in name else DTYPES)
+    if dtype in MASTERS[rule.master] and rule.formula is not None
+]
 
 
-def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def values(
+    rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Weights, gradient and states of all magnitudes, on the CPU."""
     generator = torch.Generator().manual_seed(11)
 
@@ -25,43 +38,52 @@ def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor,
         signs = torch.randint(0, 2, (NUMEL,), generator=generator) * 2 - 1
         return torch.exp2(exponents) * signs
 
-    states = []
-    for field in ADAMW.layout(dtype).fields:
-        if field.name == "remainder":
-            states.append(torch.randint(-(2**15), 2**15, (NUMEL,), generator=generator).to(torch.int16))
-        elif field.name == "exp_avg_sq":
-            states.append(spread(-140, 10).abs())
-        else:
-            states.append(spread(-70, 10))
-    return spread(-14, 10).to(dtype), spread(-20, 14).to(grad_dtype), tuple(states)
+    layout = rule.layout(dtype)
+    state = layout.complete((), NUMEL)
+    weight, grad = torch.empty(NUMEL, dtype=dtype), spread(-20, 14).to(grad_dtype)
+    store_master(layout, spread(-14, 10), weight, state)
+    moments = []
+    for moment in layout.moments:
+        drawn = spread(-140, 10).abs() if "sq" in moment.name else spread(-70, 10)
+        if isinstance(moment.form, Quantized):  # a whole block of zeros, too
+            drawn[: moment.form.block] = 0
+        moments.append(drawn)
+    layout.store_moments(state, moments)
+    return weight, grad, state
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, grad_dtype: torch.dtype):
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in which every NaN is the same."""
+    tensor = tensor.cpu()
+    return (torch.where(tensor.isnan(), torch.nan, tensor) if tensor.is_floating_point() else tensor).view(
+        torch.uint8
+    )
+
+
+@pytest.mark.parametrize(("name", "dtype", "grad_dtype"), CASES)
+def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(
+    name: str, dtype: torch.dtype, grad_dtype: torch.dtype
+):
     if here().type != "cuda" or not rounds_roots(here()):
         pytest.skip("a kernel of CUDA")
-    hyper = ADAMW.hyper({**ADAMW.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
-    results = []
+    rule: Any = RULES[name]
+    hyper = rule.hyper({**rule.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
+    layout, results = rule.layout(dtype), []
     for way in ("kernel", "torch", "cpu"):
-        weight, grad, states = values(dtype, grad_dtype)
+        weight, grad, state = values(rule, dtype, grad_dtype)
         if way == "cpu":
-            HostRule(ADAMW, dtype).update(weight, grad, states, weight, hyper)
+            HostRule(rule, dtype).update(weight, grad, state, weight, hyper)
         else:
             weight, grad = weight.to(here()), grad.to(here())
-            states = tuple(each.to(here()) for each in states)
-            part = slice(3 * 2048, NUMEL)  # the part of one group
-            given = weight[part], grad[part], tuple(each[part] for each in states)
-            before = tuple(each[: part.start] for each in states)
+            state = tuple(each.to(here()) for each in state)
             if way == "kernel":
-                kernel = elementwise_kernel(ADAMW.formula, ADAMW.layout(dtype), grad_dtype, here())
+                kernel = elementwise_kernel(rule.formula, layout, grad_dtype, here())
                 assert kernel is not None
-                kernel(*given, hyper)
-                first = weight[: part.start], grad[: part.start], before
-                kernel(*first, hyper)
+                for part in (slice(3 * 2048, NUMEL), slice(0, 3 * 2048)):  # parts of two groups
+                    kernel(weight[part], grad[part], layout.part(state, part.start, part.stop), hyper)
             else:
-                ADAMW.update_by_torch(weight, grad, states, weight, hyper.to(here()))
-        results.append([each.cpu() for each in (weight, *states)])
+                rule.update_by_torch(weight, grad, state, weight, hyper.to(here()))
+        results.append([bits(each) for each in (weight, *state)])
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             assert torch.equal(ours, theirs)
