@@ -278,7 +278,7 @@ ROOM_BUDGETS = {
     "activations": 2458,
     "api": 4587,
     "app": 2601,
-    "checkpoint": 4459,
+    "checkpoint": 4464,
     "comm": 861,
     "core": 2316,
     "data": 2235,
@@ -288,11 +288,11 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 1005,
     "optim": 2193,
-    "partition": 2650,
+    "partition": 2656,
     "planner": 2313,
     "predict": 5379,
     "recipes": 2007,
-    "shards": 4428,
+    "shards": 4431,
 }
 
 

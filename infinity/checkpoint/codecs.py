@@ -85,7 +85,7 @@ def _e4m3_as_float(values: Tensor) -> Tensor:
         sizes = (values & 127).int()
         normal = (sizes + (120 << 3) << 20).view(torch.float32)
         sizes = torch.where(sizes == 127, math.nan, torch.where(sizes < 8, sizes * 2.0**-9, normal))
-        return torch.where(values < 0, -sizes, sizes)
+        return sizes * torch.where(values < 0, -1.0, 1.0)  # Triton's minus is 0 - x: it has no -0
     if not values.is_cpu:
         return values.float()
     # A table is several times as fast as torch's conversion.
@@ -355,7 +355,7 @@ def _e2m1_as_float(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     codes = _bit_fields(packed, 4)
     sizes = (codes & 7).to(dtype)
     sizes = torch.maximum(torch.maximum(sizes / 2, sizes - 2), sizes * 2 - 8)
-    return torch.where(codes > 7, -sizes, sizes)
+    return sizes * torch.where(codes > 7, -1.0, 1.0).to(dtype)  # Triton's minus is 0 - x: it has no -0
 
 
 def _bit_fields(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:

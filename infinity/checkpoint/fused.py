@@ -17,6 +17,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -80,9 +81,12 @@ class _Kernel:
         self, decode: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor, device: torch.device
     ) -> None:
         func, constants, _ = _arguments(decode)
+        # Of all integers torch takes only the defaults of keywords as constants.
+        bound = FunctionType(func.__code__, func.__globals__, argdefs=func.__defaults__)
+        bound.__kwdefaults__ = {**(func.__kwdefaults__ or {}), **constants}
 
         def fill(out: Tensor, first: int, *parts: Tensor, **tables: Tensor) -> None:
-            values = func(first - 2, *parts, **constants, **tables)
+            values = bound(first - 2, *parts, **tables)
             out.view(values.shape).copy_(values)
 
         fill.__code__ = fill.__code__.replace(co_name=func.__name__)  # torch counts what it compiled by code
@@ -140,9 +144,10 @@ class _Kernel:
 
 def _arguments(
     decode: Callable[..., Tensor],
-) -> tuple[Callable[..., Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[FunctionType, dict[str, Any], dict[str, Any]]:
     """Return the function, its constants, and numbers that may be others for each matrix."""
-    func, given = getattr(decode, "func", decode), getattr(decode, "keywords", {})
+    func: FunctionType = decode.func if isinstance(decode, partial) else decode  # type: ignore[assignment]
+    given = getattr(decode, "keywords", {})
     tables = {
         name: value for name, value in given.items()
         if isinstance(value, float) or (isinstance(value, tuple) and isinstance((*value, 0)[0], float))
