@@ -40,7 +40,7 @@ _DEVICE_NUMEL = 2**20
 _LEAST_BESIDE = 2**21
 #: Elements of a shard in an accelerator's memory that are updated at one time.
 RESIDENT_NUMEL = 2**22
-_TRIES = 3
+_MEASURED, _TRIES = 16, 3  # of so many: few would measure caches, and threads that wake up
 #: Rows and lanes of a sum of squares: see [Note: order of summation].
 ROW_NUMEL, LANES = 2**15, 128
 
@@ -228,7 +228,7 @@ def scratch_nbytes(numel: int) -> int:
 @functools.cache
 def measure_rates(rule: Rule, dtype: torch.dtype, device: torch.device, threads: int) -> tuple[float, float]:
     """Return elements per second of updates in host memory, by the CPU and by ``device``, in under 1 s."""
-    layout, numel = rule.layout(dtype), 2 * _DEVICE_NUMEL
+    layout, numel = rule.layout(dtype), _MEASURED * _DEVICE_NUMEL
     sizes = [layout.weight_nbytes(numel), layout.weight_nbytes(numel), layout.state_nbytes(numel)]
     with contextlib.closing(HostBuffer(rounded(sum(sizes)), device)) as buffer:
         weight, grad, memory = torch.split(buffer.tensor[: sum(sizes)].zero_(), sizes)
