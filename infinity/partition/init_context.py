@@ -156,6 +156,7 @@ class Construction:
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._normal_mode = contextlib.ExitStack()
+        self._piece = torch.empty(0, dtype=torch.float32, device="cpu")  # in which values are collected
 
     @property
     def active(self) -> bool:
@@ -276,10 +277,27 @@ class Construction:
         for segment in [s for s in unit.segments if s.whole.shape != s.whole_shape]:
             self.builder.rejoin(unit, segment)
         if self._counts(unit):
-            self.masters.put(unit, functools.partial(_master_range, unit.segments))
+            self.masters.put(unit, functools.partial(self._values, unit.segments))
         for s in unit.segments:
             if s.is_last:
                 s.whole.data = placeholder(s.whole_shape, self._dtype(unit, s), s.whole.device)
+
+    def _values(self, segments: list[Segment], start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
+        if len(self._piece) < stop - start:
+            pinned = self.device.type != "cpu"
+            self._piece = torch.empty(stop - start, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        out, position = self._piece[: stop - start], 0
+        for s in segments:
+            low, high = max(start, s.offset), min(stop, s.stop)
+            if low < high:
+                shift = s.first - s.offset
+                values = s.whole.detach().reshape(-1)[low + shift : high + shift]
+                out[position : low - start].zero_()
+                out[low - start : high - start].copy_(values)
+                position = high - start
+        out[position:].zero_()
+        return out
 
     def _patch_all(self) -> None:
         pending = [nn.Module]
@@ -387,15 +405,3 @@ class Construction:
 
 def _created_nbytes(unit: Unit) -> int:
     return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
-
-
-def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
-    """Return elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
-    out = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
-    for s in segments:
-        low, high = max(start, s.offset), min(stop, s.stop)
-        if low < high:
-            shift = s.first - s.offset
-            values = s.whole.detach().reshape(-1)[low + shift : high + shift]
-            out[low - start : high - start].copy_(values)
-    return out

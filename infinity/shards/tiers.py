@@ -315,7 +315,10 @@ class Tiers:
 
     def get(self, unit: Unit) -> Tensor:
         """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
-        return self.gather(unit, self.shard_fields(unit)[0])
+        shard = torch.empty(unit.shard_numel, dtype=torch.float32, device="cpu")
+        for start, (values, *_) in self.chunk_fields(unit):
+            shard[start : start + len(values)] = values
+        return self.gather(unit, shard)
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Return copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
