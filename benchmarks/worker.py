@@ -18,6 +18,7 @@ import fio
 import llama
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from infinity.comm.ranks import backend_of
 from infinity.device.accelerator import synchronize
@@ -80,13 +81,15 @@ class Plain:
 
     def step(self, batch: dict[str, Tensor]) -> float:
         began_s = time.perf_counter()
-        loss = self.model(**batch).loss
+        with record_function("phase forward"):
+            loss = self.model(**batch).loss
         forward_s = time.perf_counter() - began_s
-        loss.backward()
+        with record_function("phase backward"):
+            loss.backward()
         self.parts = forward_s, time.perf_counter() - began_s - forward_s
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
-        with torch.no_grad():
+        with record_function("phase update"), torch.no_grad():
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
             for weight, master in zip(self.weights, self.masters):
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
@@ -172,7 +175,8 @@ class Infinity:
     def step(self, batch: dict[str, Tensor]) -> float:
         rows = len(batch["input_ids"])
         value = self.backward(batch, rows // (self.micro_rows or rows))
-        self.optimizer.step()
+        with record_function("phase update"):
+            self.optimizer.step()
         self.report = self.optimizer.report(loss=value, tokens=batch["input_ids"].numel())
         return value
 
@@ -182,8 +186,10 @@ class Infinity:
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             with nullcontext() if last else self.api.no_sync(self.model):
-                loss = self.model(**{key: part[micro] for key, part in parts.items()}).loss
-                (loss / micro_batches).backward()
+                with record_function("phase forward"):
+                    loss = self.model(**{key: part[micro] for key, part in parts.items()}).loss
+                with record_function("phase backward"):
+                    (loss / micro_batches).backward()
                 losses.append(float(loss))
         return statistics.fmean(losses)
 
