@@ -17,7 +17,7 @@ MOST_FILES = {
     "commit": 16,
     "end": 30,
     "resume": 17,
-    "activation": 29,
+    "activation": 30,
     "plan": 55,
     "train": 70,
 }

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from infinity.activations.profiler import MemoryMeter, Profiler
-from infinity.activations.recompute import in_backward, recomputed
+from infinity.activations.recompute import in_backward, recomputed, untraced
 from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
@@ -40,7 +40,6 @@ from infinity.activations.tensor_cache import (
     planned,
     storages_of,
     uniform,
-    untraced,
 )
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Planning, Profile

@@ -31,7 +31,8 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.tensor_cache import patched, untraced
+from infinity.activations.recompute import untraced
+from infinity.activations.tensor_cache import patched
 from infinity.core.errors import StateError
 
 Mode = Literal["auto", "whole", "slices"]

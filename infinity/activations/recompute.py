@@ -3,10 +3,26 @@
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: Returns what torch.compile runs frames by on this thread, or None.
+_tracing: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", bool)
+
+
+def untraced(function: F) -> F:
+    """Return ``function`` as torch.compile leaves it alone, at no cost where nothing is compiled."""
+    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _tracing() is None else disabled)(*args, **kwargs)
+
+    return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
 
 
 def in_backward() -> bool:

@@ -27,13 +27,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.activations.profiler import Profiler
+from infinity.activations.recompute import untraced
 from infinity.activations.store import ActivationStore, Loading, StoredActivation
 from infinity.core.lifecycle import Lifecycle, SlotState
 from infinity.core.nbytes import Transfer
@@ -48,22 +49,6 @@ _LEAST_PART = 64
 _ABSENT = object()
 
 S = SlotState
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-#: Returns what torch.compile runs frames by on this thread, or None.
-_tracing: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", bool)
-
-
-def untraced(function: F) -> F:
-    """Return ``function`` as torch.compile leaves it alone, at no cost where nothing is compiled."""
-    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if _tracing() is None else disabled)(*args, **kwargs)
-
-    return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

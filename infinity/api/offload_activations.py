@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import Activations, FixedCapacity, Policy
-from infinity.activations.recompute import in_backward
+from infinity.activations.recompute import in_backward, untraced
 from infinity.activations.store import measure_hardware, open_stores
-from infinity.activations.tensor_cache import TensorCache, untraced
+from infinity.activations.tensor_cache import TensorCache
 from infinity.api.init import is_served
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import piece_nbytes

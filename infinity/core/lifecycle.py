@@ -1,7 +1,7 @@
 """States of units, activations and updates by memory cost, and edges: the only record of where bytes are."""
 
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from infinity.core.errors import StateError
 
@@ -95,3 +95,13 @@ class Lifecycle(Generic[State]):
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")
         self.state = state
+
+
+class Ended:
+    """Stands in for a part that has ended: any use of it raises :class:`StateError`."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(self._why)

@@ -32,6 +32,13 @@ Operators on a parameter in tiles use one tile after the other (:mod:`infinity.p
 save of it becomes a handle also where ``torch.utils.checkpoint`` has opened hooks of its own, so a tile need
 not stay until the backward pass of a recomputed forward.
 
+[Note: calls inside]
+A call costs the thread that feeds an accelerator more than many kernels take. So a call uses the units of all
+parameters in its module at once if that is one, or two that take turns (budgets have room for two), or if
+none comes and goes. Until it ends, calls of modules inside find that all is there, and do nothing. A frozen
+unit goes when backward has passed the call: where no input tells that, modules inside do as ever. So do
+those around blocks, each of which brings its own, and around the head, whose calls may be pending.
+
 [Note: the outermost module]
 The outermost module of a call opens and closes the saved-tensor hooks, since submodules are called on their
 own, too. PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended: so the outermost call keeps
@@ -49,6 +56,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -57,12 +65,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.controller import Activations
-from infinity.activations.logits import LogitSlices, PendingLogits
+from infinity.activations.controller import Activations, recomputable_blocks
+from infinity.activations.logits import LogitSlices, PendingLogits, find_head
 from infinity.activations.profiler import NO_NODE, running_node
-from infinity.activations.recompute import in_backward, saving_hooks
-from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
+from infinity.activations.recompute import in_backward, saving_hooks, untraced
+from infinity.activations.tensor_cache import KeptTensor, SlotHandle
 from infinity.core.errors import StateError
+from infinity.core.lifecycle import Ended
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
 from infinity.partition.init_context import ServedParameters
@@ -85,6 +94,16 @@ class Handle:
     updates: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Lists the parameters that a call of a module uses: its own, or all in it."""
+
+    places: Sequence[tuple[Unit, Segment]] = ()
+    units: Mapping[Unit, nn.Parameter] = field(default_factory=dict)  # and the first one of each
+    inside: Sequence[ServedParameters] = ()  # of the modules in it
+    at_once: bool = False  # units may be used at once even if they come and go
+
+
 @dataclass(slots=True)
 class Frame:
     """Holds a module whose forward is running, and the units that it keeps."""
@@ -92,6 +111,7 @@ class Frame:
     module: nn.Module
     pinned: list[int]
     served: ServedParameters | None = None  # the module's own ones, if all are in memory while it runs
+    reach: Reach = field(default_factory=Reach)
     contexts: ExitStack | None = None  # what an outermost call opened: saved-tensor hooks, pending logits
     recorded: bool = False  # autograd records this outermost call
     inference: bool = False  # it does not
@@ -115,14 +135,50 @@ class Leaves:
         return () if left is following or self.calls[left] > 1 else left
 
 
-class Ended:
-    """Stands in for a part that has ended: any use of it raises :class:`StateError`."""
+class Uses:
+    """Knows the reaches of the modules of one model's units, until parameters are replaced."""
 
-    def __init__(self, why: str) -> None:
-        self._why = why
+    def __init__(self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        self.leaves, self._units = Leaves(leaves), units
+        self._reaches: weakref.WeakKeyDictionary[nn.Module, tuple[Reach, Reach]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that ran,
+        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is around blocks and heads
+        self._replaced = 0
 
-    def __getattr__(self, name: str) -> Any:
-        raise StateError(self._why)
+    def look_into(self, model: nn.Module) -> None:
+        """Find the modules around blocks, and around the head."""
+        if model in self._models:
+            return
+        self._models.add(model)
+        self._reaches.clear()
+        head, names = find_head(model), [block.name for block in recomputable_blocks(model)]
+        for name in names + [name for name, module in model.named_modules() if module is head]:
+            parts = name.split(".")
+            self._around.update(model.get_submodule(".".join(parts[:n])) for n in range(len(parts)))
+
+    def of(self, module: nn.Module) -> tuple[Reach, Reach]:
+        """Return the reach of a module's own parameters, and of all in it; that is empty around blocks."""
+        if self._replaced != ServedParameters.replaced:
+            self._replaced = ServedParameters.replaced
+            self._reaches.clear()
+        if (found := self._reaches.get(module)) is None:
+            inside = [*module.modules()]
+            around = module in self._around or any(each in self.leaves.of_module for each in inside)
+            whole = Reach() if around else self._reach(inside)
+            found = self._reaches[module] = self._reach([module]), whole
+        return found
+
+    def _reach(self, modules: Sequence[nn.Module]) -> Reach:
+        params = {id(p): p for each in modules for p in each._parameters.values() if p is not None}
+        found = [(p, place) for p in params.values() if (place := self._units.find(p)) is not None]
+        order = [unit for _, (unit, _) in found]
+        turns = sum(unit is not following for unit, following in pairwise(order))
+        units = {unit: p for p, (unit, _) in reversed(found)}
+        return Reach(
+            [place for _, place in found], {unit: units[unit] for unit in order},
+            [each._parameters for each in modules[1:] if isinstance(each._parameters, ServedParameters)],
+            at_once=len(units) == 1 or (len(units) == 2 and turns > 2),
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -154,7 +210,7 @@ class Hooks:
         )
         self.stack: list[Frame] = []
         self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
-        self._leaves, self._outside = Leaves(leaves), _Outside()
+        self._uses, self._outside = Uses(units, leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
@@ -182,22 +238,40 @@ class Hooks:
             for each in self.stack:
                 each.pending = True
             return
-        if (leaf := self._leaves.of_module.get(module)) is not None:
+        if (leaf := self._uses.leaves.of_module.get(module)) is not None:
             if torch.is_grad_enabled() and not again:
-                self._leaves.calls[leaf] += 1
+                self._uses.leaves.calls[leaf] += 1
             for unit in leaf:
                 self._use(unit, frame)
             frame.leaf = True
-        for param in module._parameters.values():
-            place = None if param is None else self.units.find(param)
-            if place is not None:
-                self._use(place[0], frame)
-                self._check_attached(*place)
-                if place[0].index in self.pins.frozen and torch.is_grad_enabled():
-                    self._watch(place[0].index, args)
+        reach = self._reach_of(module, args)
+        for param in reach.units.values():
+            for unit, _ in self.units.places(param):
+                self._use(unit, frame)
+        for unit, segment in reach.places:
+            self._check_attached(unit, segment)
+        for unit in reach.units if self.pins.frozen and torch.is_grad_enabled() else ():
+            if unit.index in self.pins.frozen and self.prefetcher.streams(unit.index):
+                self._watch(unit.index, args)
         if isinstance(module._parameters, ServedParameters):
             frame.served = module._parameters
             frame.served.in_use += 1
+        frame.reach = reach
+        for inside in reach.inside:
+            inside.covered += 1
+
+    def _reach_of(self, module: nn.Module, args: Any) -> Reach:
+        """Return what a call of ``module`` uses now: see [Note: calls inside]."""
+        own, all_in_it = self._uses.of(module)
+        streaming = [unit for unit in all_in_it.units if self.prefetcher.streams(unit.index)]
+        if not streaming:
+            return all_in_it if all_in_it.units else own
+        beside = {unit for frame in self.stack for unit in frame.reach.units}
+        if not all_in_it.at_once or len(beside.union(all_in_it.units)) > 2:
+            return own
+        frozen = torch.is_grad_enabled() and any(unit.index in self.pins.frozen for unit in streaming)
+        seen = any(isinstance(value, Tensor) and value.requires_grad for value in args) if frozen else True
+        return all_in_it if seen else own
 
     def _watch(self, index: int, args: Any) -> None:
         """Register a hook that tells when backward has passed a call that reads a frozen unit."""
@@ -289,7 +363,7 @@ class Hooks:
         if in_backward():  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
-        one_use = unit.index in self._leaves.of_unit or self.logits.computing
+        one_use = unit.index in self._uses.leaves.of_unit or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
@@ -335,6 +409,7 @@ class Hooks:
 
     def _open(self, frame: Frame, contexts: ExitStack) -> None:
         self.release_unscoped_units()
+        self._uses.look_into(frame.module)
         if self._backward is not None:
             self._abort_backward()
         if not torch.is_grad_enabled():
@@ -366,6 +441,8 @@ class Hooks:
     def _end_frame(frame: Frame) -> None:
         if frame.served is not None:
             frame.served.in_use -= 1
+        for each in frame.reach.inside:
+            each.covered -= 1
         if frame.contexts is not None:
             frame.contexts.close()
 
@@ -447,8 +524,8 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
-        leaf = self._leaves.of_unit.get(unit.index, ())
-        if not recomputing or leaf is not self._leaves.current:
+        leaf = self._uses.leaves.of_unit.get(unit.index, ())
+        if not recomputing or leaf is not self._uses.leaves.current:
             self._move_to(() if recomputing else leaf)
         if leaf or recomputing:
             for each in leaf or (unit,):
@@ -462,7 +539,7 @@ class Hooks:
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Note that backward is in ``leaf`` (empty: in none), and complete the one that it has left."""
-        if left := self._leaves.leave(leaf):
+        if left := self._uses.leaves.leave(leaf):
             self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
@@ -470,7 +547,7 @@ class Hooks:
     @uninterrupted
     def _end_backward(self) -> None:
         self._move_to(())
-        for leaf, calls in self._leaves.calls.items():
+        for leaf, calls in self._uses.leaves.calls.items():
             if calls > 1:  # its gradients come at the end
                 self.gradients.complete_together(leaf)
         self.gradients.end_backward()
@@ -492,8 +569,8 @@ class Hooks:
                 param.grad = placeholder
         self._dropped.clear()
         self._backward = None
-        self._leaves.calls.clear()
-        self._leaves.current = ()
+        self._uses.leaves.calls.clear()
+        self._uses.leaves.current = ()
         self.pins.drop()
 
     def _hook_parameters(self) -> None:
@@ -527,7 +604,7 @@ class Hooks:
         assert place is not None
         unit, segment = place
         self._enter_backward()
-        self._move_to(self._leaves.of_unit.get(unit.index, ()))
+        self._move_to(self._uses.leaves.of_unit.get(unit.index, ()))
         grad = param.grad
         self._replace_gradient(param, unit, segment)
         if grad is not None:
@@ -556,8 +633,18 @@ def register_forward_hooks(
     They are plain functions, which ``copy.deepcopy`` of a module shares; with a bound method it would clone
     the whole runtime.
     """
-    before, after = untraced(lambda *call: enter(*call)), untraced(lambda module, _, out: leave(module, out))
+    outer_enter, outer_leave = untraced(enter), untraced(leave)
+
+    def before(module: nn.Module, args: Any) -> None:
+        if not getattr(module._parameters, "covered", 0):  # asked of a copy's own parameters
+            outer_enter(module, args)
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        if not getattr(module._parameters, "covered", 0):
+            outer_leave(module, output)
+
+    both: Any = [torch.compiler.disable(each, recursive=False) for each in (before, after)]  # type: ignore[no-untyped-call]
     return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(both[0], prepend=True),
+        module.register_forward_hook(both[1], always_call=True),
     ]

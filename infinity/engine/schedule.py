@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from infinity.activations.passing import Passed, Passing
-from infinity.activations.recompute import in_backward, recomputed
-from infinity.activations.tensor_cache import TensorCache, untraced
+from infinity.activations.recompute import in_backward, recomputed, untraced
+from infinity.activations.tensor_cache import TensorCache
 from infinity.core.errors import StateError
 from infinity.engine.expert_blocks import Arguments, Call, ExpertBlock
 from infinity.engine.expert_parts import Share

@@ -59,10 +59,13 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     (``check``).
     """
 
+    replaced: ClassVar[int] = 0  # how often a parameter was put in one of them
+
     def __init__(self, values: dict[str, Any], server: Any) -> None:
         super().__init__(values)
         self.server = server
-        self.in_use = 0  # calls of the module that go on, for which all of them are in memory
+        self.in_use = 0  # calls of the module that go on, for which all of them are in memory,
+        self.covered = 0  # and calls around it
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
@@ -72,9 +75,13 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if param is not None and not self.in_use:
+        if param is not None and not (self.in_use or self.covered):
             self.server.touch(param, self)
         return param
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        ServedParameters.replaced += 1
+        super().__setitem__(name, param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         copied: dict[str, nn.Parameter | None] = {}

@@ -99,8 +99,6 @@ def kinds_of(
             tuple(_plain(value[at]) for value in lists),
             tuple(map(str, owners.layout_of(block.module))),
             recomputes(2 * at + 1),
-            # Its own parameters would be used outside its forward.
-            at if any(param is not None for param in block.module._parameters.values()) else None,
         )
         for at, (own, block) in enumerate(zip(settings, blocks, strict=True))
     ]
@@ -178,6 +176,8 @@ class _Watched:
                 watch = self._record if at in self._index else self._pass
                 call = partial(watch, made, at, block.module.forward)
                 stack.enter_context(patched(block.module, "forward", call))
+                if at not in self._index:  # and uses nothing
+                    stack.enter_context(patched(block.module, "_parameters", _Covered()))
             yield
 
     def outlasts_caches(self, made: Record) -> bool:
@@ -231,6 +231,12 @@ class _Watched:
             raise UnderivableError("a block is called, or returns, in another way than its twin")
         self._left(made, passed)
         return tree_unflatten(passed, spec)
+
+
+class _Covered(dict[str, Any]):
+    """Parameters of a block that is left out, which has none."""
+
+    covered = 1
 
 
 def _facts(leaf: Any) -> Any:

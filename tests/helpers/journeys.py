@@ -155,23 +155,22 @@ class _Forward:
 
         ours = self
 
-        class Layer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                ours.layers += 1
-                self.number = ours.layers
-                self.inner = nn.Linear(numel, numel, bias=False)
+        class Layer(nn.Linear):
+            """A linear layer, whose call uses its unit."""
 
-            def forward(self, x: Tensor) -> Tensor:
+            def __call__(self, x: Tensor) -> Tensor:
                 followed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
                 if self.number == 2 and ours.follow is not None:
                     followed, ours.follow = ours.follow, None
                     time.sleep(0.3)  # threads finish what they do for other layers
                 with followed:
-                    y: Tensor = self.inner(x)
+                    y: Tensor = super().__call__(x)
                 return y.relu()
 
-        return Layer()
+        layer = Layer(numel, numel, bias=False)
+        self.layers += 1
+        layer.number = self.layers
+        return layer
 
 
 def _recipe(folder: Path, *overrides: str) -> Any:
