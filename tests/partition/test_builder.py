@@ -23,7 +23,7 @@ class MemoryMasters:
         self.values: dict[int, torch.Tensor] = {}
 
     def put(self, unit, master) -> None:
-        self.values[unit.index] = master(0, unit.numel)
+        self.values[unit.index] = master(0, unit.numel).clone()
 
     def get(self, unit) -> torch.Tensor:
         return self.values[unit.index]
