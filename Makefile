@@ -68,7 +68,7 @@ wheel: $(VENV)/.dev  ## build the wheel, install it into an empty environment, t
 	$(BIN)/python tests/wheel.py
 
 gpu: $(VENV)/.dev  ## all that needs an accelerator: tests, bandwidths, training; writes benchmarks/results/gpu.md
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(VENV)/.dev  ## ruff, and the format
 	$(BIN)/ruff check .

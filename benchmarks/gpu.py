@@ -1,14 +1,18 @@
 """Everything that only a machine with an accelerator can tell, in one page: ``make gpu``.
 
 Writes versions, hardware, bandwidths, the results of the tests that need an accelerator, and the speed of
-training against plain PyTorch and FSDP2 with its states in host memory. What fails is on the page, too, and
-the rest goes on.
+training against plain PyTorch, peft, and FSDP2 with its states in host memory. What fails is on the page,
+too, and the rest goes on. Where time on a GPU comes in pieces, ``--minutes 9`` stops in time, and the same
+command goes on from there, with the same commit, on a machine of the same kind that has the files of
+``--nvme``.
 
-    python benchmarks/gpu.py [--quick] [--out FILE] [--nvme DIRECTORY] [--only machine,training]
+    python benchmarks/gpu.py [--quick] [--out FILE] [--nvme DIRECTORY] [--only machine,training] [--minutes 9]
 """
 
 import argparse
 import datetime
+import json
+import math
 import os
 import platform
 import re
@@ -69,6 +73,50 @@ class Found:
     peak_flops_per_s: float = 0.0
     sections: list[Section] = field(default_factory=list)
     show: Callable[[Section], object] = lambda section: None  # a section that has only begun
+    measured: "Measured" = field(default_factory=lambda: Measured())
+
+
+class OutOfTimeError(Exception):
+    """The next figure might not be there in time."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Figures by name, those of earlier calls, too.
+
+    Attributes:
+        file: Where they are kept; None: nowhere.
+        of: What they belong to: figures of another machine or commit are dropped.
+        seconds: In which this call may begin to measure.
+    """
+
+    file: Path | None = None
+    of: str = ""
+    seconds: float = math.inf
+    figures: dict[str, list[str]] = field(default_factory=dict)
+    longest_s: float = 0.0
+    _began_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.file is not None and self.file.exists():
+            kept = json.loads(self.file.read_text(encoding="utf-8"))
+            self.figures = kept["figures"] if kept["of"] == self.of else {}
+
+    def once(self, name: str, make: Callable[[], list[str]]) -> list[str]:
+        """Return a row that an earlier call measured, or make it; one that failed is made again."""
+        if name not in self.figures:
+            began_s = time.monotonic()
+            if began_s + self.longest_s > self._began_s + self.seconds:
+                raise OutOfTimeError
+            row = make()
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+            if went_wrong([Section("", rows=[row])]):
+                return row
+            self.figures[name] = row
+            if self.file is not None:
+                kept = {"of": self.of, "figures": self.figures}
+                self.file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        return self.figures[name]
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -103,6 +151,8 @@ def attempt(title: str, make: Callable[[], Section]) -> Section:
     print(f"== {title}", file=sys.stderr, flush=True)
     try:
         return make()
+    except OutOfTimeError:
+        raise
     except Exception as error:
         return Section(title, f"Failed: `{type(error).__name__}: {str(error).strip()[-1500:]}`")
 
@@ -202,12 +252,16 @@ def suites(found: Found, paths: Sequence[str] = ("tests",)) -> Section:
     runs = [("marked gpu", [*command, "-m", "gpu", *paths])]
     if (ROOT / "tests" / "accelerator").is_dir() and not found.quick:
         runs.append(("tests/accelerator", [*command, "-m", "not slow", "tests/accelerator"]))
-    rows, failures = [["tests", "result"]], []
+    rows, failures = [["tests", "result"]], list[str]()
     for what, each in runs:
-        ended = subprocess.run(each, cwd=ROOT, capture_output=True, text=True, check=False)
-        lines = ended.stdout.strip().splitlines() or ["no output"]
-        rows.append([what, lines[-1].strip("= ")])
-        failures += [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
+
+        def run(what: str = what, command: Sequence[str] = each) -> list[str]:
+            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            lines = ended.stdout.strip().splitlines() or ["no output"]
+            failures.extend(line for line in lines if re.match(r"(FAILED|ERROR) ", line))
+            return [what, lines[-1].strip("= ")]
+
+        rows.append(found.measured.once(what, run))
     text = "```text\n" + "\n".join(failures) + "\n```" if failures else ""
     return Section("Tests", text, rows)
 
@@ -242,6 +296,16 @@ WAYS = (
 )
 
 
+HEAD = ["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB", "made s"]
+#: Adapters, and device memory in which a base of 3 B parameters has no room.
+RANK, LITTLE = 16, "memory.device=6GiB"
+ADAPTED = (
+    Way("peft, all on the device", "plain", {}),
+    Way("infinity, base where there is room", "infinity", {}),
+    Way("infinity, base in host memory", "infinity", {}, (LITTLE,)),
+)
+
+
 def training(found: Found) -> Section:
     """Steps of the largest model that plain PyTorch holds, in every way, and of the largest of each way."""
     rooms = {
@@ -257,7 +321,7 @@ def training(found: Found) -> Section:
         f"{peak / 1e12:.3g} Tflop/s ({whose}). bf16 and exact fp32 AdamW, clipped; blocks are recomputed. "
         "One device; AdamW of plain PyTorch and FSDP2 is the fused one."
     )
-    rows = [["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB"]]
+    rows = [HEAD]
     same = [(way, min(common, most[way.title])) for way in WAYS]
     larger = [(way, most[way.title]) for way in WAYS if most[way.title] > common]
     # A drive takes longest.
@@ -266,6 +330,21 @@ def training(found: Found) -> Section:
             rows.append(_trained(found, way, numel, rooms["host"]))
             found.show(Section("Training", note, rows))
     return Section("Training", note, rows)
+
+
+def adapters(found: Found) -> Section:
+    """Steps of adapters on a frozen base in bf16, beside peft's on the device."""
+    rooms = {"device": 0.5 * memory_nbytes(found.device)[0] if found.device.type != "cpu" else math.inf}
+    numel = largest(rooms | {"host": free_host_nbytes()}, {"device": 6, "host": 4}, found.quick)
+    rows = [HEAD]
+    note = (
+        f"Adapters of rank {RANK} on all linear layers, otherwise as in training. MFU: 4 flops for each "
+        "parameter and token, and attention's, without what is recomputed."
+    )
+    for way in ADAPTED:
+        rows.append(_trained(found, way, min(numel, 3e9), free_host_nbytes(), lora=RANK))
+        found.show(Section("Adapters", note, rows))
+    return Section("Adapters", note, rows)
 
 
 def largest(rooms: Mapping[str, float], nbytes: Mapping[str, float], quick: bool) -> float:
@@ -278,9 +357,11 @@ def largest(rooms: Mapping[str, float], nbytes: Mapping[str, float], quick: bool
     return max(fitting, default=0)
 
 
-def mfu(shape: llama.Shape, tokens: int, length: int, step_s: float, peak_flops_per_s: float) -> float:
-    """Return the share of the peak at which the model's flops were done."""
-    flops = 6 * shape.numel * tokens + 12 * shape.layers * shape.hidden * length * tokens
+def mfu(
+    shape: llama.Shape, tokens: int, length: int, step_s: float, peak_flops_per_s: float, each: int = 6
+) -> float:
+    """Return the share of the peak at which the model's flops were done, ``each`` a parameter and token."""
+    flops = each * shape.numel * tokens + 12 * shape.layers * shape.hidden * length * tokens
     return flops / step_s / peak_flops_per_s
 
 
@@ -294,31 +375,39 @@ def peak_of(found: Found) -> tuple[float, str]:
     return found.peak_flops_per_s or float("nan"), "measured above, as the vendor's figure is not known here"
 
 
-def _trained(found: Found, way: Way, numel: float, host_nbytes: int) -> list[str]:
+def _trained(found: Found, way: Way, numel: float, host_nbytes: int, lora: int = 0) -> list[str]:
     tokens, length, steps = (256, 128, 2) if found.quick else (8192, 2048, 3)
     shape = llama.TINY if found.quick else llama.shape_near(numel)
     print(f"{shape.name}: {way.title}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-", dir=found.folder) as folder:
+    on_cpu = found.device.type == "cpu"
+
+    def row(folder: str) -> list[str]:
         overrides = [f"run.dir={folder}/runs", "memory.activations=keep", *way.overrides]
         overrides.append(f"memory.host={int(0.85 * host_nbytes)}")
         if "drive" in way.nbytes:
             overrides.append(f"memory.nvme=[{folder}]")
+        if on_cpu and LITTLE in overrides:
+            overrides.remove(LITTLE)
         job = Job(
-            way=way.way, shape=shape.as_dict(), phases=[asdict(Phase(tokens))], warmup=2, steps=steps,
-            folder=folder, overrides=overrides if way.way == "infinity" else [], length=length,
-            dtype="fp32" if found.device.type == "cpu" else "bf16", device=str(found.device),
+            way=way.way, shape=shape.as_dict(), phases=[asdict(Phase(tokens))], warmup=4, steps=steps,
+            folder=folder, overrides=overrides if way.way == "infinity" else [], length=length, lora=lora,
+            dtype="fp32" if on_cpu else "bf16", device=str(found.device),
         )  # fmt: skip
         measured = processes.Measured()
         try:
             [ranks] = processes.run(job)
         except RuntimeError as error:
             why = str(error).strip().splitlines()[-1][:160]
-            return [shape.name, way.title, f"failed: {why}", "", "", "", ""]
+            return [shape.name, way.title, f"failed: {why}", "", "", "", "", ""]
         measured.add(ranks)
-    step_s = measured.median_s
-    share = mfu(shape, tokens, length, step_s, peak_of(found)[0])
-    memory = [f"{ranks[0]['peak_device'] / 1e9:.1f}", f"{measured.peak_rss / 1e9:.1f}"]
-    return [shape.name, way.title, f"{step_s:.3f}", f"{tokens / step_s:,.0f}", f"{share:.1%}", *memory]
+        step_s = measured.median_s
+        share = mfu(shape, tokens, length, step_s, peak_of(found)[0], 4 if lora else 6)
+        memory = [f"{ranks[0]['peak_device'] / 1e9:.1f}", f"{measured.peak_rss / 1e9:.1f}"]
+        figures = [f"{step_s:.3f}", f"{tokens / step_s:,.0f}", f"{share:.1%}", *memory]
+        return [shape.name, way.title, *figures, f"{measured.made_s:.1f}"]
+
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=found.folder) as folder:
+        return found.measured.once(f"{shape.name}: {way.title}", lambda: row(folder))
 
 
 # --- the command -----------------------------------------------------------------------------
@@ -342,7 +431,10 @@ def _commit() -> str:
     return found.stdout.strip() or "not a git checkout"
 
 
-SECTIONS = {"machine": machine, "bandwidths": bandwidths, "tests": suites, "training": training}
+SECTIONS = {
+    "machine": machine, "bandwidths": bandwidths, "tests": suites, "adapters": adapters,
+    "training": training,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -352,6 +444,8 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.md", help="the page"
     )
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="in which this call ends")
+    parser.add_argument("--again", action="store_true", help="drop what earlier calls measured")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections to make")
     parser.add_argument(
         "--device", help="where to compute; cpu tries this script out; default: the accelerator"
@@ -367,17 +461,26 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     options.nvme.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device) if options.device else torch.device(accelerator.type, 0)
-    found = Found(device, options.nvme.resolve(), options.quick)
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    file = options.nvme.resolve() / "gpu.json"
+    if options.again:
+        file.unlink(missing_ok=True)
+    of = f"{name_of(device)}, torch {torch.__version__}, {_commit()}{', quick' if options.quick else ''}"
+    measured = Measured(file, of, 60 * options.minutes)
+    found = Found(device, options.nvme.resolve(), options.quick, measured=measured)
 
     def show(*more: Section) -> None:
         options.out.write_text(page([*found.sections, *more]), encoding="utf-8")
 
     found.show = show  # each time: what is there stays
-    for name in options.only.split(","):
-        section = attempt(name.capitalize(), lambda make=SECTIONS[name]: make(found))
-        found.sections.append(section)
-        show()
+    try:
+        for name in options.only.split(","):
+            section = attempt(name.capitalize(), lambda make=SECTIONS[name]: make(found))
+            found.sections.append(section)
+            show()
+    except OutOfTimeError:
+        print(f"stopped after {options.minutes:g} minutes; the same command goes on", file=sys.stderr)
+        return 75  # EX_TEMPFAIL: try again
     print(options.out.read_text(encoding="utf-8"))
     print(f"written: {os.path.relpath(options.out)}", file=sys.stderr)
     return int(went_wrong(found.sections))

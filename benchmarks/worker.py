@@ -59,6 +59,7 @@ class Job:
     length: int = llama.SEQUENCE  # tokens of a sequence
     micro_rows: int | None = None  # sequences of a micro-batch, for infinity; None: all of a step
     schedule: str = "step"  # of micro-batches
+    lora: int = 0  # rank of adapters of all linear layers, which alone are trained; 0: all weights are
     dtype: str = "bf16"  # of the computation: bf16, fp16 or fp32
     device: str = "cpu"  # where it computes
 
@@ -72,8 +73,14 @@ class Plain:
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         with torch.device(job.device):  # where its values are drawn faster
-            self.model = llama.make(shape).to(DTYPES[job.dtype])
-        self.weights = list(self.model.parameters())
+            model = llama.make(shape)
+            if job.lora:
+                import peft
+
+                config = peft.LoraConfig(r=job.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+                model = peft.get_peft_model(model, config)
+            self.model = model.to(DTYPES[job.dtype])
+        self.weights = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = [p.detach().float() for p in self.weights]  # in fp32 they are the weights
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
         self.clip = job.clip
@@ -165,6 +172,8 @@ class Infinity:
         recipe = infinity.load_recipe(overrides=[*where, *job.overrides])
         with torch.device(job.device), infinity.Init(recipe):
             self.model = llama.make(shape)
+        if job.lora:
+            self.model = infinity.add_lora(self.model, rank=job.lora)
         self.optimizer = infinity.optim.Optimizer(
             self.model, recipe.optim.name, lr=job.lr, max_grad_norm=job.clip
         )

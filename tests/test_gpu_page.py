@@ -93,7 +93,7 @@ def test_each_way_trains_the_largest_model_that_it_holds(gpu, tmp_path, monkeypa
     assert [len(row) for row in rows] == [len(head)] * 5
     assert rows[1][2] == "failed: OutOfMemoryError: no memory"
     assert rows[4][2:4] == ["2.000", "128"]
-    assert rows[4][5:] == ["7.0", "5.0"]
+    assert rows[4][5:] == ["7.0", "5.0", "1.0"]
     assert [job.way for job in jobs] == ["plain", "fsdp2", *["infinity"] * 3]
     assert any(each.startswith("memory.nvme=") for each in jobs[4].overrides)
     assert gpu.went_wrong([section])
@@ -107,3 +107,40 @@ def test_the_largest_model_fits_every_kind_of_memory_and_mfu_counts_the_models_f
     shape = gpu.llama.TINY
     flops = 6 * shape.numel * 1000 + 12 * shape.layers * shape.hidden * 100 * 1000
     assert gpu.mfu(shape, 1000, 100, 2.0, flops) == pytest.approx(0.5)
+
+
+def test_a_call_that_stops_in_time_is_gone_on_with(gpu, tmp_path):
+    def made(lasts_s: float = 0, of: str = "this commit") -> list[str]:
+        measured, names = gpu.Measured(tmp_path / "gpu.json", of, 60), list[str]()
+
+        def make(name: str) -> list[str]:
+            names.append(name)
+            measured.longest_s = lasts_s
+            return [name, "failed: no memory" if name == "b" else "1.0"]
+
+        for name in ("a", "b", "c"):
+            try:
+                measured.once(name, lambda name=name: make(name))
+            except gpu.OutOfTimeError:
+                return [*names, "stopped"]
+        return names
+
+    assert made(lasts_s=61) == ["a", "stopped"]
+    assert made() == ["b", "c"]
+    assert made() == ["b"]  # that failed
+    assert made(of="another commit") == ["a", "b", "c"]
+
+
+def test_adapters_are_trained_beside_those_of_peft(gpu, tmp_path, monkeypatch):
+    jobs = []
+    rank = {"step_s": [2.0], "peak_rss": 5e9, "losses": [], "made_s": 1.0, "moved": {}, "reports": []}
+
+    def run(job: Any) -> Any:
+        jobs.append(job)
+        return [[rank | {"peak_device": 7e9}]]
+
+    monkeypatch.setattr(gpu.processes, "run", run)
+    _, *rows = gpu.adapters(found(gpu, tmp_path)).rows
+    assert [row[1].split(",")[0] for row in rows] == ["peft", "infinity", "infinity"]
+    assert [job.way for job in jobs] == ["plain", "infinity", "infinity"]
+    assert all(job.lora for job in jobs)
