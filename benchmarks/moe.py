@@ -11,6 +11,10 @@ whole step (``step GB/s``). What keeps the second below the first is in the same
 which compute waits for bytes (``wait read s``) and for their decoding (``wait decode s``), and those that
 threads decode. ``compute s`` is processor time of the thread that computes, ``cores s`` of all threads. A
 step's limit is the larger of its compute and of its bytes' time at fio's rate.
+
+Each step is planned, too, as by ``infinity plan`` with the operators timed here, and shown beside what was
+measured: bytes from drives, seconds, the peak of units in their pool, and by how much resident memory grew
+beyond what the process had before its first step.
 """
 
 import argparse
@@ -275,14 +279,15 @@ def train(job: Job) -> dict[str, Any]:
     model = infinity.add_lora(model, rank=LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     optimizer = infinity.AdamW(model, lr=1e-4)
     start_s = time.perf_counter() - began
-    engine: Any = runtime_of(model).tiers.store.engine
+    runtime, start_rss = runtime_of(model), rss_nbytes()
+    engine: Any = runtime.tiers.store.engine
     reading = ReadingTime(engine)
     schedule = infinity.layer_schedule(model, job.micro_batches) if job.layer_by_layer else None
     files, results = sorted(Path(job.source).glob("*.safetensors")), []
+    before = engine.nbytes_read, reading.seconds, decoding_s[0]
     for step in range(job.warmup + job.steps):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(job.vocabulary, (job.sequences, job.tokens), generator=generator)
-        before = engine.nbytes_read, reading.seconds, decoding_s[0]
         cpu = time.thread_time(), time.process_time()
         began = time.perf_counter()
         if schedule is not None:
@@ -297,14 +302,15 @@ def train(job: Job) -> dict[str, Any]:
         optimizer.step()
         step_s, cpu_s = time.perf_counter() - began, (time.thread_time(), time.process_time())
         report = optimizer.report(loss=float(loss.detach()), tokens=ids.numel())
+        last, before = before, (engine.nbytes_read, reading.seconds, decoding_s[0])
         if step < job.warmup:
             continue
         results.append(
             {
                 "step_s": step_s,
-                "read": engine.nbytes_read - before[0],
-                "reading_s": reading.seconds - before[1],
-                "decoding_s": decoding_s[0] - before[2],
+                "read": before[0] - last[0],  # also what came for it after the step before
+                "reading_s": before[1] - last[1],
+                "decoding_s": before[2] - last[2],
                 "compute_s": cpu_s[0] - cpu[0],
                 "cpu_s": cpu_s[1] - cpu[1],
                 "loss": float(loss.detach()),
@@ -312,8 +318,33 @@ def train(job: Job) -> dict[str, Any]:
                 **{key: getattr(report, key) for key in ("stall_s", "tiles", "tiles_used", "nbytes_written")},
             }
         )
+    peaks = {"peak_rss": peak_rss_nbytes(), "units": runtime.peak_nbytes()["device"], "start_rss": start_rss}
     optimizer.close()
-    return {"steps": results, "start_s": start_s, "peak_rss": peak_rss_nbytes()}
+    return {"steps": results, "start_s": start_s, **peaks}
+
+
+def rss_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def plan(job: Job) -> dict[str, float]:
+    """What ``infinity plan`` says of a step."""
+    import infinity
+    from infinity.predict.dry_run import dry_run
+    from infinity.predict.machines import measurable, probe
+
+    adapters = ["lora.target_modules=[q_proj,k_proj,v_proj,o_proj]", f"lora.rank={LORA_RANK}"]
+    step = [f"train.batch_size={job.sequences // job.micro_batches}", f"model.seq_len={job.tokens}"]
+    step += [f"train.threads={job.threads}", "optim.max_grad_norm=null", f"model.path={job.source}"]
+    recipe = infinity.load_recipe(overrides=[*job.overrides, *adapters, *step])
+    planned = dry_run(recipe, probe(measurable(recipe.memory.nvme)), 1, here=True)
+    cost = planned.cost
+    return {
+        "read": cost.nbytes.get("NVMe read", 0),
+        "step_s": cost.step_s,
+        "units": cost.device_peak_nbytes,
+        "memory": cost.device_peak_nbytes + planned.trace.peak_nbytes,
+    }
 
 
 # --- the benchmark -----------------------------------------------------------------------------------
@@ -347,12 +378,18 @@ COLUMNS = [
 ]
 
 
+OF_PLAN = {
+    "read": "read GB", "step_s": "step s", "units": "peak of units GB", "memory": "peak beyond the start GB"
+}  # fmt: skip
+
+
 class Bench:
     """Each way's steps."""
 
     def __init__(self, shape: Shape, options: argparse.Namespace, folder: Path) -> None:
         self.shape, self.options, self.folder = shape, options, folder
         self.results: dict[str, dict[str, Any]] = {}
+        self.planned: dict[str, dict[str, float]] = {}
 
     def run(self) -> None:
         source = self.options.source or self.folder / "source"
@@ -378,9 +415,11 @@ class Bench:
             [[self.results[way]]] = processes.run(job, worker=Path(__file__))
             for step in self.results[way]["steps"]:
                 say(json.dumps(step))  # what follows may be interrupted
+            [[self.planned[way]]] = processes.run(replace(job, steps=0), worker=Path(__file__))
+            say(json.dumps(self.planned[way]))
 
     def overrides(self, way: str) -> list[str]:
-        tile, device = ("256KiB", "32MiB") if self.options.quick else ("auto", WAYS[way].device)
+        tile, device = ("256KiB", "16MiB") if self.options.quick else ("auto", WAYS[way].device)
         return [
             "train.dtype=bf16",
             f"memory.nvme=[{self.folder / 'nvme'}]",
@@ -402,7 +441,9 @@ class Bench:
     def ratio(self, way: str, seconds: str) -> float:
         """The median over steps of what a step reads in ``seconds`` to what fio reads then."""
         steps = self.results[way]["steps"]
-        return statistics.median(step["read"] / step[seconds] / step["fio_per_s"] for step in steps)
+        return statistics.median(
+            step["read"] / max(step[seconds], 1e-9) / step["fio_per_s"] for step in steps
+        )
 
     def of_limit(self, way: str) -> float:
         """The median over steps of a step's time to its limit."""
@@ -423,7 +464,7 @@ class Bench:
                 [
                     *(way, str(tokens * micro_batches), str(micro_batches), f"{step_s:.2f}"),
                     *(f"{read / 1e9:.2f}", f"{reading_s:.2f}"),
-                    *(f"{read / reading_s / 1e9:.2f}", f"{read / step_s / 1e9:.2f}"),
+                    *(f"{read / max(reading_s, 1e-9) / 1e9:.2f}", f"{read / step_s / 1e9:.2f}"),
                     f"{self.median(way, 'fio_per_s') / 1e9:.2f}" if has_fio else "",
                     f"{self.ratio(way, 'reading_s'):.3f}" if has_fio else "",
                     f"{self.median(way, 'compute_s'):.2f}",
@@ -434,6 +475,21 @@ class Bench:
                     f"{result['peak_rss'] / GIB:.2f}",
                 ]
             )
+        return rows
+
+    def plans(self) -> list[list[str]]:
+        """Return what was planned, measured, and their ratio, by way."""
+        rows = []
+        for way, planned in self.planned.items():
+            result = self.results[way]
+            measured = {
+                "read": self.median(way, "read"), "step_s": self.median(way, "step_s"),
+                "units": result["units"], "memory": result["peak_rss"] - result["start_rss"],
+            }  # fmt: skip
+            for key, value in planned.items():
+                unit = 1.0 if key == "step_s" else 1e9
+                numbers = f"{value / unit:.2f}", f"{measured[key] / unit:.2f}"
+                rows.append([way, OF_PLAN[key], *numbers, f"{value / measured[key]:.3f}"])
         return rows
 
     def claims(self) -> list[Claim]:
@@ -488,12 +544,13 @@ def main(argv: list[str] | None = None) -> None:
         say(f"not measured: {error}")
         raise SystemExit(1) from None
     print_table(COLUMNS, bench.rows())
+    print_table(["run", "", "planned", "measured", "planned / measured"], bench.plans())
     print_claims(bench.claims(), options.json)
 
 
 def work(job: Job) -> list[dict[str, Any]]:
-    """The process that trains."""
-    return [train(job)]
+    """The process that trains, or (no steps) plans."""
+    return [train(job) if job.steps else plan(job)]
 
 
 if __name__ == "__main__":

@@ -433,8 +433,9 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
 
 
 def layer_schedule(
-    model: nn.Module, micro_batches: int, loss: Loss | None = None, adapters: Sequence[str] | None = None
-) -> LayerSchedule:
+    model: nn.Module, micro_batches: int, loss: Loss | None = None, adapters: Sequence[str] | None = None,
+    group: int | None = None,
+) -> LayerSchedule:  # fmt: skip
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
     All micro-batches of a step go through a block before the next block is read. Packed experts run once for
@@ -454,6 +455,8 @@ def layer_schedule(
         loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
         adapters: For each slice the name of the adapter that it trains, of several on one base, all of which
             one reading of the base serves; None: the model has at most one.
+        group: Micro-batches that go through packed experts together, all of whose activations in a block are
+            in memory at one time; None: all. ``memory.device`` then holds the experts of a block.
 
     Raises:
         BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it.
@@ -472,6 +475,7 @@ def layer_schedule(
 
     how: dict[str, Any] = {} if adapters is None else {"turns": names, "within": partial(adapter, model)}
     cache = runtime.activations.cache
-    schedule = LayerSchedule(model, micro_batches, loss, cache, rooms, share, **how)
-    executor.hold_blocks(*schedule.held(runtime.units))
+    schedule = LayerSchedule(model, micro_batches, loss, cache, rooms, share, group=group, **how)
+    groups = schedule.group < micro_batches // max(1, len({*names}))
+    executor.hold_blocks(*schedule.blocks.held(runtime.units, schedule.expert_blocks, groups=groups))
     return schedule

@@ -111,7 +111,7 @@ class Loop:
         if recipe.train.schedule == "layer":
             names = [task.name for task in self.tasks for _ in range(recipe.train.accumulate)]
             self._scheduled = infinity.layer_schedule(
-                model, len(names), self.loss.sum, adapters=names if recipe.adapters else None
+                model, len(names), self.loss.sum, names if recipe.adapters else None, recipe.train.group
             )
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
 

@@ -179,14 +179,16 @@ class UnitBudget:
 
         Early updates lag less where that takes it, and more gradients wait on NVMe: ``division`` may change.
         """
-        division, weights, largest = self.division, 0, 0
+        division, weights, trained, largest = self.division, 0, 0, 0
         for block in blocks:
-            sizes = [self._units[i].gathered_nbytes for i in block if self._tiers.streams(self._units[i])]
-            weights, largest = max(weights, sum(sizes)), max(largest, *sizes, 0)
+            sizes = {i: unit.gathered_nbytes for i in block if self._tiers.streams(unit := self._units[i])}
+            own = [sizes[i] for i in sizes.keys() & self._given.trained]
+            weights, trained = max(weights, sum(sizes.values())), max(trained, sum(own))
+            largest = max(largest, *own, 0)
         # A block's gradients come together, after its last micro-batch. Of gradients that come one by one,
         # or wait as shards only, the budget has room for one unit's.
         full_gradients_wait = not division.early and self._ranks.world_size == 1
-        gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
+        gradients = 0 if full_gradients_wait and not division.spilled else trained - largest
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
         if weights + gradients > free and division.on_device:  # states give way

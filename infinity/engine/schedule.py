@@ -25,7 +25,7 @@ reduce once in a step; and beside the budgets there is memory for the gradients 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -77,13 +77,22 @@ class Blocks(NamedTuple):
             )
         return cls(name, tuple(largest))
 
-    def units(self, units: UnitIndex) -> tuple[list[set[int]], list[set[int]]]:
-        whole, tiles = [], []
+    def held(
+        self, units: UnitIndex, experts: Mapping[nn.Module, ExpertBlock], *, groups: bool
+    ) -> tuple[list[set[int]], list[set[int]], str]:
+        """Return each block's units, those of its tiles that are used more than once, and what blocks are.
+
+        ``groups``: micro-batches go through experts in several, between which tiles stay in memory.
+        """
+        whole, tiles = list[set[int]](), list[set[int]]()
         for block in self.modules:
             places = [(units.places(param), units.find(param)) for param in block.parameters()]
             whole.append({place[0].index for _, place in places if place is not None})
-            tiles.append({unit.index for parts, place in places if place is None for unit, _ in parts})
-        return whole, tiles
+            own = {unit.index for parts, place in places if place is None for unit, _ in parts}
+            once = block in experts and experts[block].in_parts
+            tiles.append(set() if once and not groups else own)
+            whole[-1] |= own if once and groups else set()
+        return whole, tiles, str(self)
 
     def __str__(self) -> str:
         return f"{self.name}, {len(self.modules)} x {type(self.modules[0]).__name__}"
@@ -100,19 +109,22 @@ class LayerSchedule:
     ``micro_batches`` are slices of each batch; ``loss`` returns the loss of one, ``()``, given its part of
     the arguments, and runs again in backward; by default it is the ``loss`` of what the model returns.
     ``cache`` stores what blocks return as far as ``rooms`` say that it does not fit; without them all stays.
-    ``share`` tells which share of the room for a part of a block's experts a tile takes.
-    ``turns`` says whose each slice is, and ``within`` returns a context manager in which its work is done.
+    ``share`` tells which share of the room for a part of a block's experts a tile takes. ``group`` is how
+    many micro-batches go through a block with experts together; None: all. ``turns`` says whose each slice
+    is, and ``within`` returns a context manager in which its work is done.
     """
 
     def __init__(
         self, model: nn.Module, micro_batches: int, loss: Loss | None = None,
         cache: TensorCache | None = None, rooms: Callable[..., Rooms] = lambda together: Rooms(None),
-        share: Share = lambda unit: 0.0, *, turns: Sequence[str | None] = (),
+        share: Share = lambda unit: 0.0, *, group: int | None = None, turns: Sequence[str | None] = (),
         within: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches: got {micro_batches}; wanted at least 1")
         self.micro_batches, self._model = micro_batches, model
+        self.group = micro_batches if group is None else group
+        for name, number in (("micro_batches", micro_batches), ("group", self.group)):
+            if number < 1:
+                raise ValueError(f"{name}: got {number}; wanted at least 1")
         self.turns, self.within = turns or [None] * micro_batches, within
         heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
         self.heads = heads if type(heads) is int else 0
@@ -127,13 +139,6 @@ class LayerSchedule:
         }
         room = partial(rooms, together=bool(self.expert_blocks))
         self.passing = Passing(cache, len(self.blocks.modules), micro_batches, room)
-
-    def held(self, units: UnitIndex) -> tuple[list[set[int]], list[set[int]], str]:
-        """Return each block's units, those of its tiles that each micro-batch uses, and what blocks are."""
-        whole, tiles = self.blocks.units(units)
-        once = {block for block, run in self.expert_blocks.items() if run.in_parts}
-        own = [set() if b in once else each for b, each in zip(self.blocks.modules, tiles, strict=True)]
-        return whole, own, str(self.blocks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Losses:
         """The losses of a batch, ``micro_batches`` slices of equal size.
@@ -228,13 +233,13 @@ class Forward:
         return outputs
 
     def _together(self, block: nn.Module) -> Iterator[tuple[str | None, slice]]:
-        """Yield the slices that go through ``block`` in one call: with experts, all of one turn."""
+        """Yield the slices that go through ``block`` in one call: with experts, a group of one turn."""
         first = 0
         for turn, each in groupby(self.schedule.turns):
-            count = len([*each])
-            step = count if block in self.schedule.expert_blocks else 1
-            yield from ((turn, slice(i, i + step)) for i in range(first, first + count, step))
-            first += count
+            last = first + len([*each])
+            step = self.schedule.group if block in self.schedule.expert_blocks else 1
+            yield from ((turn, slice(i, min(i + step, last))) for i in range(first, last, step))
+            first = last
 
     def _end(self, outputs: list[Any]) -> NoReturn:
         """Run the tails on ``outputs`` of the last block, and leave the forward by raising."""

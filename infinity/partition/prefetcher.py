@@ -232,8 +232,9 @@ class TileRoom:
 
     @property
     def part_nbytes(self) -> int:
-        """Return the room for stored bytes of tiles that are used together: those of the next ones come."""
-        return max(0, self._capacity_nbytes - self.planned_nbytes - self.slots_nbytes) // 2
+        """Return the room for stored bytes of one part's tiles; small if all of a block's stay."""
+        room_nbytes = max(0, self._capacity_nbytes - self.planned_nbytes - self.slots_nbytes)
+        return room_nbytes // (8 if self.together_nbytes else 2)
 
     @property
     def planned_nbytes(self) -> int:
@@ -417,8 +418,10 @@ class Prefetcher:
         if running is not self.training:  # between backward and step the committed version is wanted
             for unit in [unit for unit in self.residents if unit in self.staying]:
                 self._release(unit)  # also the one whose use begins the pass
-        wanted = set(running.plan.begin)
-        self.residents.release([item for item in self.residents if item not in wanted])
+        wanted, units = set(running.plan.begin), self.mover.units
+        for item in self.residents:  # frozen tiles stay, and are the first to go
+            if item not in wanted and (_unit_of(item) not in self.routed or units[_unit_of(item)].trainable):
+                self.residents.release([item])
         for unit in running.plan.begin:
             if unit not in self.residents:
                 self._expect(unit)

@@ -45,13 +45,14 @@ from infinity.recipes.recipe import Recipe
 #: Keys that may change: see [Note: what may change].
 SPLIT = frozenset({"train.batch_size", "train.accumulate"})
 FREE = SPLIT | {
-    "train.schedule", "memory.activations", "memory.device", "memory.host", "memory.resident",
+    "train.schedule", "train.group", "memory.activations", "memory.device", "memory.host", "memory.resident",
     "memory.versions", "memory.updates", "partition.tile",
 }  # fmt: skip
 #: Keys that change together, first those that matter most.
 _TOGETHER = (
     ("train.schedule", "memory.activations"), ("train.batch_size", "train.accumulate"), ("partition.tile",),
-    ("memory.device",), ("memory.host",), ("memory.versions",), ("memory.resident",), ("memory.updates",),
+    ("train.group",), ("memory.device",), ("memory.host",), ("memory.versions",), ("memory.resident",),
+    ("memory.updates",),
 )  # fmt: skip
 #: Where a sentence of an error ends.
 _SENTENCE = re.compile(r"\. (?=[A-Z])")
@@ -246,14 +247,34 @@ class _Search:
         return True
 
     def _with_room(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
+        """Return what ``attempt`` returns, with smaller groups of micro-batches if memory is short."""
+        tried = self._with_budget(keys, attempt)
+        while group := self._smaller_group(tried):
+            tried = self._with_budget({**keys, "train.group": group}, attempt)
+        return tried
+
+    def _smaller_group(self, tried: _Tried) -> int | None:
+        planned, short = tried.planned, self._short(tried)
+        if planned is None or short not in tried.lacks or planned.group == 1 or "train.group" in self.fixed:
+            return None
+        if not (planned.layered and planned.model.has_experts):
+            return None
+        count = planned.recipe.train.accumulate
+        share = (planned.device_nbytes - planned.division.least) / planned.trace.peak_nbytes
+        most = max(1, min(planned.group // 2, int(planned.group * share)))
+        return -(-count // -(-count // most))  # as many in each
+
+    def _short(self, tried: _Tried) -> str:
+        return HOST_MEMORY if not self.machine.on_accelerator and tried.planned else DEVICE_MEMORY
+
+    def _with_budget(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
         """Return what ``attempt`` returns, with another budget for units if memory is short."""
         tried = attempt(keys)
         for _ in range(_BUDGETS):
             left = self._left_for_units(tried)
-            short = HOST_MEMORY if not self.machine.on_accelerator and tried.planned else DEVICE_MEMORY
             if (
                 "memory.device" in self.fixed
-                or short not in tried.lacks
+                or self._short(tried) not in tried.lacks
                 or left in (None, keys.get("memory.device"))
             ):
                 break

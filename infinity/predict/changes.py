@@ -119,6 +119,8 @@ def _smaller(planned: DryRun) -> Iterator[Keys]:
     if DEVICE_MEMORY in lacks or (not machine.on_accelerator and HOST_MEMORY in lacks):
         if planned.policy not in ("recompute", "plan"):
             yield {"memory.activations": "recompute"}
+        if planned.layered and planned.group > 1 and planned.model.has_experts:
+            yield {"train.group": max(1, planned.group // 4)}
         if not planned.layered:
             share = 1 if machine.on_accelerator else 2  # beside the cores there are states in host memory
             yield {"memory.activations": "plan", "memory.device": whole(planned.device_nbytes // share)}

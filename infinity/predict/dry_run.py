@@ -113,6 +113,12 @@ class Layout:
         """Return whether each block takes all micro-batches before the next one."""
         return self.recipe.train.schedule == "layer"
 
+    @property
+    def group(self) -> int:
+        """Return how many micro-batches go through a block with experts together."""
+        accumulate = self.recipe.train.accumulate
+        return min(self.recipe.train.group or accumulate, accumulate)
+
     def _place_units(self, tiers: Tiers, rank: Ranks) -> tuple[UnitShape, ...]:
         model, layout, drives = self.model, self.storage.layout, bool(self.recipe.memory.nvme)
         moments, shapes = layout.only(moments=True), []
@@ -137,6 +143,7 @@ class Layout:
                 trained_nbytes=bare_nbytes + rounded(moments_nbytes) + rounded(gradient_nbytes),
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
+                routed=unit.routed,
                 in_checkpoint=form is not None,
                 stored_nbytes=0 if form is None else form.nbytes,
                 decode_nbytes=decode_nbytes,
@@ -183,9 +190,14 @@ class Layout:
         """Return the division of the device budget, with the window that a layer schedule needs."""
         if not self.layered:
             return self.budget.division
-        blocks = Blocks.of(self.model.module)
-        window = self.budget.window_for(blocks.units(self.model.units)[0], str(blocks))
-        return replace(self.budget.division, window=window)
+        whole, _, described = self._held
+        return replace(self.budget.division, window=self.budget.window_for(whole, described))
+
+    @property
+    def _held(self) -> tuple[list[set[int]], list[set[int]], str]:
+        """Return what :meth:`infinity.engine.schedule.Blocks.held` says of a layer schedule."""
+        model, groups = self.model, self.group < self.recipe.train.accumulate
+        return Blocks.of(model.module).held(model.units, model.expert_blocks, groups=groups)
 
     def channels(self) -> Hardware:
         """Return the channels of activations, and the host memory that they may take."""
@@ -276,6 +288,7 @@ class DryRun(Layout):
             staged_chunks=max(STAGED_CHUNKS, room // storage.chunk_nbytes),
             piece_nbytes=piece_nbytes(self.host_nbytes - storage.resident_nbytes) if on_accelerator else None,
             reduce_itemsize=self.reduce_itemsize, spilled=self.budget.spilled,
+            together=tuple(map(frozenset, self._held[1])) if self.layered else (),
         )  # fmt: skip
 
     @property
@@ -419,16 +432,17 @@ class DryRun(Layout):
 
     def _taken_together(self, trace: StepTrace) -> StepTrace:
         """Return the trace of all micro-batches, which go through each block together."""
-        record, micro_batches = self._micro_batch, self.recipe.micro_batches
+        record, micro_batches, group = self._micro_batch, self.recipe.micro_batches, self.group
         spans, more = record.block_spans, trace.tokens / math.prod(record.batch.tokens)
         nbytes = round(more * max((span.returned for span in spans), default=0))
         rooms = self._rooms_between_blocks() if nbytes >= LEAST_NBYTES else Rooms(None)
         self.passing = passing = plan_passing(len(spans), micro_batches, nbytes, rooms)
         positions = trace.position.tolist()
         made = moves(spans, passing, positions.__getitem__, on_accelerator=self.machine.on_accelerator)
+        as_recorded = replace(passing, nbytes=round(nbytes / more))
         return replace(
             trace.scaled(micro_batches, calls=micro_batches), stored=tuple(made),
-            peak_nbytes=round(more * record.peak_nbytes(replace(passing, nbytes=round(nbytes / more)))),
+            peak_nbytes=round(more * record.peak_nbytes(as_recorded, group)),
         )  # fmt: skip
 
     def _rooms_between_blocks(self) -> Rooms:

@@ -25,7 +25,8 @@ from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantize import template
 from infinity.core.plan import ActivationPlan
 from infinity.device.machine import DTYPES, Dtype
-from infinity.engine.expert_blocks import experts_of
+from infinity.engine.expert_blocks import ExpertBlock
+from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
@@ -185,9 +186,15 @@ class ModelWithoutValues:
         }
         follow(self.module, Choice(max(sizes, key=lambda name: sizes[name])))
 
+    @functools.cached_property
+    def expert_blocks(self) -> Mapping[nn.Module, ExpertBlock]:
+        """Blocks with packed experts, which take all micro-batches together in a layer schedule."""
+        blocks = Blocks.of(self.module).modules
+        return {block: run for block in blocks if (run := ExpertBlock.of(block, lambda tile: 1.0))}
+
     @property
     def has_experts(self) -> bool:
-        return bool(experts_of(self.module))
+        return bool(self.expert_blocks)
 
     def record(self, batch: Batch, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""

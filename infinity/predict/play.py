@@ -114,9 +114,9 @@ class _Player:
         stayed = unit in self._staying
         # Without drives, an accelerator and other ranks it is decoded from where it lies.
         travels = shape.on_nvme or setup.on_accelerator or setup.ranks > 1
-        stored_nbytes = shape.stored_nbytes if travels else 0
+        stored_nbytes = shape.stored_nbytes if travels and not shape.waits_stored else 0
         if not stayed:
-            self._memory.lease(shape.nbytes)
+            self._memory.lease(shape.present_nbytes)
             self._memory.lease(stored_nbytes)
         self._staying.discard(unit)
         self._ready[unit] = False
@@ -127,9 +127,7 @@ class _Player:
 
         arrived: Callable[[], object] = is_there
         if shape.stored_nbytes:
-            operators_s = shape.decode_operators * rates.operator_s
-            time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
-            arrived = partial(clock.serve, DECODE, time_s, is_there, rates.threads)
+            arrived = partial(self._decode, unit, is_there)
         if setup.ranks > 1:  # see [Note: one queue of collectives]
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
@@ -148,9 +146,15 @@ class _Player:
             read = partial(clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
             self._updates.when_landed(unit, read)
 
+    def _decode(self, unit: int, then: Callable[[], object]) -> None:
+        shape, rates = self.setup.units[unit], self.setup.rates
+        operators_s = shape.decode_operators * rates.operator_s
+        time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
+        self._clock.serve(DECODE, time_s, then, rates.threads)
+
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
-            self._memory.give_back(self.setup.units[unit].nbytes)
+            self._memory.give_back(self.setup.units[unit].present_nbytes)
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
@@ -246,9 +250,10 @@ class _Player:
     def run(self) -> StepCost:
         """Play some steps and return the cost of the last one."""
         script, setup = self.script, self.setup
+        self._memory.lease(setup.room_of_tiles.slots_nbytes)
         if script.earlier:  # the step begins with its last micro-batch: the others have left these
             for unit in script.present:
-                self._memory.lease(setup.units[unit].nbytes)
+                self._memory.lease(setup.units[unit].present_nbytes)
                 self._ready[unit] = True
             gradients = self._gradients if setup.ranks == 1 else self._reduced
             for _, unit in self.trace.begun:

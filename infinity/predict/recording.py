@@ -210,15 +210,20 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         """Return the profile of a step whose operators take ``seconds``."""
         return self._recorded.profile(seconds, 0.0)
 
-    def peak_nbytes(self, passing: PassingPlan | None = None) -> int:
+    def peak_nbytes(self, passing: PassingPlan | None = None, group: int = 1) -> int:
         """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block].
 
-        ``passing``: where what waits between blocks is; None: there is one micro-batch.
+        ``passing``: where what waits between blocks is; None: there is one micro-batch. ``group``: of how
+        many micro-batches experts run together.
         """
         lives = self._recorded.storages.lives
         spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
         if passing is not None:
-            spans += [*self._kept(passing), *waiting(self.block_spans, passing), *self._together(passing)]
+            spans += [
+                *self._kept(passing),
+                *waiting(self.block_spans, passing),
+                *self._together(passing, group),
+            ]
         changes = [(born, nbytes) for born, _, nbytes in spans]
         changes += [(died, -nbytes) for _, died, nbytes in spans if died is not None]
         return max(itertools.accumulate((nbytes for _, nbytes in sorted(changes)), initial=0))
@@ -265,9 +270,9 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
                 if life.died is not None:  # with the graph of autograd, in the record
                     yield span.done, max(span.done, life.died), -life.nbytes
 
-    def _together(self, passing: PassingPlan) -> Iterator[tuple[int, int, int]]:
-        """Yield begin, end and bytes of what blocks with experts have of all micro-batches but one."""
-        others, held = passing.slices - 1, min(passing.slices - 1, passing.held)
+    def _together(self, passing: PassingPlan, group: int) -> Iterator[tuple[int, int, int]]:
+        """Yield begin, end and bytes of what blocks with experts have of a group's micro-batches but one."""
+        others, held = group - 1, min(group - 1, passing.held)
         grouped = [at for at, call in enumerate(self._recorded.calls) if "grouped_mm" in call.name]
         stretches: list[tuple[int, int, int, int]] = []  # a block's, and in it that of its experts
         for number, span in enumerate(self.block_spans):

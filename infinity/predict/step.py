@@ -9,6 +9,7 @@ them run than the rank has cores, each has the same share, and compute waits for
 What I/O takes of the cores, it takes from compute.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ import numpy as np
 from infinity.core.budget import DeviceBudget, spread
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes, rounded
-from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.partition.prefetcher import TileRoom
+from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
 from infinity.planner.simulator import NEVER_S, Channel, TransferQueues
 from infinity.predict.machines import RankRates
 
@@ -50,6 +52,7 @@ class UnitShape:
     trainable: bool
     on_nvme: bool = True  # the shard's home; else it is host memory
     streams: bool = True  # the full values come and go
+    routed: bool = False  # it is a tile of experts
     in_checkpoint: bool = False  # it is read where it lies in one; else it lies in the run's own files
     stored_nbytes: int = 0  # of all ranks' shards as they lie there; 0: it travels in the compute dtype
     decode_nbytes: int = 0  # what the operators read and write that decode all shards
@@ -59,6 +62,16 @@ class UnitShape:
     def gathered_nbytes(self) -> int:
         """Return the device memory of the full buffer, and of what it is decoded from."""
         return rounded(self.nbytes) + rounded(self.stored_nbytes)
+
+    @property
+    def waits_stored(self) -> bool:
+        """Return whether it waits for its use in stored form, and is decoded for each use."""
+        return self.routed and 0 < self.stored_nbytes < self.nbytes
+
+    @property
+    def present_nbytes(self) -> int:
+        """Return the device memory of what has come until it is let go."""
+        return self.stored_nbytes if self.waits_stored else self.nbytes
 
     @property
     def built_nbytes(self) -> int:
@@ -206,6 +219,20 @@ class StepSetup:
     piece_nbytes: int | None  # the largest shard that may stay while it is updated; None: any
     reduce_itemsize: int  # bytes per element of a reduced gradient
     spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
+    together: tuple[frozenset[int], ...] = ()  # tiles of each block that all its micro-batches use
+
+    @property
+    def streaming_nbytes(self) -> dict[int, int]:
+        return {index: unit.gathered_nbytes for index, unit in enumerate(self.units) if unit.streams}
+
+    @property
+    def room_of_tiles(self) -> TileRoom:
+        """Return the room that the runtime's prefetcher gives tiles of experts."""
+        nbytes, units = self.streaming_nbytes, self.units
+        stored = {i: units[i].stored_nbytes or each for i, each in nbytes.items() if units[i].routed}
+        room = TileRoom(nbytes, stored, self.division.window)
+        room.hold_together(self.together)
+        return room
 
     def gradient_nbytes(self, unit: int) -> int:
         """Return the bytes of this rank's shard of a unit's gradient."""
@@ -265,15 +292,44 @@ def tries(events: int) -> int:
 
 
 def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
-    """Return the plan that the runtime's prefetcher makes from a step's events."""
-    nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
-    most = setup.piece_nbytes
+    """Return what the runtime's prefetcher does in a step: its plan, and what it does with tiles of experts.
+
+    These are in no plan, but in room of their own, where they wait as they are stored; what they do in it is
+    taken to be what a plan would have them do.
+    """
+    units, most, room = setup.units, setup.piece_nbytes, setup.room_of_tiles
+    nbytes = setup.streaming_nbytes
     can_stay = {
         index
-        for index, unit in enumerate(setup.units)
+        for index, unit in enumerate(units)
         if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
     }
-    return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
+    if not room.stored:
+        return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
+    places: dict[bool, list[int]] = {False: [], True: []}  # of events of other units, and of tiles
+    for place, event in enumerate(events):
+        places[units[event.unit].routed].append(place)
+    length, count = repeats or (len(events), 0)
+    left, plans = room.planned_nbytes, list[Plan]()
+    for is_tile, own in places.items():
+        again = repeats and (bisect_left(own, length), count)
+        sizes = room.stored if is_tile else nbytes
+        plan = make_plan([events[place] for place in own], sizes, left, can_stay=can_stay, repeats=again)
+        left = setup.division.window - room.slots_nbytes - plan.peak_nbytes
+        plans.append(plan)
+    actions, steady = [Actions()] * len(events), 0
+    for plan, own in zip(plans, places.values(), strict=True):
+        for place, each in zip(own, plan.actions, strict=True):
+            actions[place] = each
+        if plan.repeats is None:
+            steady = count
+        elif plan.repeats:
+            steady = max(steady, plan.repeats.start // len(plan.repeats))
+    others, tiles = plans
+    return Plan(
+        tuple(events), others.begin + tiles.begin, tuple(actions), others.peak_nbytes + tiles.peak_nbytes,
+        others.stays | tiles.stays, range(steady * length, (steady + 1) * length) if steady < count else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ _Sections = TypeVar("_Sections")
 #: Keys that ``infinity train`` chooses by a plan, with the value that leaves them to it.
 _CHOSEN: dict[str, str | None] = {
     "train.schedule": "auto", "memory.activations": "auto", "memory.resident": "auto",
-    "memory.updates": "auto", "partition.tile": "auto", "memory.device": None,
+    "memory.updates": "auto", "partition.tile": "auto", "memory.device": None, "train.group": None,
 }  # fmt: skip
 #: Sections of which each of several adapters may have keys of its own, and keys that all have in common.
 _OF_ADAPTERS, _IN_COMMON = ("data", "lora", "optim"), ("optim.loss_scale", "optim.ema")
@@ -142,6 +142,12 @@ class TrainConfig(Config):
         "auto",
         "micro-batches one by one, or all through a block before the next: weights are read twice; auto: the "
         "faster one, where infinity train plans; else step",
+    )
+    group: int | None = setting(
+        None,
+        "micro-batches that go through packed experts together with train.schedule=layer, a block's experts "
+        "staying in memory.device for the next ones; null: all (infinity train: as many as fit)",
+        Valid(1, 10**6),
     )
     log_every: int = option(1, "steps between lines of progress", Valid(1, 10**9))
     threads: int | None = option(None, "compute threads per rank; null: cores / local ranks", Valid(1, 1024))

@@ -39,8 +39,10 @@ def one_by_one(
     return losses, gradients(model)
 
 
-def by_layer(model: nn.Module, batch: dict[str, Tensor], count: int) -> tuple[list[float], dict[str, Tensor]]:
-    losses = LayerSchedule(model, count)(**batch)
+def by_layer(
+    model: nn.Module, batch: dict[str, Tensor], count: int, group: int | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    losses = LayerSchedule(model, count, group=group)(**batch)
     losses.loss.backward()
     return losses.losses.tolist(), gradients(model)
 

@@ -60,6 +60,27 @@ def test_experts_run_once_for_all_micro_batches_in_forward_and_once_in_backward(
     assert called == [*((key, rows) for key in modules), *((key, rows) for key in reversed(modules))]
 
 
+@pytest.mark.parametrize("group", few((3,), (1, 2, 3)))
+def test_groups_of_micro_batches_go_through_the_experts_of_a_block_one_after_another(group: int) -> None:
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model: Any = factory()
+    model.set_experts_implementation("grouped_mm")
+    plain = one_by_one(model, batch(0), SLICES)
+    modules = {key: each for key, each in model.named_modules() if key.endswith("mlp.experts")}
+    called = calls_of(modules)
+    assert_same(by_layer(model, batch(0), SLICES, group), plain)
+    rows = batch(0)["input_ids"].numel() * model.config.num_experts_per_tok // SLICES
+    groups = [rows * min(group, SLICES - first) for first in range(0, SLICES, group)]
+    forward = [(key, each) for key in modules for each in groups]
+    assert called == forward + forward[::-1]
+
+
+def test_a_group_without_micro_batches_is_an_error() -> None:
+    model: Any = zoo.build("qwen2_moe", seed=4)[0]()
+    with pytest.raises(ValueError, match="group: got 0; wanted at least 1"):
+        LayerSchedule(model, SLICES, group=0)
+
+
 @pytest.mark.parametrize("family", few(("GptOss",), ("Qwen3Moe", "DeepseekV3", "GptOss")))
 def test_adapters_of_experts_run_with_them(tmp_path: Path, family: str) -> None:
     model = built(family, streaming(tmp_path))
@@ -86,10 +107,13 @@ def test_experts_that_do_not_tell_which_rows_are_whose_run_for_each_micro_batch(
     assert_same(by_layer(model, batch(0), SLICES), one_by_one(model, batch(0), SLICES))
 
 
-def tiles_read(folder: Path, micro_batches: int, tiles: int) -> tuple[list[int], list[float]]:
+def tiles_read(
+    folder: Path, micro_batches: int, tiles: int, group: int | None = None
+) -> tuple[list[int], list[float]]:
     """How many tiles of experts each step fetches with room for so many beside a block, and the losses."""
     factory, batch = zoo.build("qwen2_moe", seed=4)
-    places = streaming(folder, "partition.tile=2KiB", "memory.device=96KiB")
+    device = "memory.device=96KiB" if group is None else "memory.device=128KiB"
+    places = streaming(folder, "partition.tile=2KiB", device)
     model, read, losses = build(factory, "bf16", places), [], []
     for name, param in model.named_parameters():
         param.requires_grad_("experts" not in name)
@@ -99,8 +123,9 @@ def tiles_read(folder: Path, micro_batches: int, tiles: int) -> tuple[list[int],
         start = mover.start
         mover.start = lambda unit: (started.update([unit]), start(unit))[1]
         routed = {unit.index for unit in runtime.units if unit.routed}
-        scheduled = infinity.layer_schedule(model, micro_batches)
-        runtime.executor().prefetcher.hold_blocks((5 + tiles) * 4096, [])  # 5: what else of the block
+        scheduled = infinity.layer_schedule(model, micro_batches, group=group)
+        if group is None:
+            runtime.executor().prefetcher.hold_blocks((5 + tiles) * 4096, [])  # 5: what else of the block
         for _ in range(4):
             started.clear()
             loss = scheduled(**batch(0)).loss
@@ -117,6 +142,12 @@ def test_a_tile_is_read_as_often_for_many_micro_batches_as_for_one(tmp_path: Pat
     assert many[-1] == one[-1]
     assert tiles < many[-1] <= 2 * tiles  # once in forward and once in backward, which runs it again
     assert losses == pytest.approx(loss, rel=1e-3)
+
+
+def test_a_tile_is_read_once_for_all_groups(tmp_path: Path) -> None:
+    read, losses = tiles_read(tmp_path, 4, 0, group=1)
+    assert read[-1] <= 2 * 2 * 2 * 4  # twice: layers, parameters, experts
+    assert losses == pytest.approx(tiles_read(tmp_path, 4, 4)[1], rel=1e-3)
 
 
 def test_of_the_rows_of_all_experts_only_results_exist_at_once() -> None:

@@ -1,5 +1,8 @@
 """The prefetcher with a mover that only writes down what it is told."""
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +23,12 @@ class FakeMover:
     Attributes:
         present: Units, and whether each was finished.
         decoded: Those that were made of stored bytes.
+        units: All are trained, so no tile stays from one step to the next.
     """
 
     def __init__(self, stored: int = 0) -> None:
         self.stored = stored
+        self.units = defaultdict(lambda: SimpleNamespace(trainable=(0,)))
         self.decoded: set[int] = set()
         self.calls: list[tuple[str, int]] = []
         self.present: dict[int, bool] = {}
@@ -535,3 +540,15 @@ def test_any_pass_that_is_repeated_is_foreseen(units, capacity):
         on_demand = prefetcher.training.on_demand
         prefetcher.end_training_pass()
         assert on_demand == 0
+
+
+def test_frozen_tiles_stay_from_one_step_to_the_next() -> None:
+    mover = FakeMover()
+    mover.units = defaultdict(lambda: SimpleNamespace(trainable=()))
+    prefetcher = Prefetcher(mover, {0: 1, 1: 1}, 8, routed=[1])
+    for _ in range(3):
+        for unit, following in ((0, None), (1, ())):
+            prefetcher.use(unit, following)
+            prefetcher.unpin(unit)
+        prefetcher.end_training_pass()
+    assert mover.calls.count(("start", 1)) == 1

@@ -333,7 +333,8 @@ def layered(recipe: Recipe) -> Layered:
     rows, length = recipe.train.accumulate * recipe.train.batch_size, recipe.model.seq_len
     with built(recipe, None, View()) as (model, optimizer):
         model.train()
-        scheduled = infinity.layer_schedule(model, recipe.train.accumulate, CausalLoss(model))
+        train = recipe.train
+        scheduled = infinity.layer_schedule(model, train.accumulate, CausalLoss(model), group=train.group)
         tokens = torch.randint(256, (rows, length))
         halves = torch.arange(length).remainder(length // 2).expand(rows, length).contiguous()
         given = (tokens, tokens, halves) if recipe.data.packing else (tokens, tokens)
@@ -382,9 +383,13 @@ def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[s
     assert peaks[1] - peaks[0] >= 3 * (len(planned.profile.blocks) + 1) * given
 
 
-@pytest.mark.parametrize("accumulate", few((2,), (2, 8)))
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(("accumulate", "more"), [
+    (2, ["memory.device=400KiB"]), pytest.param(8, ["memory.device=400KiB"], marks=pytest.mark.slow),
+    (4, ["memory.device=1300KiB", "train.group=2"]),
+])  # fmt: skip
 def test_tiles_of_experts_are_planned_to_be_read_twice_whatever_the_number_of_micro_batches(
-    accumulate: int, tmp_path: Path
+    accumulate: int, more: list[str], tmp_path: Path
 ) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -393,14 +398,15 @@ def test_tiles_of_experts_are_planned_to_be_read_twice_whatever_the_number_of_mi
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
-    more = [f"model.path={tmp_path / 'mixture'}", "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
+    more += [f"model.path={tmp_path / 'mixture'}", "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
     more += ["model.seq_len=64", "train.batch_size=1", "train.schedule=layer", "train.dtype=fp32"]
-    more += ["memory.resident=false", "memory.device=400KiB", "partition.tile=32KiB", "lora.rank=2"]
+    more += ["memory.resident=false", "partition.tile=32KiB", "lora.rank=2"]
     more += ["lora.target_modules=[q_proj,o_proj]", f"train.accumulate={accumulate}"]
     recipe = recipe_for(tmp_path, *more)
     planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
     moved = play_step(planned.trace, planned.setup).nbytes["NVMe read"]
-    assert moved == pytest.approx(real.moved[0], rel=0.08)
+    assert moved == pytest.approx(real.moved[0], rel=0.05)
+    assert planned.trace.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.15)
     assert moved < 2.5 * sum(unit.nbytes for unit in planned.model.units if unit.routed)
 
 
