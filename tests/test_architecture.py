@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "optim": 2193,
     "partition": 2666,
     "planner": 2313,
-    "predict": 5495,
+    "predict": 5491,
     "recipes": 2013,
     "shards": 4431,
 }

@@ -23,8 +23,8 @@ Which tiles a step uses depends on its batch, so plans have none. A use of one t
 which begin to arrive as far as there is room. Backward uses tiles in reverse: uses in forward are written
 down, and crossed out as backward comes to them. A block that is recomputed uses its tiles anew, in place of
 what forward wrote down, in another order; so they are not brought before. Tiles are the first to go. Plans
-leave them a quarter of the room (more of a small one), or all that they need, or, where micro-batches use
-them one after another before the next block, room for those of a block.
+leave them a quarter of the room beside full buffers (more of a small one), or all that they need, or, where
+micro-batches use them one after another before the next block, room for those of a block.
 
 From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
 unit is released waits for the last tile, or for the next use of a planned unit.
@@ -215,8 +215,8 @@ class TileRoom:
             ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // self.slot_nbytes)
             self.slots = max(2, min(1 + ahead, capacity_nbytes // 2 // self.slot_nbytes))
         self.slots_nbytes = self.slots * self.slot_nbytes
-        #: What plans leave to tiles in any case: room for two of them, and for more to come.
-        most = min(capacity_nbytes // 2, max(capacity_nbytes // 4, TILES_NBYTES))
+        #: What plans leave to tiles in any case: room for two, and beside full buffers for more to come.
+        most = min(capacity_nbytes // 2, self.slots_nbytes + max(capacity_nbytes // 4, TILES_NBYTES))
         least = 2 * max((nbytes[tile] for tile in stored), default=0)
         self._tiles_nbytes = max(least, min(self.slots_nbytes + sum(stored.values()), most))
         #: The least that plans need.
@@ -228,7 +228,7 @@ class TileRoom:
         decoded = max((sum(self._nbytes[tile] for tile in each) for each in sets), default=0)
         stored = max((sum(self.stored[tile] for tile in each) for each in sets), default=0)
         self.keeps_decoded = 0 < decoded <= self._capacity_nbytes - self._others_nbytes
-        self.together_nbytes = decoded if self.keeps_decoded else stored + self.slots_nbytes
+        self.together_nbytes = decoded if self.keeps_decoded else stored and stored + self.slots_nbytes
 
     @property
     def part_nbytes(self) -> int:

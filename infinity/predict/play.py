@@ -127,7 +127,9 @@ class _Player:
 
         arrived: Callable[[], object] = is_there
         if shape.stored_nbytes:
-            arrived = partial(self._decode, unit, is_there)
+            operators_s = shape.decode_operators * rates.operator_s
+            time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
+            arrived = partial(clock.serve, DECODE, time_s, is_there, rates.threads)
         if setup.ranks > 1:  # see [Note: one queue of collectives]
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
@@ -145,12 +147,6 @@ class _Player:
             clock.count(Channel.NVME_READ, shape.read_nbytes)
             read = partial(clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
             self._updates.when_landed(unit, read)
-
-    def _decode(self, unit: int, then: Callable[[], object]) -> None:
-        shape, rates = self.setup.units[unit], self.setup.rates
-        operators_s = shape.decode_operators * rates.operator_s
-        time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
-        self._clock.serve(DECODE, time_s, then, rates.threads)
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:

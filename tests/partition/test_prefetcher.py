@@ -552,3 +552,11 @@ def test_frozen_tiles_stay_from_one_step_to_the_next() -> None:
             prefetcher.unpin(unit)
         prefetcher.end_training_pass()
     assert mover.calls.count(("start", 1)) == 1
+
+
+@pytest.mark.parametrize("tiles", [[], [set()]])
+def test_stored_bytes_of_large_tiles_have_room_beside_full_buffers(tiles: list[set[int]]) -> None:
+    room = TileRoom(dict.fromkeys(range(64), 3 << 28), dict.fromkeys(range(64), 1 << 28), 40 << 28)
+    room.hold_together(tiles)
+    assert (room.slots_nbytes >> 28, room.planned_nbytes >> 28) == (10, 20)
+    assert room.part_nbytes >> 28 == 5  # two parts': nothing stays for another group
