@@ -288,10 +288,10 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 1005,
     "optim": 2193,
-    "partition": 2666,
+    "partition": 2700,
     "planner": 2313,
-    "predict": 5491,
-    "recipes": 2013,
+    "predict": 5487,
+    "recipes": 2014,
     "shards": 4431,
 }
 

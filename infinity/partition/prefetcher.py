@@ -26,8 +26,9 @@ what forward wrote down, in another order; so they are not brought before. Tiles
 leave them a quarter of the room beside full buffers (more of a small one), or all that they need, or, where
 micro-batches use them one after another before the next block, room for those of a block.
 
-From the last tile of forward to the next router's choice no tile can be read. So what the plan fetches when a
-unit is released waits for the last tile, or for the next use of a planned unit.
+Before the router of a block has chosen, tiles that both steps before used there are expected again: they come
+after the last tile of the block before, as far as the plan leaves room, and go first if not chosen. What the
+plan fetches when a unit is released comes before them, or with the next planned use.
 
 A tile in a stored form is two items, the second made of the first: stored bytes come as far ahead as memory
 has room, full values for this use and the next few. Where micro-batches go through a block together, its
@@ -36,7 +37,7 @@ tiles are decoded once in backward, if memory holds all of them so.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -164,15 +165,25 @@ class Pass:
 
 
 class TileOrder:
-    """Knows the order in which backward uses tiles: that of forward, from the last one on."""
+    """Knows the order in which backward uses tiles: that of forward, from the last one on.
 
-    def __init__(self) -> None:
+    ``last`` and ``other`` are the ``calls`` of experts in the two training passes before.
+    """
+
+    def __init__(self, last: Sequence[KeysView[int]] = (), other: Sequence[KeysView[int]] = ()) -> None:
+        self.calls: list[KeysView[int]] = []  # the tiles of each, in the order of use
+        self.last, self._other = last, other
         self.used: set[int] = set()  # in this training pass
         self.to_come: list[int] = []
+        self._left: set[int] = set()  # tiles of the running call that it has not used yet
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
 
-    def note(self, tile: int, *, recomputed: bool) -> None:
+    def note(self, tile: int, following: Sequence[int], *, recomputed: bool) -> None:
         """Record a use in forward, or one that is recomputed: backward uses the tile once more."""
+        if tile not in self._left:  # the router of a block has chosen
+            self.calls.append(dict.fromkeys([tile, *following]).keys())
+            self._left = {*following}
+        self._left.discard(tile)
         if recomputed and not self._recomputing:  # a block begins
             self._cross_out(tile)
             self._recomputed = len(self.to_come)
@@ -191,6 +202,15 @@ class TileOrder:
             if each not in found:
                 found.add(each)
                 yield each
+
+    def expected(self) -> list[int]:
+        """Return the tiles of the next call in both passes before; none while a call is not over."""
+        at = len(self.calls)
+        if self._left or at >= min(len(self.last), len(self._other)):
+            return []
+        if at and not self.calls[-1] & self.last[at - 1]:
+            return []  # other blocks are called
+        return [tile for tile in self.last[at] if tile in self._other[at]]
 
     def _cross_out(self, tile: int) -> None:
         """Forget the last use of ``tile``, and all after it."""
@@ -282,7 +302,7 @@ class Prefetcher:
         try:
             self._begin()
             if unit in self.routed:
-                self._use_tile(unit, self._follow(unit, following, recomputed))
+                self._use_tile(unit, self._follow(unit, following, recomputed), recomputed)
             else:
                 self._use_planned(unit)
             self.mover.finish(unit)
@@ -339,7 +359,7 @@ class Prefetcher:
         """Begin a new training pass after an optimizer step, and fetch its first units."""
         self._fetch_later()
         self._conclude(self.training)
-        self.tiles = TileOrder()
+        self.tiles = TileOrder(self.tiles.calls, self.tiles.last)
         if self.running is self.training:
             self._begin()
 
@@ -429,6 +449,7 @@ class Prefetcher:
                 self.staying.discard(unit)
                 self.mover.start(unit)
             self._prefetch(unit)
+        self._bring_expected()
 
     def _advance(self, event: Event) -> None:
         release, fetch = self._actions(self.running.align(event))
@@ -477,7 +498,7 @@ class Prefetcher:
         if self.running is self.training:
             self.tiles.used.add(tile)
             if following is not None:
-                self.tiles.note(tile, recomputed=recomputed)
+                self.tiles.note(tile, following, recomputed=recomputed)
         if following is not None:
             return following
         found, left_nbytes = [], self.residents.capacity_nbytes
@@ -488,7 +509,7 @@ class Prefetcher:
             found.append(each)
         return found
 
-    def _use_tile(self, tile: int, following: Sequence[int]) -> None:
+    def _use_tile(self, tile: int, following: Sequence[int], recomputed: bool) -> None:
         residents, room = self.residents, self.room
         if not self._has(tile):
             residents.make_room(self.nbytes[tile], self._to_go())
@@ -499,26 +520,39 @@ class Prefetcher:
         if not room.keeps_decoded:
             residents.release([each for each in room.decoded if each not in nearest])
         self._decode(tile)
-        # While there is no plan, what others leave behind is in the way, too.
-        known = self._to_go() if self.running.plan is None else residents.spare_items()
-        used = [tile, *following]
-        stay: set[Item] = {*used, *(room.items[each] for each in used if room.slot_nbytes)}
-        going = (item for item in known if item not in stay)
-        for coming in following:
-            if not self._has(coming):
-                item, nbytes = self._first(coming)
-                reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
-                if not residents.make_room(nbytes + reserved_nbytes, going):
-                    break
-                self._start_tile(coming, item, nbytes)
+        self._bring([tile, *following])
         if not following:
             later = [*self._later]
             self._fetch_later()
             self._later = [each for each in later if each not in residents]  # the tile has their place
+            if not recomputed:
+                self._bring_expected()
         for coming in nearest[1:]:
             waits = self._has(coming) and coming not in residents
             if waits and residents.fits(self._decoding_nbytes(coming)):
                 self._decode(coming)
+
+    def _bring_expected(self) -> None:
+        """Start tiles that are likely to be used next, in room that the plan never takes."""
+        plan, present = self.training.plan, self.residents.present
+        if self.running is self.training and plan is not None:
+            planned = sum(nbytes for item, nbytes in present.items() if _unit_of(item) not in self.routed)
+            self._bring(self.tiles.expected(), max(0, plan.peak_nbytes - planned))
+
+    def _bring(self, tiles: Sequence[int], free_nbytes: int = 0) -> None:
+        """Start ``tiles``, as far as there is room beside those that are present and ``free_nbytes``."""
+        residents, room = self.residents, self.room
+        # While there is no plan, what others leave behind is in the way, too.
+        known = self._to_go() if self.running.plan is None else residents.spare_items()
+        stay: set[Item] = {*tiles, *(room.items[each] for each in tiles if room.slot_nbytes)}
+        going = (item for item in known if item not in stay)
+        for tile in tiles:
+            if not self._has(tile):
+                item, nbytes = self._first(tile)
+                reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
+                if not residents.make_room(nbytes + reserved_nbytes + free_nbytes, going):
+                    break
+                self._start_tile(tile, item, nbytes)
 
     def _has(self, tile: int) -> bool:
         return tile in self.residents or self.room.items[tile] in self.residents

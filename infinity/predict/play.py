@@ -31,7 +31,7 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.core.lifecycle import UpdateState
-from infinity.planner.prefetch_plan import Event, Kind
+from infinity.planner.prefetch_plan import Actions, Event, Kind
 from infinity.planner.simulator import Channel
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
 from infinity.predict.machines import COLLECTIVE_S
@@ -314,41 +314,43 @@ class _Player:
             for call in after:
                 call()
             if position < begin + len(spans) - 1:
-                self._event(plan.events[position])
-                for unit in plan.actions[position].release:
-                    self._release(unit)
-                for unit in plan.actions[position].fetch:
-                    if unit not in self._ready:
-                        self._start(unit)
+                self._event(plan.events[position], plan.actions[position])
         self._memory.end_turn()
         self._carried = bool(self._reducing) and not self.setup.on_accelerator
 
-    def _event(self, event: Event) -> None:
-        unit, shape, setup = event.unit, self.setup.units[event.unit], self.setup
-        if event.kind is Kind.USE:
-            if unit not in self._ready:
-                self._start(unit)
-            if not self._ready[unit]:
-                cause = "read" if shape.on_nvme else "upload"
-                cause = "update" if self._updates.is_landing(unit) else cause
-                self._clock.wait(lambda: self._ready[unit], cause)
-        elif event.kind is Kind.DONE:
-            if unit in self._ready:
-                kept = self.script.kept[unit] and shape.on_nvme
-                if unit in self.script.plan.stays:
-                    self._staying.add(unit)
-                elif kept and setup.ranks == 1 and not setup.on_accelerator:
-                    del self._ready[unit]  # the update has the full buffer
-                    self._updates.weights[unit] = shape.nbytes
-                else:
-                    if kept and not setup.on_accelerator:
-                        self._memory.lease(shape.weight_nbytes)
-                        self._updates.weights[unit] = shape.weight_nbytes
-                    self._release(unit)
-                if kept:
-                    self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
-            if shape.trainable:
-                self._end_gradient(unit, True)
+    def _event(self, event: Event, actions: Actions) -> None:
+        unit, shape = event.unit, self.setup.units[event.unit]
+        if event.kind is Kind.DONE:
+            self._complete(unit)
+        for each in actions.release:
+            self._release(each)
+        for each in (unit, *actions.fetch) if event.kind is Kind.USE else actions.fetch:
+            if each not in self._ready:
+                self._start(each)
+        if event.kind is Kind.USE and not self._ready[unit]:
+            cause = "read" if shape.on_nvme else "upload"
+            cause = "update" if self._updates.is_landing(unit) else cause
+            self._clock.wait(lambda: self._ready[unit], cause)
+
+    def _complete(self, unit: int) -> None:
+        """End a unit's gradient, and let go of its weights unless they stay."""
+        shape, setup = self.setup.units[unit], self.setup
+        if unit in self._ready:
+            kept = self.script.kept[unit] and shape.on_nvme
+            if unit in self.script.plan.stays:
+                self._staying.add(unit)
+            elif kept and setup.ranks == 1 and not setup.on_accelerator:
+                del self._ready[unit]  # the update has the full buffer
+                self._updates.weights[unit] = shape.nbytes
+            else:
+                if kept and not setup.on_accelerator:
+                    self._memory.lease(shape.weight_nbytes)
+                    self._updates.weights[unit] = shape.weight_nbytes
+                self._release(unit)
+            if kept:
+                self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
+        if shape.trainable:
+            self._end_gradient(unit, True)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

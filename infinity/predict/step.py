@@ -294,8 +294,8 @@ def tries(events: int) -> int:
 def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
     """Return what the runtime's prefetcher does in a step: its plan, and what it does with tiles of experts.
 
-    These are in no plan, but in room of their own, where they wait as they are stored; what they do in it is
-    taken to be what a plan would have them do.
+    These are in no plan, but in room of their own, where they wait as they are stored. What they do in it is
+    taken to be what a plan would have them do, since each step uses about those that the last one used.
     """
     units, most, room = setup.units, setup.piece_nbytes, setup.room_of_tiles
     nbytes = setup.streaming_nbytes
@@ -306,30 +306,24 @@ def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] 
     }
     if not room.stored:
         return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
-    places: dict[bool, list[int]] = {False: [], True: []}  # of events of other units, and of tiles
-    for place, event in enumerate(events):
-        places[units[event.unit].routed].append(place)
     length, count = repeats or (len(events), 0)
-    left, plans = room.planned_nbytes, list[Plan]()
-    for is_tile, own in places.items():
+    left, begin, stays, steady = room.planned_nbytes, tuple[int, ...](), frozenset[int](), 0
+    actions, peak_nbytes = [Actions()] * len(events), 0
+    for is_tile in (False, True):
+        own = [place for place, event in enumerate(events) if units[event.unit].routed == is_tile]
         again = repeats and (bisect_left(own, length), count)
         sizes = room.stored if is_tile else nbytes
         plan = make_plan([events[place] for place in own], sizes, left, can_stay=can_stay, repeats=again)
         left = setup.division.window - room.slots_nbytes - plan.peak_nbytes
-        plans.append(plan)
-    actions, steady = [Actions()] * len(events), 0
-    for plan, own in zip(plans, places.values(), strict=True):
+        begin, stays, peak_nbytes = begin + plan.begin, stays | plan.stays, peak_nbytes + plan.peak_nbytes
         for place, each in zip(own, plan.actions, strict=True):
             actions[place] = each
         if plan.repeats is None:
             steady = count
         elif plan.repeats:
             steady = max(steady, plan.repeats.start // len(plan.repeats))
-    others, tiles = plans
-    return Plan(
-        tuple(events), others.begin + tiles.begin, tuple(actions), others.peak_nbytes + tiles.peak_nbytes,
-        others.stays | tiles.stays, range(steady * length, (steady + 1) * length) if steady < count else None,
-    )  # fmt: skip
+    steady_range = range(steady * length, (steady + 1) * length) if steady < count else None
+    return Plan(tuple(events), begin, tuple(actions), peak_nbytes, stays, steady_range)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,8 @@ class Recipe:
     @property
     def left_open(self) -> frozenset[str]:
         """Return the keys that ``infinity train`` may choose, since the recipe says ``auto``."""
-        return frozenset(key for key, value in _CHOSEN.items() if self.value(key) == value)
+        needless = {"train.group"} if self.train.schedule == "step" else set()
+        return frozenset(key for key, value in _CHOSEN.items() if self.value(key) == value) - needless
 
     def as_without_plan(self) -> "Recipe":
         """Return the recipe with the schedule that ``auto`` stands for where nothing is planned."""

@@ -110,7 +110,10 @@ def test_experts_that_do_not_tell_which_rows_are_whose_run_for_each_micro_batch(
 def tiles_read(
     folder: Path, micro_batches: int, tiles: int, group: int | None = None
 ) -> tuple[list[int], list[float]]:
-    """How many tiles of experts each step fetches with room for so many beside a block, and the losses."""
+    """How many tiles of experts each step fetches or has from the last one, and the losses.
+
+    Memory has room for ``tiles`` beside a block.
+    """
     factory, batch = zoo.build("qwen2_moe", seed=4)
     device = "memory.device=96KiB" if group is None else "memory.device=128KiB"
     places = streaming(folder, "partition.tile=2KiB", device)
@@ -119,15 +122,18 @@ def tiles_read(
         param.requires_grad_("experts" not in name)
     with contextlib.closing(optimizer_for(model, Rule(max_grad_norm=None))) as optimizer:
         runtime: Any = runtime_of(model)
-        mover, started = runtime.executor().mover, Counter[int]()
-        start = mover.start
+        prefetcher, started = runtime.executor().prefetcher, Counter[int]()
+        mover, start = prefetcher.mover, prefetcher.mover.start
         mover.start = lambda unit: (started.update([unit]), start(unit))[1]
         routed = {unit.index for unit in runtime.units if unit.routed}
         scheduled = infinity.layer_schedule(model, micro_batches, group=group)
         if group is None:
-            runtime.executor().prefetcher.hold_blocks((5 + tiles) * 4096, [])  # 5: what else of the block
+            prefetcher.hold_blocks((7 + tiles) * 4096, [])  # 7: what else of the block
         for _ in range(4):
             started.clear()
+            started.update(
+                routed & {*prefetcher.residents}
+            )  # in backward many micro-batches leave room for fewer
             loss = scheduled(**batch(0)).loss
             loss.backward()
             optimizer.step()
