@@ -37,14 +37,13 @@ tiles are decoded once in backward, if memory holds all of them so.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from infinity.partition.mover import Item, Stored, UnitMover
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
-from infinity.planner.updates import StepOrder
+from infinity.planner.updates import StepOrder, TileOrder
 
 #: Tiles decoded before their turn: as many, or as many bytes if these are more; some ms of a thread's work.
 DECODED_AHEAD = 4
@@ -162,61 +161,6 @@ class Pass:
             if nearest < len(places):
                 self.cursor = places[nearest] + 1
         return range(begin, self.cursor)
-
-
-class TileOrder:
-    """Knows the order in which backward uses tiles: that of forward, from the last one on.
-
-    ``last`` and ``other`` are the ``calls`` of experts in the two training passes before.
-    """
-
-    def __init__(self, last: Sequence[KeysView[int]] = (), other: Sequence[KeysView[int]] = ()) -> None:
-        self.calls: list[KeysView[int]] = []  # the tiles of each, in the order of use
-        self.last, self._other = last, other
-        self.used: set[int] = set()  # in this training pass
-        self.to_come: list[int] = []
-        self._left: set[int] = set()  # tiles of the running call that it has not used yet
-        self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
-
-    def note(self, tile: int, following: Sequence[int], *, recomputed: bool) -> None:
-        """Record a use in forward, or one that is recomputed: backward uses the tile once more."""
-        if tile not in self._left:  # the router of a block has chosen
-            self.calls.append(dict.fromkeys([tile, *following]).keys())
-            self._left = {*following}
-        self._left.discard(tile)
-        if recomputed and not self._recomputing:  # a block begins
-            self._cross_out(tile)
-            self._recomputed = len(self.to_come)
-        elif not recomputed:
-            self._recomputed = 0
-        self._recomputing = recomputed
-        self.to_come.append(tile)
-
-    def after(self, tile: int) -> Iterator[int]:
-        """Yield the tiles that backward uses after ``tile``, which it uses now, each once."""
-        self._recomputing = False
-        self._cross_out(tile)
-        in_order = max(0, len(self.to_come) - self._recomputed)  # below: a block that is not recomputed
-        found = {tile}
-        for each in islice(reversed(self.to_come), in_order):
-            if each not in found:
-                found.add(each)
-                yield each
-
-    def expected(self) -> list[int]:
-        """Return the tiles of the next call in both passes before; none while a call is not over."""
-        at = len(self.calls)
-        if self._left or at >= min(len(self.last), len(self._other)):
-            return []
-        if at and not self.calls[-1] & self.last[at - 1]:
-            return []  # other blocks are called
-        return [tile for tile in self.last[at] if tile in self._other[at]]
-
-    def _cross_out(self, tile: int) -> None:
-        """Forget the last use of ``tile``, and all after it."""
-        uses = self.to_come
-        place = next((at for at in range(len(uses) - 1, -1, -1) if uses[at] == tile), len(uses))
-        del uses[place:]
 
 
 class TileRoom:

@@ -2,7 +2,7 @@
 
 Training drives these decisions with threads, streams and engines (:mod:`infinity.shards.updates`,
 :mod:`infinity.shards.pipeline`), a plan with a virtual clock (:mod:`infinity.predict.play`). Both tell what
-has happened, and carry out the actions that are returned.
+has happened, and carry out the actions that are returned. Orders in which a step uses units are here, too.
 
 [Note: when gradients are complete] A unit's gradient is complete when all its trainable parameters have
 fired, or backward ends. Then nothing in this step reads the unit's weights any more, and they go to the
@@ -41,9 +41,10 @@ the same source. Before code writes states in another way (``load_state_dict``),
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from infinity.core.lifecycle import Lifecycle, UpdateState
@@ -64,6 +65,61 @@ class StepOrder:
     def first_use(self, unit: int) -> int:
         """Return the position of a unit's first use in a step, or the unit's index while unknown."""
         return self._first_uses.get(unit, unit)
+
+
+class TileOrder:
+    """Knows the order in which backward uses tiles: that of forward, from the last one on.
+
+    ``last`` and ``other`` are the ``calls`` of experts in the two training passes before.
+    """
+
+    def __init__(self, last: Sequence[KeysView[int]] = (), other: Sequence[KeysView[int]] = ()) -> None:
+        self.calls: list[KeysView[int]] = []  # the tiles of each, in the order of use
+        self.last, self._other = last, other
+        self.used: set[int] = set()  # in this training pass
+        self.to_come: list[int] = []
+        self._left: set[int] = set()  # tiles of the running call that it has not used yet
+        self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
+
+    def note(self, tile: int, following: Sequence[int], *, recomputed: bool) -> None:
+        """Record a use in forward, or one that is recomputed: backward uses the tile once more."""
+        if tile not in self._left:  # the router of a block has chosen
+            self.calls.append(dict.fromkeys([tile, *following]).keys())
+            self._left = {*following}
+        self._left.discard(tile)
+        if recomputed and not self._recomputing:  # a block begins
+            self._cross_out(tile)
+            self._recomputed = len(self.to_come)
+        elif not recomputed:
+            self._recomputed = 0
+        self._recomputing = recomputed
+        self.to_come.append(tile)
+
+    def after(self, tile: int) -> Iterator[int]:
+        """Yield the tiles that backward uses after ``tile``, which it uses now, each once."""
+        self._recomputing = False
+        self._cross_out(tile)
+        in_order = max(0, len(self.to_come) - self._recomputed)  # below: a block that is not recomputed
+        found = {tile}
+        for each in islice(reversed(self.to_come), in_order):
+            if each not in found:
+                found.add(each)
+                yield each
+
+    def expected(self) -> list[int]:
+        """Return the tiles of the next call in both passes before; none while a call is not over."""
+        at = len(self.calls)
+        if self._left or at >= min(len(self.last), len(self._other)):
+            return []
+        if at and not self.calls[-1] & self.last[at - 1]:
+            return []  # other blocks are called
+        return [tile for tile in self.last[at] if tile in self._other[at]]
+
+    def _cross_out(self, tile: int) -> None:
+        """Forget the last use of ``tile``, and all after it."""
+        uses = self.to_come
+        place = next((at for at in range(len(uses) - 1, -1, -1) if uses[at] == tile), len(uses))
+        del uses[place:]
 
 
 class Completions:
