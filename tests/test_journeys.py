@@ -16,9 +16,9 @@ MOST_FILES = {
     "gradient": 26,
     "commit": 16,
     "end": 30,
-    "resume": 17,
+    "resume": 20,
     "activation": 30,
-    "plan": 55,
+    "plan": 56,
     "train": 70,
 }
 

@@ -12,7 +12,8 @@ import infinity
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
 from infinity.engine.runtime import open_runtimes, runtime_of
-from infinity.optim.matrix import MatrixRule, Place, embedded_in, owners
+from infinity.optim.matrix import MatrixRule, embedded_in, owners
+from infinity.optim.rule import Place
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import Moment, master_of, store_master
 from tests.helpers.cases import few
@@ -343,11 +344,12 @@ def test_what_is_a_matrix_and_what_is_not(tmp_path):
     assert matrices == {
         f"blocks.{n}.{name}" for n in (0, 1) for name in ("up.weight", "down.weight", "experts")
     }
-    places = [*optimizer.rule.places(found["blocks.0.up.weight"], 256, (3 * HIDDEN, HIDDEN))]
+    places = optimizer.rule.way(found["blocks.0.up.weight"], 256, (3 * HIDDEN, HIDDEN)).matrices
     assert [(p.start, p.rows, p.columns) for p in places] == [
         (256 + n * HIDDEN**2, HIDDEN, HIDDEN) for n in range(3)
     ]
-    assert len([*optimizer.rule.places(found["blocks.0.experts"], 0, (3, 16, HIDDEN))]) == 3
+    assert len(optimizer.rule.way(found["blocks.0.experts"], 0, (3, 16, HIDDEN)).matrices) == 3
+    assert optimizer.rule.way(found["head.weight"], 0, (VOCABULARY, HIDDEN)).first is None
     optimizer.close()
 
 
@@ -372,11 +374,11 @@ def test_a_transform_that_returns_another_shape_is_refused():
         def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
             return matrix.T
 
-    place = Place(0, 2, 3, {})
+    [matrix] = Turned().way({"matrix": True, "parts": 1}, 0, (2, 3)).matrices
     with pytest.raises(
         StateError, match=r"turned: transform\(\) of a matrix of shape \(2, 3\) returned \(3, 2"
     ):
-        Turned().transform_flat(place, torch.ones(6), 1.0, torch.device("cpu"))
+        matrix.transform(torch.ones(2, 3))
 
 
 def test_recipes_say_true_and_false_of_matrices():
@@ -388,6 +390,45 @@ def test_recipes_say_true_and_false_of_matrices():
         infinity.load_recipe(overrides=["optim.options={nesterov: no way}"])
 
 
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        (
+            "optim.options={momentom: 0.9}",
+            r"optim\.options .*got {'momentom': 0\.9}; .*did you mean momentum",
+        ),
+        ("optim.options={ns_steps: 2.5}", r"got {'ns_steps': 2\.5}; wanted a whole number of iterations"),
+        ("optim.groups={'*x*': {nesterof: 1}}", r"optim\.groups .*{'\*x\*': {'nesterof': 1\.0}.* nesterov"),
+        ("optim.groups={'*x*': {nesterov: 0.5}}", r"{'\*x\*': {'nesterov': 0\.5}}; wanted true or false"),
+        ("optim.name=muonn", r"optim\.name .*got 'muonn'; .*did you mean muon"),
+    ],
+)
+def test_a_wrong_number_is_found_when_the_recipe_is_read(keys, wanted):
+    with pytest.raises(RecipeError, match=wanted):
+        infinity.load_recipe(overrides=["optim.name=muon", keys])
+
+
+@pytest.mark.parametrize("dtype", few(["bf16"], ["bf16", "fp32"]))
+def test_an_average_beside_matrices_is_the_plain_one_in_every_place(tmp_path, dtype):
+    found, weights, named = [], list[dict[str, Tensor]](), ("optim.name=muon", "optim.ema=0.5")
+    for where in ("host", "nvme"):
+        model, optimizer = begin(tmp_path, where, dtype=dtype, ema=0.5, more=named)
+        average = {}
+        for step in range(3):
+            run(model, optimizer, range(step, step + 1))
+            weights.append(state(model, optimizer))
+            masters = {k: v for k, v in weights[-1].items() if k.endswith(".master")}
+            average = {k: v if step == 0 else v + 0.5 * (average[k] - v) for k, v in masters.items()}
+        for name, values in average.items():
+            kept = weights[-1][name] + weights[-1][name.replace("master", "ema_offset")]
+            torch.testing.assert_close(kept, values, rtol=1e-5, atol=1e-6)
+        found.append(weights[-1])
+        optimizer.close()
+    assert same(*found)
+    plain = trained(tmp_path, "host", dtype=dtype)
+    assert all(torch.equal(found[0][name], plain[name]) for name in plain if name != "losses")
+
+
 def test_a_group_that_comes_later_is_checked(tmp_path):
     model, optimizer = begin(tmp_path, "host")
     weight = model.blocks[0].up.weight
@@ -396,7 +437,7 @@ def test_a_group_that_comes_later_is_checked(tmp_path):
     with pytest.raises(SettingError, match=r"divides the rows of blocks\.0\.up"):
         optimizer.add_param_group({"params": [weight], "parts": 5})
     with pytest.raises(SettingError, match="a matrix has two dimensions, packed ones three"):
-        optimizer.rule.check({"matrix": True, "parts": 1}, "conv", (4, 1, 3, 3), tiled=False)
+        optimizer.rule.check_place({"matrix": True, "parts": 1}, "conv", (4, 1, 3, 3), tiled=False)
     optimizer.close()
 
 
@@ -421,7 +462,6 @@ def test_parts_are_matrices_of_their_own(tmp_path):
             {"groups": {"*up.weight": {"parts": 5}}},
             r"parts: got 5; wanted a whole number that divides the rows",
         ),
-        ((), {"ema": 0.9}, "muon, a rule of matrices, keeps no average yet"),
         ((), {"momentum": -1.0}, "momentum"),
         ((), {"ns_steps": 2.5}, "ns_steps: got 2.5; wanted a whole number of iterations"),
     ],
@@ -436,7 +476,7 @@ def test_what_cannot_be_done_is_said(tmp_path, more, numbers, wanted):
 
 
 def test_owners_have_even_work():
-    places, loads = [Place(0, n, n, {}) for n in (8, 4, 4, 4, 4, 2, 2)], list[int]()
+    places, loads = [Place(0, n, n, torch.sign) for n in (8, 4, 4, 4, 4, 2, 2)], list[int]()
     found = owners(places, 2, loads)
     assert found[0] == 0
     assert set(found[1:5]) == {1}

@@ -1,9 +1,7 @@
 """Provides ``torch.optim.Optimizer``s whose updates run beside training: ``AdamW``, and one of each rule."""
 
-import difflib
 import fnmatch
 import math
-import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +19,8 @@ from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
-from infinity.optim.matrix import MATRIX, MatrixRule, embedded_in
-from infinity.optim.rule import EMA, OFFSET, Rule
+from infinity.optim.dictionaries import NAMES, RULE, Parameter, fitted
+from infinity.optim.rule import EMA, Rule, is_number
 from infinity.optim.rules import LossScaler, find_rule
 
 #: Largest buffer of which a first copy is kept (bytes).
@@ -33,6 +31,12 @@ def _is_late(each: Stateful) -> bool:
     """Return whether ``each`` changes after the optimizer's step, so that its state is taken later."""
     wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
     return isinstance(wrapped, LRScheduler) or getattr(each, "steps_after_optimizer", False) is True
+
+
+def _of_these_groups(each: Stateful, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a learning-rate scheduler with the rates of its own parameter groups."""
+    own = getattr(each, "scheduler", each)
+    return state | {name: getattr(own, name) for name in ("base_lrs", "_last_lr") if name in state}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -81,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         self.max_grad_norm, self.model, self._made_groups = max_grad_norm, model, False
         self._check_parameters()
         made_groups = params is None  # else the caller, who may leave parameters out
-        defaults = {**chosen.defaults, **_of_rule(chosen, numbers)}
+        defaults = {**chosen.defaults, **chosen.check_names(numbers)}
         if params is None:
             params = _groups(model, chosen, defaults, groups or {})
         elif groups:
@@ -125,10 +129,13 @@ class Optimizer(torch.optim.Optimizer):
         """Add a parameter group as in torch, and check its numbers and parameters."""
         super().add_param_group(param_group)
         try:
-            _check_numbers(self.rule, self.param_groups[-1])
-            self._check_matrices(self.param_groups[-1])
-            for param in self.param_groups[-1]["params"]:
-                if param.requires_grad and not self.runtime.units.places(param):
+            group = self.param_groups[-1]
+            self.rule.check_numbers(group)
+            for param in group["params"]:
+                places = self.runtime.units.places(param)
+                for _, segment in places:
+                    self.rule.check_place(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
+                if param.requires_grad and not places:
                     raise StateError(
                         f"a parameter of shape {tuple(param.shape)} in a parameter group is not one of this "
                         "model's that were made under infinity.Init, so no tier holds it"
@@ -136,12 +143,6 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[-1]
             raise
-
-    def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        rule = self.rule
-        if isinstance(rule, MatrixRule):
-            for _, segment in (place for p in group["params"] for place in self.runtime.units.places(p)):
-                rule.check(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
 
     @property
     def rule(self) -> Rule:
@@ -161,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_limits(self) -> None:
         for limit in self._limits.values():
-            if limit not in (None, math.inf) and not _is_number(limit, Valid(above=0)):
+            if limit not in (None, math.inf) and not is_number(limit, Valid(above=0)):
                 raise SettingError("max_grad_norm", limit, "a number > 0, or None: never clip")
         if self._limits.keys() != self._parties:
             names = ", ".join(sorted(map(str, self._parties)))
@@ -170,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
     def _connect(self) -> None:
         clips = any(limit is not None for limit in self._limits.values())
         executor = self.runtime.executor(clips=clips)
-        executor.updates.hypers.groups = self.param_groups
+        executor.updates.hypers.groups, executor.updates.hypers.sums = self.param_groups, {}
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -222,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
                 ``max_grad_norm``, so that updates did not wait for the norm.
             ValueError: ``max_norm`` is no number above 0.
         """
-        if not _is_number(max_norm, Valid(above=0)) and max_norm != math.inf:
+        if not is_number(max_norm, Valid(above=0)) and max_norm != math.inf:
             raise SettingError("max_norm", max_norm, "a number > 0, or inf: only return the norm")
         if None in self._limits.values() and max_norm != math.inf:
             raise StateError(
@@ -297,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
         generators = generator_states(self.runtime.ranks.device)
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
-        state |= {"follow": follow, "steps": self.steps}
+        state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name, "sums": self.sums}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 
@@ -306,6 +307,18 @@ class Optimizer(torch.optim.Optimizer):
             return {"late": {name: each.state_dict() for name, each in late.items()}, "param_groups": groups}
 
         return (state, rest) if late else (state | rest(), None)
+
+    @property
+    def sums(self) -> dict[int, dict[str, Tensor]]:
+        """Copies of what the rule keeps of matrices rather than of elements, by index of the parameter."""
+        kept = self.runtime.executor().updates.hypers.sums
+        numbered = {i: kept.get(id(param), {}) for i, param in enumerate(self._params())}
+        return {i: {k: v.clone() for k, v in each.items()} for i, each in numbered.items() if each}
+
+    def load_sums(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Replace :attr:`sums`, given by ``id`` of the parameter; others begin at zero."""
+        hypers = self.runtime.executor().updates.hypers
+        hypers.sums = {key: dict(each) for key, each in found.items() if each}
 
     def _written_buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers that were written since the optimizer was made."""
@@ -321,6 +334,12 @@ class Optimizer(torch.optim.Optimizer):
     def load_committed(self, state: dict[str, Any]) -> None:
         """Restore the small state of a commit, for :func:`infinity.resume`."""
         groups, followed = state["param_groups"], {**state["follow"], **state["late"]}
+        if state.get("rule", self.rule.name) != self.rule.name:  # which has numbers of its own
+            state = {**state, "sums": {}}
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+            for name, each in self._followed.items():
+                if _is_late(each) and name in followed:
+                    followed[name] = _of_these_groups(each, followed[name])
         if len(groups) != len(self.param_groups):
             raise StateError(
                 f"the interrupted run has {len(groups)} parameter groups, this optimizer "
@@ -347,6 +366,8 @@ class Optimizer(torch.optim.Optimizer):
         adapters_of(self.model).generators |= state.get("adapters", {})  # older versions did not write them
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
+        params = self._params()
+        self.load_sums({id(params[i]): each for i, each in state.get("sums", {}).items()})
         self.steps = state["steps"]
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
@@ -409,7 +430,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         fields = self.runtime.values.optimizer_fields()
-        packed["state"] = {i: fields[id(p)] for i, p in enumerate(self._params()) if id(p) in fields}
+        numbered = {i: fields[id(p)] for i, p in enumerate(self._params()) if id(p) in fields}
+        packed["state"] = {i: each | self.sums.get(i, {}) for i, each in numbered.items()}
+        packed |= {RULE: self.rule.name, NAMES: [self._name_of(param) for param in self._params()]}
         if self.scaler is not None:
             packed["loss_scaler"] = self.scaler.state_dict()
         return packed
@@ -417,58 +440,35 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
-        The state of the same rule of ``torch.optim`` with the same parameter groups is accepted, too; exact
-        weights, which it lacks, stay as they are. An average that it lacks begins with the weights.
+        The state of the same rule of ``torch.optim`` or bitsandbytes with the same parameter groups is
+        accepted, too; exact weights, which it lacks, stay as they are. An average that it lacks begins with
+        the weights. Of another rule's dictionary, moments carry over where this rule needs no others.
         """
         self.runtime.values.check_step_over()
-        params = self._params()
-        state = {i: {"step": 1, **each} for i, each in state_dict["state"].items()}  # SGD's has no counts
-        groups = state_dict["param_groups"]
-        if EMA in self.rule.defaults:
-            groups = [{EMA: self.defaults[EMA], **group} for group in groups]
-            zero = torch.zeros((), device="cpu")
-            state = {i: {OFFSET: zero.expand(params[i].shape), **each} for i, each in state.items()}
-        _check_groups(self.rule, groups, self.param_groups)
-        moments = self.runtime.tiers.layout.full_names[1:]
-        missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
-        if state and not any("master" in each for each in state.values()):
-            for i in missing:  # torch's AdamW begins a state with the first gradient
-                zeros = torch.zeros(params[i].shape, device="cpu")
-                state[i] = {"step": 0, **dict.fromkeys(moments, zeros)}
-        elif missing:
-            raise StateError(
-                f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
-                f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
-            )
+        params, described = self._params(), list[Parameter]()
+        for group in self.param_groups:
+            for param in group["params"]:
+                name, way = self._name_of(param), self.rule.way(group, 0, param.shape)
+                described.append(Parameter(name, param.shape, param.requires_grad, way))
+        groups, state, note = fitted(self.rule, state_dict, described, super().state_dict()["param_groups"])
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
-        for i, param in enumerate(params):
-            for name in moments if i in state else ():
-                shape = tuple(state[i][name].shape) if name in state[i] else None
-                if shape != tuple(param.shape):
-                    got = "is missing" if shape is None else f"has shape {shape}"
-                    raise StateError(
-                        f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from "
-                        f"{self.rule.name} on the same parameters in the same order"
-                    )
-                if bool(state[i][name].isnan().any()):
-                    raise StateError(f"optimizer state of parameter {i}: {name} has NaN; nothing was loaded")
-            if others := state.get(i, {}).keys() - {"step", "master", *moments}:
-                raise StateError(
-                    f"optimizer state of parameter {i} has {', '.join(sorted(others))}, which "
-                    f"{self.rule.name} does not keep (it keeps {', '.join(moments)})"
-                )
         with uninterrupted:
-            super().load_state_dict({"state": {}, "param_groups": groups})
+            super().load_state_dict({"state": {}, "param_groups": [*groups]})
             self._connect()
+            self.load_sums(
+                {id(p): self.rule.sums_among(state[i], p.shape) for i, p in enumerate(params) if i in state}
+            )
             self.runtime.values.load_optimizer_fields(fields)
             if self.scaler is not None and "loss_scaler" in state_dict:
                 self.scaler.load_state_dict(state_dict["loss_scaler"])
             self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
+        if note is not None:
+            self.runtime.note(note)
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
         """Continue after ``steps`` steps, whose states are restored, with hyperparameters of each group."""
         for group, found in zip(self.param_groups, numbers, strict=True):
-            _check_numbers(self.rule, {**group, **found})
+            self.rule.check_numbers({**group, **found})
         for group, found in zip(self.param_groups, numbers, strict=True):
             group.update(found)
         self._go_on_from(steps)
@@ -476,6 +476,10 @@ class Optimizer(torch.optim.Optimizer):
     def _go_on_from(self, steps: int) -> None:
         self.steps = self.runtime.records.steps = steps
         self.runtime.records.reload(self._small_state)
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        places = self.runtime.units.places(param)
+        return places[0][1].whole_name if places else ""
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -516,83 +520,22 @@ def _parties(model: nn.Module) -> Iterator[tuple[dict[str, Any], list[nn.Paramet
         yield {"adapter": name}, [param for param in params if param.requires_grad]
 
 
-def _is_number(value: Any, valid: Valid) -> bool:
-    """Return whether ``value`` is a number in a range (no bool, no text), or a tensor of one such element."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)
-
-
-def _check_groups(rule: Rule, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Raise unless the groups of a saved dictionary are of the rule and match the optimizer's."""
-    theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if theirs != ours:
-        raise StateError(
-            f"the state has parameter groups of {theirs} parameters, this optimizer of {ours} (matrices, "
-            "which decay, and vectors); for the state of torch.optim.AdamW(model.parameters()) make it "
-            'with params=[{"params": list(model.parameters())}]'
-        )
-    for group in saved:
-        if lacking := rule.defaults.keys() - group.keys():
-            raise StateError(
-                f"the state is not of {rule.name}: its parameter groups have no {', '.join(sorted(lacking))}"
-            )
-        _check_numbers(rule, group)
-
-
-def _check_numbers(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise if a parameter group has impossible hyperparameters, or those of another rule."""
-    positive, beta = Valid(least=0, below=math.inf), Valid(least=0, below=1)
-    for name, default in rule.defaults.items():
-        value = group[name]
-        if isinstance(default, tuple):
-            if not isinstance(value, tuple | list) or [_is_number(b, beta) for b in value] != [True] * len(
-                default
-            ):
-                raise SettingError(name, value, f"{len(default)} numbers {beta}".replace("2", "two"))
-        elif isinstance(default, bool):
-            if value not in (False, True):
-                raise SettingError(name, value, "true or false")
-        elif not _is_number(value, valid := beta if name == EMA else positive):
-            raise SettingError(name, value, f"a number {valid}")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise SettingError(name, group[name], f"False: infinity's {rule.name} is plain")
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"] and "adamw" in rule.name:
-        raise SettingError(
-            "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
-        )
-
-
-def _of_rule(rule: Rule, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``numbers``; a SettingError names one that the rule does not have."""
-    for name in numbers:
-        if name not in rule.defaults:
-            near = difflib.get_close_matches(name, rule.defaults, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise SettingError(
-                name, numbers[name], f"a number of {rule.name}: {', '.join(rule.defaults)}{hint}"
-            )
-    return numbers
-
-
 def _groups(
     model: nn.Module, rule: Rule, defaults: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return parameter groups: of each adapter, parameters whose numbers are the same; matrices first."""
     decays = "weight_decay" in rule.defaults
-    embedded = embedded_in(model) if isinstance(rule, MatrixRule) else None
+    own_numbers = rule.numbers_of(model)
     names = {id(param): name for name, param in model.named_parameters()}
     unmatched, groups = dict(patterns), dict[tuple[Any, ...], dict[str, Any]]()
     for own, trainable in _parties(model):
         for param in sorted(trainable, key=lambda each: each.ndim < 2):
             matrix, name = param.ndim >= 2, names[id(param)]
             numbers = own | ({"weight_decay": defaults["weight_decay"] if matrix else 0.0} if decays else {})
-            if embedded is not None:
-                numbers[MATRIX] = matrix and defaults[MATRIX] and not embedded(name, param)
+            numbers |= own_numbers(name, param)
             for pattern, given in patterns.items():
                 if any(fnmatch.fnmatchcase(name, each) for each in pattern.split("|")):
-                    numbers |= _of_rule(rule, given)
+                    numbers |= rule.check_names(given)
                     unmatched.pop(pattern, None)
             group = groups.setdefault((matrix, *sorted(numbers.items())), {"params": [], **numbers})
             group["params"].append(param)

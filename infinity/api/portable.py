@@ -47,7 +47,9 @@ from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.engine.runtime import Runtime, runtime_of
+from infinity.optim.dictionaries import RULE, carried
 from infinity.optim.rule import OFFSET, Rule
+from infinity.optim.rules import find_rule
 from infinity.partition.unit import Segment, Unit
 
 #: The most elements of a record.
@@ -153,6 +155,7 @@ def load_checkpoint(
             scaler = {key: values.extra("loss_scaler", key) for key in ("scale", "good_steps")}
             if optimizer.scaler is not None and None not in scaler.values():
                 optimizer.scaler.load_state_dict(scaler)
+            optimizer.load_sums(values.sums)
             optimizer.restart(values.numbers, max(values.steps.values(), default=0))
     return max(values.steps.values(), default=0)
 
@@ -188,13 +191,16 @@ class Contents:
             else:
                 self.rest.append((tensor, self._enter(places, tensor.dtype, tensor.shape)))
         steps: dict[int, list[Place]] = {}
-        for param in (param for group in groups for param in group["params"]):
+        sums, params = {} if optimizer is None else optimizer.sums, [p for g in groups for p in g["params"]]
+        for place, param in enumerate(params):
             segment = sharded.get(id(param)) if id(param) in name_of else None
             if segment is not None and (param.requires_grad or segment.steps):  # is trained now, or was
                 state = OPTIMIZER, "state", name_of[id(param)]
                 for moment in runtime.tiers.layout.full_names[1:]:
                     keys = self._enter([(*state, moment)], torch.float32, segment.whole_shape)
                     self._fields[id(param)].append(keys)
+                for name, values in sums.get(place, {}).items():
+                    self.rest.append((values, self._enter([(*state, name)], torch.float32, values.shape)))
                 steps.setdefault(segment.steps, []).append((*state, "step"))
         for count, paths in steps.items():
             step = torch.tensor(float(count), device="cpu")
@@ -211,6 +217,8 @@ class Contents:
         if optimizer is not None and optimizer.scaler is not None:
             for name, value in optimizer.scaler.state_dict().items():
                 self.rest.append((value, self._enter([(OPTIMIZER, "loss_scaler", name)])))
+        if optimizer is not None:
+            self.rest.append((optimizer.rule.name, self._enter([(OPTIMIZER, RULE)])))
         for segment in sharded.values():
             if not segment.numel:  # no shard has a part of it
                 self.rest += [(torch.empty(segment.shape, device="cpu"), each) for each in self.keys(segment)]
@@ -483,11 +491,12 @@ class PortableValues:
         self._checkpoint = checkpoint
         self._named = tensor_names(model, runtime.units if trained_only else ())
         self._sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
-        self._fields: dict[int, list[Stored]] = {}  # by id of the tensor: its values and moments
+        self._fields: dict[int, list[Stored | None]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
         self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
         # the hyperparameters that the checkpoint has of each group
         self.numbers: list[dict[str, Any]] = [{} for _ in groups]
+        self.sums: dict[int, dict[str, Tensor]] = {}  # as Optimizer.load_sums takes them
         given = {id(tensor) for tensor, _ in self._named}
         for unit in runtime.units:
             if len({id(s.whole) in given for s in unit.segments}) > 1:  # all of a unit is written at one time
@@ -513,7 +522,7 @@ class PortableValues:
         parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
         others = sorted(checkpoint.keys() - {prefix + name for name in every})
         self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
-        self._find_state(groups)
+        self._find_state(groups, runtime.note)
         if self._complaints:
             lines = "\n  ".join(self._complaints)
             raise CheckpointError(
@@ -522,38 +531,55 @@ class PortableValues:
             )
 
     def _take(self, tensor: Tensor, key: str) -> None:
-        """Append an entry to the fields of ``tensor``: its values first, then its moments."""
+        """Append an entry to the fields of ``tensor``: its values first, then its moments, or None."""
+        if key not in self._checkpoint:
+            self._fields[id(tensor)].append(None)
+            return
         shape = tuple(self._checkpoint[key].shape)
         if shape != tuple(tensor.shape):
             self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
         self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
 
-    def _find_state(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _find_state(self, groups: Sequence[dict[str, Any]], note: Callable[[str], object]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}
         members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
-        first = f".{self._moments[0]}"
+        first = f".{[*self._moments, 'step'][0]}"
         prefix = _prefix(
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
         )
-        numbers = _numbers(self._checkpoint, prefix, self._rule)
-        for group, found in zip(members, self.numbers, strict=True):
+        numbers, before = _numbers(self._checkpoint, prefix, self._rule), self._rule_before()
+        for options, group, found in zip(groups, members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
                 if not held or not param.requires_grad or id(param) not in self._sharded:
                     continue
                 state = f"{prefix}state.{held[0]}."
-                missing = [m for m in self._moments if state + m not in self._checkpoint]
-                if missing not in ([], [OFFSET]):  # an average begins with the weights
+                wanted = *self._moments, *self._rule.sums(param.shape)
+                missing = [name for name in wanted if state + name not in self._checkpoint]
+                way = self._rule.way(options, 0, param.shape)
+                if before.name != self._rule.name and not way.goes_on_from(before.lasting):
+                    continue
+                if before.name == self._rule.name and missing not in ([], [OFFSET]):
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]
                     continue
-                for moment in self._moments[: len(self._moments) - len(missing)]:  # that is the last one
-                    self._take(param, state + moment)
+                for moment in self._moments:
+                    self._take(param, state + moment)  # an average that is missing begins with the weights
+                kept = {n: self._checkpoint[state + n] for n in self._rule.sums(param.shape)}
+                self.sums[id(param)] = {name: each.read(dtype=torch.float32) for name, each in kept.items()}
                 self.steps[id(param)] = self._count(state + "step")
-                theirs = numbers.get(held[0], {})
+                theirs = numbers.get(held[0], {}) if before.name == self._rule.name else {}
                 if any(name in found and found[name] != value for name, value in theirs.items()):
                     self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
                 found.update(theirs)
+        if before.name != self._rule.name:
+            trained = sum(param.requires_grad for group in members for param, _ in group)
+            note(carried(before, self._rule, len(self.steps), trained))
+
+    def _rule_before(self) -> Rule:
+        """Return the rule of the checkpoint; what others than this library wrote is of this one."""
+        with library_errors(CheckpointError, f"{self._checkpoint.path}: {OPTIMIZER}.{RULE} is no rule here"):
+            return find_rule(self.extra(RULE) or self._rule.name)
 
     def _count(self, key: str) -> int:
         value: Any = 0
@@ -579,9 +605,9 @@ class PortableValues:
         out = torch.zeros(stop - start, device="cpu")
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
-            fields = self._fields.get(id(s.whole), ())
-            if low < high and field < len(fields):
-                fields[field].fill(s.first + low - s.offset, out[low - start : high - start])
+            stored = dict(enumerate(self._fields.get(id(s.whole), ()))).get(field)
+            if low < high and stored is not None:
+                stored.fill(s.first + low - s.offset, out[low - start : high - start])
         return out
 
     def holds(self, unit: Unit) -> bool:
@@ -591,8 +617,9 @@ class PortableValues:
         with torch.no_grad():
             for tensor, _ in self._named:
                 if id(tensor) not in self._sharded:
-                    values = self._fields[id(tensor)][0].read(dtype=tensor.dtype)
-                    tensor.copy_(values.view(tensor.shape))
+                    stored = self._fields[id(tensor)][0]
+                    assert stored is not None
+                    tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
 
 
 def _prefix(names: Sequence[str], keys: Collection[str]) -> str:

@@ -221,7 +221,7 @@ class Loop:
     def _evaluate(self, step: int) -> None:
         """Evaluate the model, or the average of its weights where the optimizer keeps one."""
         if any(task.data.evaluated for task in self.tasks):
-            averages = self._recipe.optim.ema is not None
+            averages = self._recipe.optim.rule.averages
             with infinity.ema(self._model) if averages else nullcontext():
                 self._evaluate_weights(step)
             self._optimizer.report()  # excludes the time and bytes of this from the next step's report
@@ -380,6 +380,8 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
 
     The last of ``warmup_steps`` has the full rate, and the last of ``steps`` has ``min_lr_ratio`` of it.
     """
+    if not optim.rule.scheduled:
+        return 1.0
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":

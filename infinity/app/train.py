@@ -99,7 +99,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         if _saves(recipe):
             out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
             write_model(recipe, model, out)
-            if recipe.optim.ema is not None:
+            if recipe.optim.rule.averages:
                 write_model(recipe, model, folder / EMA_FOLDER / out.name, ema=True)
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
@@ -197,7 +197,7 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     for saved in (MODEL_FOLDER, ADAPTERS_FOLDER, EMA_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and not recipe.trains_adapters:
-        check_room_for(model, folder, 1 if recipe.optim.ema is None else 2)
+        check_room_for(model, folder, 2 if recipe.optim.rule.averages else 1)
     if after < 0:
         _keep_adapters(recipe, folder / _GIVEN)
     if recipe.observe.metrics:

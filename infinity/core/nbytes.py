@@ -227,7 +227,7 @@ class Transfer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
-        self._calls: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], object]] = []
         self._done = False
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
@@ -252,7 +252,7 @@ class Transfer:
         """Return whether ``wait`` would return (or raise) at once."""
         return self._done
 
-    def then(self, call: Callable[[], None]) -> None:
+    def then(self, call: Callable[[], object]) -> None:
         """Run ``call`` once, when the move has ended, on the thread that ends it; at once if it has.
 
         It must not wait, and learns how the move ended by ``wait``.

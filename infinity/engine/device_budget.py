@@ -152,8 +152,9 @@ class UnitBudget:
 
     @property
     def _on_one_rank(self) -> bool:
-        """Whether a unit's update needs no other rank."""
-        return self._ranks.world_size == 1 or self._tiers.storage.rule.in_one_pass
+        """Whether a unit's update needs neither another rank nor the step's end."""
+        rule = self._tiers.storage.rule
+        return rule.in_one_pass or (self._ranks.world_size == 1 and not rule.in_turn)
 
     def clip(self, clips: bool) -> None:
         self._divide(replace(self._given, early=self._early(clips)))

@@ -105,7 +105,7 @@ class Runtime:
         reduction = reduction_dtype(self.config, self.dtype)
         self._prepare(rule)
         if line:
-            self._note(line)
+            self.note(line)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         check_memory(memory, ranks)
@@ -114,7 +114,7 @@ class Runtime:
         self.stack.callback(self.storage.stack.close)
         self.storage.open_files(
             self.run_id, ranks, resume, self.timeline,
-            synced=self.config.durability.survives == "power", note=self._note,
+            synced=self.config.durability.survives == "power", note=self.note,
         )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks, reduction)
         self.tiers.pending = self.storage.saved is not None
@@ -148,7 +148,7 @@ class Runtime:
             return hit
         return [bool(x) for x in self.ranks.collectives.exchange("any", hit, "tiles of experts").amax(0)]
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
         self.notes.append(line)
         if self.ranks.rank == 0:
             self.say(line)
@@ -164,7 +164,7 @@ class Runtime:
         if self.config.layer_schedule and memory.activations in ("auto", "recompute"):
             policy = "keep"  # it recomputes by itself: little is left to plan
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
-            self._note(line)
+            self.note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")
 
         def hardware() -> Hardware:
@@ -209,7 +209,7 @@ class Runtime:
     def use_rule(self, rule: Rule) -> None:
         """Let another rule update this model, which has not trained yet; a StateError says that it has."""
         was = self.storage.rule
-        if rule is was:
+        if (type(rule), rule.name) == (type(was), was.name):
             return
         if self.started or any(unit.home.trains for unit in self.units):
             raise StateError(
@@ -325,14 +325,17 @@ class Runtime:
             return None
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
-        records = self._executor.updates.records
+        records, hypers = self._executor.updates.records, self._executor.updates.hypers
+        hypers.begin_step()
         try:
             with all_ranks_or_raise(self.ranks, "resuming the run"):
-                adopted, discard = restore(saved, self.units, self.tiers)
+                adopted, discard = restore(saved, self.units, self.tiers, hypers.way, self.note)
                 self.tiers.settle(self.units)
         except BaseException:
             self.tiers.pending = True  # so closing the model keeps what another start can go on with
             raise
+        finally:
+            hypers.end_step()
         records.take_over(saved, self.ranks.rank, adopted, discard)
         return saved
 

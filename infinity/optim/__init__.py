@@ -12,8 +12,8 @@ _HOMES = {
     "root": "formula", "sign": "formula", "where": "formula",
 }  # fmt: skip
 _OPTIMIZERS = {
-    "Adam": "adam", "AdamW4bit": "adamw4bit", "AdamW8bit": "adamw8bit", "Lion": "lion", "Muon": "muon",
-    "SGD": "sgd",
+    "Adafactor": "adafactor", "Adam": "adam", "AdamW4bit": "adamw4bit", "AdamW8bit": "adamw8bit",
+    "Lion": "lion", "Muon": "muon", "SGD": "sgd", "ScheduleFree": "schedulefree",
 }  # fmt: skip
 
 __all__ = ["AdamW", "Optimizer", *sorted(_OPTIMIZERS), *sorted(_HOMES)]

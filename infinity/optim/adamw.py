@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from infinity.core.config import SettingError
 from infinity.optim.formula import root
 from infinity.optim.rule import Rule
 from infinity.optim.state import Moment, Quantized
@@ -16,6 +17,7 @@ class AdamWRule(Rule):
     moments = Moment("exp_avg"), Moment("exp_avg_sq")
     defaults: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    decoupled = True  # weight decay is no part of the gradient
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
@@ -23,6 +25,12 @@ class AdamWRule(Rule):
             1 - lr * float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
             math.sqrt(1 - beta2**step), float(group["eps"]),
         )  # fmt: skip
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"] and self.decoupled:
+            wanted = "True, as in torch.optim.AdamW, or no weight_decay"
+            raise SettingError("decoupled_weight_decay", False, wanted)
 
     @staticmethod
     def update(
@@ -41,6 +49,7 @@ class AdamRule(AdamWRule):
     name = "adam"
     defaults: Mapping[str, Any] = {**AdamWRule.defaults, "weight_decay": 0.0}
     recipe: Mapping[str, Any] = {}
+    decoupled = False
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         return float(group["weight_decay"]), *super().numbers(group, step)[1:]

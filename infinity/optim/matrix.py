@@ -19,32 +19,107 @@ import math
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from infinity.core.config import SettingError
-from infinity.core.errors import RecipeError, StateError
+from infinity.core.errors import StateError
 from infinity.optim.adamw import ADAMW
 from infinity.optim.formula import Formula, NotElementwiseError
-from infinity.optim.rule import EMA, Averaged, Rule
+from infinity.optim.rule import EMA, OFFSET, Averaged, Kept, Place, Rule, Way
 from infinity.optim.state import Moment, StateLayout
 
 #: Numbers of a parameter group: whether its weights are matrices, and in how many parts of rows each is.
 MATRIX, PARTS = "matrix", "parts"
 
 
-class MatrixRule(Rule):
-    """Arithmetic of an optimizer that needs whole matrices: see [Note: two passes].
+class WholeRule(Rule):
+    """Arithmetic of an optimizer that needs whole matrices, in two passes: see [Note: two passes]."""
+
+    moments: tuple[Moment, ...] = ()
+    in_one_pass = False
+    first: "FirstPass | None" = None  # None: directions are gradients
+
+    @abstractmethod
+    def remade(
+        self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the update, ``(rows, columns)``, made from a matrix of directions; change its ``sums``.
+
+        All are on the device of the matrix, whose dtype is that of gradients; ``step`` counts from 1.
+        """
+
+    def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
+        """Return the length of a step along a transformed matrix of this shape."""
+        return float(group["lr"])
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        return tuple(float(group[name]) for name in self.defaults)
+
+    @staticmethod
+    def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
+        raise TypeError("a rule of whole matrices updates in two passes")
+
+    @property
+    def elementwise(self) -> tuple[Rule, ...]:
+        return (self.last,)
+
+    @functools.cached_property
+    def last(self) -> Rule:
+        return Averaged(LastPass(self)) if EMA in self.defaults else LastPass(self)
+
+    @functools.cached_property
+    def averaged(self) -> Rule:
+        moments, defaults = (*self.moments, Moment(OFFSET)), {**self.defaults, EMA: 0.999}
+        return self.like(name=f"{self.name}+{EMA}", moments=moments, defaults=defaults)
+
+    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+        """Raise a SettingError if a matrix is not whole."""
+        if tiled and len(shape) == 2:
+            other = f", or let its group have {MATRIX}: false" if MATRIX in group else ""
+            raise SettingError(
+                "optim.name", self.name,
+                f"a rule of elements for {name}, which is in tiles of rows, so that no unit has the whole "
+                f"matrix: set partition.tile=never{other}"
+            )  # fmt: skip
+
+    def way(
+        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
+    ) -> Way:
+        *packed, rows, columns = *(1,) * (2 - len(shape)), *shape
+        count, rows = math.prod(packed) * int(group.get(PARTS, 1)), rows // int(group.get(PARTS, 1))
+        places = []
+        for number in range(count):
+            step, sums = (1, {}) if kept is None else kept.of(number)
+            transform = partial(self._transform, group, step, sums)
+            places.append(Place(start + number * rows * columns, rows, columns, transform, sums))
+        return Way(self.last, {"shape": (rows, columns)}, self.first, places, tuple(self.sums(shape)))
+
+    def _transform(
+        self, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor], matrix: Tensor
+    ) -> Tensor:
+        there = {name: values.to(matrix.device) for name, values in sums.items()}
+        made = self.remade(matrix, group, step, there)
+        for name, values in there.items():
+            sums[name].copy_(values)
+        if made.shape != matrix.shape:
+            got, wanted = tuple(made.shape), tuple(matrix.shape)
+            raise StateError(f"{self.name}: transform() of a matrix of shape {wanted} returned {got}")
+        return made
+
+
+class MatrixRule(WholeRule):
+    """Arithmetic for matrices with moments of their elements, beside a rule for all else.
 
     A subclass has a ``name``, the ``matrix_moments``, ``defaults`` and the three methods below.
     """
 
     matrix_moments: tuple[Moment, ...]
     companion: Rule = ADAMW
-    in_one_pass = False
 
     def __init_subclass__(cls) -> None:
         own, others = dict(cls.defaults), cls.companion.defaults
@@ -67,46 +142,43 @@ class MatrixRule(Rule):
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the update, ``(rows, columns)``, made from a matrix of directions, on its device."""
 
-    def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
-        """Return the length of a step along a transformed matrix of this shape."""
-        return float(group["lr"])
+    def remade(
+        self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]
+    ) -> Tensor:
+        return self.transform(matrix, group)
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         decay = float(group["lr"]), float(group["weight_decay"]), float(group[MATRIX]), float(group[PARTS])
         return *self.companion.numbers(group, step), *self.direction_numbers(group, step), *decay
-
-    @staticmethod
-    def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
-        raise TypeError("a rule of matrices updates by its first and last pass, or its companion")
 
     @property
     def elementwise(self) -> tuple[Rule, ...]:
         return self.companion, self.first, self.last
 
     @functools.cached_property
-    def first(self) -> "FirstPass":
+    def first(self) -> "FirstPass":  # type: ignore[override]
         return FirstPass(self)
 
+    def with_master(self, master: str) -> Rule:
+        return super().with_master(master).like(companion=self.companion.with_master(master))
+
     @functools.cached_property
-    def last(self) -> "LastPass":
-        return LastPass(self)
+    def averaged(self) -> Rule:
+        return super().averaged.like(companion=self.companion.averaged)
 
     @property
-    def variants(self) -> tuple[Rule, ...]:
-        found = tuple(self.of_masters())
-        for each in found:
-            vars(each)["companion"] = self.companion.with_master(each.master)
-        return found
-
-    @property
-    def averaged(self) -> Averaged:
-        raise RecipeError(f"{EMA}: {self.name}, a rule of matrices, keeps no average yet; leave {EMA} out")
+    def lasting(self) -> tuple[str, ...]:
+        return tuple(moment.name for moment in self.matrix_moments)
 
     def takes(self, group: Mapping[str, Any], shape: Sequence[int]) -> bool:
         """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""
         return bool(group[MATRIX]) and len(shape) in (2, 3)
 
-    def check(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def numbers_of(self, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
+        embedded = embedded_in(model)
+        return lambda name, param: {} if param.ndim > 1 and not embedded(name, param) else {MATRIX: False}
+
+    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or does not have the parts that its group says."""
         if group[MATRIX] and len(shape) > 3:
             raise SettingError(
@@ -115,54 +187,15 @@ class MatrixRule(Rule):
             )  # fmt: skip
         if not self.takes(group, shape):
             return
-        if tiled and len(shape) == 2:
-            raise SettingError(
-                "optim.name", self.name,
-                f"a rule of elements for {name}, which is in tiles of rows, so that no unit has the whole "
-                f"matrix: set partition.tile=never, or let its group have {MATRIX}: false"
-            )  # fmt: skip
+        super().check_place(group, name, shape, tiled=tiled)
         parts, rows = group[PARTS], shape[-2]
         if parts != int(parts) or parts < 1 or rows % int(parts):
             raise SettingError(PARTS, parts, f"a whole number that divides the rows of {name}, {rows}")
 
-    def transform_flat(self, place: "Place", values: Tensor, scale: float, device: torch.device) -> Tensor:
-        """Return what is made of a matrix of directions times ``scale``, ``(n,)``, as values like those."""
-        matrix = values.view(place.rows, place.columns).to(device)
-        with torch.no_grad():
-            made = self.transform(matrix if scale == 1 else matrix.float() / scale, place.group)
-        if made.shape != matrix.shape:
-            got, wanted = tuple(made.shape), tuple(matrix.shape)
-            raise StateError(f"{self.name}: transform() of a matrix of shape {wanted} returned {got}")
-        return made.reshape(-1).to(values)
-
-    def places(self, group: Mapping[str, Any], offset: int, shape: Sequence[int]) -> "Iterable[Place]":
-        """Yield the matrices of a parameter that begins at ``offset`` of a flat buffer."""
-        *packed, rows, columns = shape
-        count, rows = math.prod(packed) * int(group[PARTS]), rows // int(group[PARTS])
-        for number in range(count):
-            yield Place(offset + number * rows * columns, rows, columns, group)
-
-
-class Place(NamedTuple):
-    """A matrix: its first element in a flat buffer, and its parameter group."""
-
-    start: int
-    rows: int
-    columns: int
-    group: Mapping[str, Any]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.columns
-
-    @property
-    def work(self) -> int:
-        """Multiplications of a transform, but for a factor."""
-        return self.rows * self.columns * min(self.rows, self.columns)
-
-    def within(self, low: int, high: int) -> int:
-        """Return how many of its elements are in ``[low, high)``."""
-        return max(0, min(high, self.stop) - max(low, self.start))
+    def way(
+        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
+    ) -> Way:
+        return super().way(group, start, shape, kept) if self.takes(group, shape) else Way(self.companion)
 
 
 def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
@@ -212,6 +245,8 @@ def owners(places: Sequence[Place], ranks: int, loads: list[int] | None = None) 
 class FirstPass(Rule):
     """First pass of a matrix rule: replaces gradients by directions; it gets them as weight and gradient."""
 
+    of_gradients = True
+
     def __init__(self, rule: MatrixRule) -> None:
         self._rule, self.name, self.moments = rule, f"{rule.name}: directions", rule.matrix_moments
 
@@ -242,7 +277,7 @@ class LastPass(Rule):
 
     moments = ()
 
-    def __init__(self, rule: MatrixRule) -> None:
+    def __init__(self, rule: WholeRule) -> None:
         self._rule, self.name, self.master = rule, f"{rule.name}: steps", rule.master
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:

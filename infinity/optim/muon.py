@@ -40,10 +40,10 @@ class MuonRule(MatrixRule):
         exp_avg = exp_avg + toward * (grad - exp_avg)
         return where(nesterov > 0, exp_avg + toward * (grad - exp_avg), exp_avg), exp_avg
 
-    def check(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
-        super().check(group, name, shape, tiled=tiled)
-        if group["ns_steps"] != int(group["ns_steps"]) or group["ns_steps"] < 1:
-            raise SettingError("ns_steps", group["ns_steps"], f"a whole number of iterations for {name}")
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        if group["ns_steps"] < 1 or group["ns_steps"] % 1:
+            raise SettingError("ns_steps", group["ns_steps"], "a whole number of iterations, 1 or more")
 
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""

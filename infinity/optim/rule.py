@@ -13,21 +13,24 @@ the average minus the weight: zero for a parameter that was never updated, so th
 the weight after its first update.
 """
 
-import functools
+import difflib
+import math
+import numbers
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infinity.core.config import SettingError
+from infinity.core.config import SettingError, Valid
 from infinity.optim.cuda import elementwise_kernel
 from infinity.optim.formula import Formula, NotElementwiseError
-from infinity.optim.state import EXACT, KAHAN, STOCHASTIC, Moment, StateLayout, master_of, store_master
+from infinity.optim.state import EXACT, STOCHASTIC, Moment, StateLayout, master_of, store_master
 
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
 PIECE_NUMEL, TEMPORARIES = 2**18, 8
@@ -35,6 +38,59 @@ PIECE_NUMEL, TEMPORARIES = 2**18, 8
 OFFSET, EMA = "ema_offset", "ema"
 #: Every update rule, by the name that commit records give it. Rules keep nothing between updates.
 RULES: "dict[str, Rule]" = {}
+
+
+class Place(NamedTuple):
+    """A matrix in a flat buffer: its first element there, and what is made of it as a whole."""
+
+    start: int
+    rows: int
+    columns: int
+    transform: Callable[[Tensor], Tensor]
+    sums: Mapping[str, Tensor] = MappingProxyType({})  # that its transform changes; fp32, on the CPU
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def work(self) -> int:
+        """Multiplications of a transform, but for a factor."""
+        return self.rows * self.columns * min(self.rows, self.columns)
+
+    def within(self, low: int, high: int) -> int:
+        """Return how many of its elements are in ``[low, high)``."""
+        return max(0, min(high, self.stop) - max(low, self.start))
+
+
+class Kept(NamedTuple):
+    """What is kept of a parameter beside its elements: the number of this update, and :meth:`Rule.sums`."""
+
+    step: int
+    sums: Mapping[str, Tensor]
+    packed: int = 1  # matrices of the parameter;
+    first: int = 0  # that with which a tile of it begins
+
+    def of(self, number: int) -> tuple[int, Mapping[str, Tensor]]:
+        """Return the number of the update, and views of what is kept of a matrix."""
+        sums = {name: each.view(self.packed, -1)[self.first + number] for name, each in self.sums.items()}
+        return self.step, sums
+
+
+class Way(NamedTuple):
+    """How a parameter is updated: in one pass, or in two around a transform of its matrices."""
+
+    last: "Rule"
+    numbers: Mapping[str, Any] = MappingProxyType({})  # that the last pass takes beside the group's
+    first: "Rule | None" = None
+    matrices: Sequence[Place] = ()
+    sums: Sequence[str] = ()  # names of what is kept of these
+
+    def goes_on_from(self, names: Container[str]) -> bool:
+        """Return whether moments of these names are all that it needs; an average begins with the weight."""
+        moments = (*(self.first.moments if self.first is not None else ()), *self.last.moments)
+        needed = [moment.name for moment in moments if moment.name != OFFSET]
+        return all(name in names for name in (*needed, *self.sums))
 
 
 class Rule(ABC):
@@ -51,6 +107,9 @@ class Rule(ABC):
     recipe: Mapping[str, Any] = MappingProxyType({})
     master: str = EXACT  # see [Note: masters] of infinity.optim.state
     in_one_pass = True  # an update of a shard's elements needs no others; False: see infinity.optim.matrix
+    in_turn = False  # its transforms run at step(), since what they keep of matrices is small state of a step
+    of_gradients = False  # its weights are gradients, whose place it takes
+    scheduled = True  # its learning rate follows a schedule
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -61,8 +120,7 @@ class Rule(ABC):
                     f"{cls.__qualname__}.name", cls.name,
                     f"another name: it is that of {known.__module__}.{known.__qualname__}",
                 )  # fmt: skip
-            rule = RULES[cls.name] = cls()
-            RULES.update({each.name: each for each in rule.variants})
+            RULES[cls.name] = cls()
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -79,7 +137,7 @@ class Rule(ABC):
         compiled; of anything else torch runs what is written, which takes longer on the CPU.
         """
 
-    @functools.cached_property
+    @cached_property
     def formula(self) -> Formula | None:
         """What :meth:`update` computes of one element; None: torch runs it."""
         try:
@@ -92,35 +150,91 @@ class Rule(ABC):
         """The rules that update elements; the first is the one by which rates of updates are measured."""
         return (self,)
 
-    @property
-    def variants(self) -> "tuple[Rule, ...]":
-        """The rules derived from this one: with an average of the weights, and with other masters."""
-        return self.averaged, *self.of_masters(), *self.averaged.of_masters()
-
-    def of_masters(self) -> "Iterator[Rule]":
-        """Yield rules like this one, of weights with another master than exact fp32."""
-        for master in (KAHAN,) if EMA in self.defaults else (KAHAN, STOCHASTIC):
-            other = copy(self)
-            other.name, other.master = f"{self.name}+{master}", master
-            yield other
+    def like(self, **changes: Any) -> "Rule":
+        """Return a rule like this one, with other attributes."""
+        kind, other = type(self), copy(self)
+        kept = {k: v for k, v in vars(self).items() if type(getattr(kind, k, None)) is not cached_property}
+        vars(other).clear()
+        vars(other).update(kept, **changes)
+        return other
 
     def with_master(self, master: str) -> "Rule":
         """Return the rule like this one for ``optim.master``; a SettingError says that there is none."""
-        if master == STOCHASTIC and EMA in self.defaults:
-            wanted = "exact or kahan beside optim.ema: an average less the weight cannot follow its rounding"
+        if master == STOCHASTIC and self.averages:
+            wanted = "exact or kahan beside an average, whose distance cannot follow the rounding of weights"
             raise SettingError("optim.master", master, wanted)
         plain = self.name.removesuffix(f"+{self.master}")
-        return self if master == self.master else RULES[plain if master == EXACT else f"{plain}+{master}"]
+        return self.like(name=plain if master == EXACT else f"{plain}+{master}", master=master)
 
-    @functools.cached_property
-    def averaged(self) -> "Averaged":
+    @property
+    def lasting(self) -> tuple[str, ...]:
+        """Names of the moments that it keeps of every parameter."""
+        return tuple(moment.name for moment in self.moments)
+
+    @property
+    def averages(self) -> bool:
+        """Whether it keeps an average of the weights."""
+        return any(moment.name == OFFSET for moment in self.moments)
+
+    @cached_property
+    def averaged(self) -> "Rule":
         """This rule with an exponential moving average of the weights: see [Note: averages]."""
         return Averaged(self)
 
-    @functools.cached_property
+    @cached_property
     def idle(self) -> Mapping[str, Any]:
         """A parameter group whose update changes no weight: for measuring, and to compile ahead."""
         return {**self.defaults, "lr": 0.0, "weight_decay": 0.0}
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Raise a SettingError that names a number of a parameter group that is impossible."""
+        positive, beta = Valid(least=0, below=math.inf), Valid(least=0, below=1)
+        for name, default in self.defaults.items():
+            value = group[name]
+            if isinstance(default, tuple):
+                several = value if isinstance(value, tuple | list) else ()
+                if [is_number(each, beta) for each in several] != [True] * len(default):
+                    raise SettingError(name, value, f"{len(default)} numbers {beta}".replace("2", "two"))
+            elif isinstance(default, bool):
+                if value not in (False, True):
+                    raise SettingError(name, value, "true or false")
+            elif not is_number(value, valid := beta if name == EMA else positive):
+                raise SettingError(name, value, f"a number {valid}")
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                raise SettingError(name, group[name], f"False: infinity's {self.name} is plain")
+
+    def check_names(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``given``; a SettingError names a number that the rule does not have, and the nearest."""
+        for name in (each for each in given if each not in self.defaults):
+            near = difflib.get_close_matches(name, self.defaults, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SettingError(
+                name, given[name], f"a number of {self.name}: {', '.join(self.defaults)}{hint}"
+            )
+        return given
+
+    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+        """Raise a SettingError if a parameter of a group is not as the rule needs it."""
+        return
+
+    def numbers_of(self, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
+        """Return a function of a parameter's name and the parameter: what it has instead of defaults."""
+        return lambda name, param: {}
+
+    def sums(self, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name."""
+        return {}
+
+    def sums_among(self, found: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
+        """Return those of a parameter's :meth:`sums` that are among its values, as fp32."""
+        return {n: found[n].detach().float().cpu().clone() for n in self.sums(shape) if n in found}
+
+    def way(
+        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
+    ) -> Way:
+        """Return how a parameter is updated that begins at ``start`` of a flat buffer."""
+        return Way(self)
 
     def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
         """Return a jitted loop over weights of ``dtype`` on the CPU; None: torch does it."""
@@ -174,6 +288,13 @@ class Rule(ABC):
         self.update_by_torch(weight, grad, state, weight, there, piece_numel=piece_numel)
 
 
+def is_number(value: Any, valid: Valid) -> bool:
+    """Return whether ``value`` is a number in a range (no bool, no text), or a tensor of one such element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)
+
+
 def _identity(rule: type[Rule]) -> tuple[str, str]:
     """Return what a class keeps if it is made again: in a notebook, or of a script that is imported, too."""
     return getattr(sys.modules.get(rule.__module__), "__file__", None) or rule.__module__, rule.__qualname__
@@ -183,7 +304,7 @@ class Averaged(Rule):
     """Another rule, and an exponential moving average of the weights: see [Note: averages]."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule, self.name = rule, f"{rule.name}+{EMA}"
+        self._rule, self.name, self.master = rule, f"{rule.name}+{EMA}", rule.master
         self.moments = (*rule.moments, Moment(OFFSET))
         self.defaults, self.recipe = {**rule.defaults, EMA: 0.999}, rule.recipe
 
@@ -198,7 +319,7 @@ class Averaged(Rule):
         offset = offset + (weight - after)
         return after, *moments, offset - toward * offset
 
-    @functools.cached_property
+    @cached_property
     def formula(self) -> Formula | None:
         inner, place = self._rule.formula, 2 + len(self._rule.moments)
         if inner is None:

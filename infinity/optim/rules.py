@@ -24,11 +24,12 @@ from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.nbytes import rounded
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
+from infinity.optim.adafactor import AdafactorRule as AdafactorRule
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
-from infinity.optim.matrix import FirstPass
 from infinity.optim.muon import MuonRule as MuonRule
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
+from infinity.optim.schedulefree import ScheduleFreeRule as ScheduleFreeRule
 from infinity.optim.sgd import SGDRule as SGDRule
 from infinity.optim.state import EXACT
 
@@ -51,14 +52,17 @@ class OptimConfig(Config):
 
     name: str = setting(
         "adamw",
-        "update rule: adamw, adamw8bit, adamw4bit, adam, lion, muon, sgd; or module:Class of your own",
+        "update rule: adafactor, adamw, adamw8bit, adamw4bit, adam, lion, muon, schedulefree, sgd; or "
+        "module:Class of your own",
     )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] | None = setting(
         None, "decay of the moments; null: [0.9, 0.95] for AdamW, the rule's own for others",
         Valid(least=0, below=1),
     )  # fmt: skip
-    eps: float = setting(1e-8, "added to the root of the second moment", Valid(1e-30, 1))
+    eps: float | None = setting(
+        None, "added to the root of the second moment; null: the rule's own, 1e-8 for AdamW", Valid(1e-30, 1)
+    )
     weight_decay: float | None = setting(
         None, "of matrices; null: 0.1 for AdamW, the rule's own for others: 0", Valid(0, 10**6)
     )
@@ -90,10 +94,25 @@ class OptimConfig(Config):
     min_lr_ratio: float = setting(0.1, "where cosine and linear end, as a share of lr", Valid(0, 1))
     loss_scale: float = setting(2.0**16, "first loss scale of fp16 training; it then adapts", Valid(1, 2**32))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern, given in [(None, self.options or {}), *(self.groups or {}).items()]:
+            try:
+                self.rule.check_numbers({**self.numbers, **self.rule.check_names(given)})
+            except SettingError as error:
+                key, got = error.key.removeprefix("optim."), error.got
+                if key in given:
+                    key, got = (
+                        ("options", {key: got}) if pattern is None else ("groups", {pattern: {key: got}})
+                    )
+                raise SettingError(key, got, error.wanted) from error
+        if self.schedule != "constant" and not self.rule.scheduled:
+            raise SettingError("schedule", self.schedule, f"constant: {self.name} needs none")
+
     @property
     def numbers(self) -> dict[str, Any]:
         """All numbers of the rule: its own, these keys where they are named, and the options."""
-        rule, keys = self.rule, ("lr", "betas", "eps", "weight_decay", EMA)
+        rule, keys = self.rule, ("lr", "betas", "eps", "weight_decay", "warmup_steps", EMA)
         own = {key: getattr(self, key) for key in keys if key in rule.defaults}
         named = {key: value for key, value in own.items() if value is not None}
         return {**rule.defaults, **rule.recipe, **named, **(self.options or {})}
@@ -121,14 +140,17 @@ def find_rule(name: str | Rule) -> Rule:
         if isinstance(made, type) and issubclass(made, Rule) and RULES.get(getattr(made, "name", "")):
             return RULES[made.name]
         raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
-    if name not in RULES:
-        plain = [each for each in RULES if "+" not in each]
-        near = difflib.get_close_matches(name, plain, n=2)
+    plain, *variants = name.split("+")
+    if plain not in RULES:
+        near = difflib.get_close_matches(name, RULES, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise SettingError(
-            "optim.name", name, f"one of {', '.join(plain)}, or module:Class of your own{hint}"
+            "optim.name", name, f"one of {', '.join(RULES)}, or module:Class of your own{hint}"
         )
-    return RULES[name]
+    rule = RULES[plain]
+    for variant in variants:
+        rule = rule.averaged if variant == EMA else rule.with_master(variant)
+    return rule
 
 
 class HostRule:
@@ -256,7 +278,7 @@ def prepare(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         )
         placed, state = HostRule(rule, dtype), rule.layout(dtype).complete((), 0)
         for each in rule.elementwise:
-            values = grad if isinstance(each, FirstPass) else weight
+            values = grad if each.of_gradients else weight
             placed.update(values, grad, state, values, each.hyper(each.idle), each)
         sum_of_squares(grad)
         if dtype == torch.bfloat16 and rule.master == EXACT:

@@ -268,7 +268,7 @@ def _beside(run: DryRun) -> Iterator[str]:
     if train.keep_best is not None:
         room = format_nbytes(3 * trained_nbytes)
         yield f"the best models take up to {room} in {run.recipe.run.dir} (train.keep_best)"
-    if run.recipe.optim.ema is not None:
+    if run.recipe.optim.rule.averages:
         room = format_nbytes(trained_nbytes)
         yield f"an evaluation of the average takes {room} more, of memory.host or the drives (optim.ema)"
     if OBJECTIVES[train.task].reference:

@@ -357,13 +357,18 @@ def _absolute(value: Any, setting: str) -> Any:
 
 
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
-    """Describe each differing key that changes a run's numbers; ``auto`` now is what it was before."""
+    """Describe each differing key that changes a run's numbers; ``auto`` now is what it was before.
+
+    Another update rule, chosen by name, has numbers of its own.
+    """
     tasks = [recipe.with_absolute_paths().tasks for recipe in (before, now)]
     names = [", ".join(each) or "none" for each in tasks]
     if names[0] != names[1]:  # their order, too, is that of what lies on the drives
         return [f"adapters were {names[0]}, are {names[1]}"]
     changes: dict[str, list[str]] = {}  # with the names of tasks
     numeric = [key for key, each in keys_of(Recipe).items() if each.numeric]
+    if before.optim.name != now.optim.name:
+        numeric = [key for key in numeric if not key.startswith("optim.")]
     for name, key in itertools.product(tasks[0], numeric):
         was, got = (plain(recipes[name].value(key)) for recipes in tasks)
         if was != got and got != "auto":

@@ -66,7 +66,11 @@ class DiskHome(Home):
 
     @property
     def trains(self) -> bool:
-        return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
+        chunks = [chunk for version in self.versions for chunk in version.chunks]
+        if self.layout.moments:
+            return all(chunk.moments.pieces for chunk in chunks)
+        exact = not self.layout.exact or all(chunk.exact.pieces for chunk in chunks)
+        return exact and len(self.versions) >= self.store.versions
 
     def at(self, place: int) -> Version:
         """Return the version in a place; a unit that was never trained has one."""

@@ -5,29 +5,32 @@ gets the part of the directions that lies in that rank's shard, and gives back t
 So a matrix is transformed as on one rank, with the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from infinity.comm.ranks import Ranks
-from infinity.optim.matrix import MatrixRule, Place, owners
+from infinity.optim.matrix import owners
+from infinity.optim.rule import Place, Way
 from infinity.optim.state import StateLayout
-from infinity.partition.unit import Segment, Unit
+from infinity.partition.unit import Unit
 from infinity.shards.journal import NOWHERE, ChunkExtents, Version
 from infinity.shards.pipeline import Runs
 
 
-def transform_all(
-    rule: MatrixRule, ranks: Ranks, unit: Unit, runs: Runs, directions: Tensor, loads: list[int] | None
-) -> None:
-    """Replace directions, ``(shard_numel,)``, by what the rule makes of the unit's matrices; blocks.
+def transform_all(ranks: Ranks, unit: Unit, runs: Runs, directions: Tensor, loads: list[int] | None) -> None:
+    """Replace directions, ``(shard_numel,)``, by what is made of the unit's matrices; blocks.
 
     Several ranks must all call, with the same units in order; ``loads`` is what :func:`owners` has so far.
     """
 
     def make(place: Place, values: Tensor) -> Tensor:
-        return rule.transform_flat(place, values, runs.scale, ranks.device)
+        matrix = values.view(place.rows, place.columns).to(ranks.device)
+        with torch.no_grad():
+            made = place.transform(matrix if runs.factor == 1 else matrix.float() * runs.factor)
+        return made.reshape(-1).to(values)
 
     if ranks.collectives is None:
         for place in runs.matrices:
@@ -43,8 +46,11 @@ def transform_all(
     given = [[place.within(low, high) for place in places] for places in owned]
     taken = [[place.within(*shard) for place in whole] for shard in shards]
 
-    def exchange(parts: Sequence[Tensor], sent: list[list[int]], got: list[list[int]]) -> tuple[Tensor, ...]:
-        values = torch.cat([directions.new_empty(0), *parts]).cpu()
+    def exchange(
+        parts: Sequence[Tensor], sent: list[list[int]], got: list[list[int]],
+        dtype: torch.dtype = directions.dtype,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        values = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *(part.cpu() for part in parts)])
         arrived = collectives.all_to_all(
             f"matrices of {unit.name}", values, [*map(sum, sent)], [*map(sum, got)]
         )
@@ -62,31 +68,40 @@ def transform_all(
     back = exchange([parts[rank] for rank in everyone for parts in made], taken, given)
     for part, values in zip(mine, back, strict=True):
         part.copy_(values)
+    sums = [[kept.view(-1) for place in places for kept in place.sums.values()] for places in owned]
+    if any(sums):  # those of every matrix are on all ranks
+        own, sizes = sums[ranks.rank], [[kept.numel() for kept in each] for each in sums]
+        news = exchange(own * len(sums), [sizes[ranks.rank]] * len(sums), sizes, torch.float32)
+        for kept, values in zip((kept for each in sums for kept in each), news, strict=True):
+            kept.copy_(values)
 
 
 class ChunkPasses:
-    """What each of the two passes of a unit on NVMe moves of its shard's chunks."""
+    """What each of the two passes of a unit on NVMe moves of its shard's chunks.
 
-    def __init__(
-        self, unit: Unit, rule: MatrixRule, layout: StateLayout, is_matrix: Callable[[Segment], bool]
-    ) -> None:
-        self._leading = StateLayout(layout.dtype, (), rule.matrix_moments)
-        low = unit.shard_start
-        self._spans = [(s.offset - low, s.stop - low, is_matrix(s)) for s in unit.segments if s.numel]
+    ``ways`` are those of the segments that have two passes, by index.
+    """
 
-    def _kinds(self, chunk: ChunkExtents) -> set[bool]:
-        """Return True if there are matrices in a chunk, and False if there is anything else."""
+    def __init__(self, unit: Unit, ways: Mapping[int, Way]) -> None:
+        way, low = next(iter(ways.values())), unit.shard_start
+        moments = () if way.first is None else way.first.moments
+        self._first, self._skips = StateLayout(unit.dtype, (), moments), not way.last.moments
+        self._spans = [(s.offset - low, s.stop - low, s.index in ways) for s in unit.segments if s.numel]
+
+    def _split(self, chunk: ChunkExtents) -> tuple[int, bool]:
+        """Return the bytes of moments that the first pass moves, and whether the last one moves none."""
         stop = chunk.start + chunk.numel
-        return {kind for begin, end, kind in self._spans if begin < stop and chunk.start < end}
+        kinds = {kind for begin, end, kind in self._spans if begin < stop and chunk.start < end}
+        nbytes = self._first.state_nbytes(chunk.numel) if True in kinds else 0
+        return nbytes, self._skips and kinds == {True}
 
     def first(self, version: Version) -> Version:
         """Return what the first pass moves of a version: moments of chunks with matrices."""
-        chunks = []
-        for chunk in version.chunks:
-            if True in self._kinds(chunk):
-                moments = chunk.moments.part(0, self._leading.state_nbytes(chunk.numel))
-                chunks.append(ChunkExtents(chunk.start, chunk.numel, NOWHERE, NOWHERE, moments))
-        return Version(tuple(chunks))
+        sizes = ((chunk, self._split(chunk)[0]) for chunk in version.chunks)
+        return Version(tuple(
+            ChunkExtents(chunk.start, chunk.numel, NOWHERE, NOWHERE, chunk.moments.part(0, nbytes))
+            for chunk, nbytes in sizes if nbytes
+        ))  # fmt: skip
 
     def last(self, version: Version, directed: Version) -> Version:
         """Return what the last pass moves: all but the moments of chunks in which there are only matrices.
@@ -95,11 +110,8 @@ class ChunkPasses:
         """
         chunks = []
         for chunk, other in zip(version.chunks, directed.chunks, strict=True):
-            moments, kinds = chunk.moments, self._kinds(chunk)
-            if kinds == {True, False}:
-                nbytes = self._leading.state_nbytes(chunk.numel)
-                moments = other.moments.part(0, nbytes) + moments.part(nbytes, moments.nbytes - nbytes)
-            elif True in kinds:
-                moments = NOWHERE
-            chunks.append(ChunkExtents(chunk.start, chunk.numel, chunk.weight, chunk.exact, moments))
+            nbytes, skipped = self._split(chunk)
+            rest = chunk.moments.part(nbytes, chunk.moments.nbytes - nbytes)
+            moments = NOWHERE if skipped else other.moments.part(0, nbytes) + rest
+            chunks.append(replace(chunk, moments=moments))
         return Version(tuple(chunks))

@@ -27,8 +27,7 @@ from torch import Tensor
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
-from infinity.optim.matrix import MatrixRule, Place
-from infinity.optim.rule import Rule
+from infinity.optim.rule import Kept, Place, Rule, Way
 from infinity.optim.rules import PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
 from infinity.partition.unit import Segment, Unit
@@ -51,7 +50,7 @@ class Runs(NamedTuple):
     last: tuple[Run, ...]  # of a rule without matrices, all of the update
     first: tuple[Run, ...] = ()  # make directions of gradients, in their place
     matrices: tuple[Place, ...] = ()  # the same on all ranks; in the flat buffer of the unit
-    scale: float = 1.0  # by which directions are larger
+    factor: float = 1.0  # of directions, before a transform
 
 
 #: Hyperparameters, and the rule that takes them; None: that of the model.
@@ -91,6 +90,9 @@ class StepHypers:
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by rule, group, step count and gradient scale
+        self.sums: dict[
+            int, dict[str, Tensor]
+        ] = {}  # what the rule keeps of matrices, by id of the parameter
         self._lock = threading.Lock()
 
     def begin_step(self) -> None:
@@ -101,12 +103,21 @@ class StepHypers:
                 self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
                 self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
-    def is_matrix(self, segment: Segment) -> bool:
-        """Return whether a rule of matrices takes a parameter, by the groups of this step, or the last."""
+    def way(self, segment: Segment) -> Way | None:
+        """Return how a parameter is updated, by the groups of this step, or the last; None: it is not."""
         number, groups = self._group_of.get(id(segment.whole)), self._read or self.groups
-        if not isinstance(self._rule, MatrixRule) or number is None or number >= len(groups):
-            return False
-        return self._rule.takes(groups[number], segment.shape)
+        if number is None or number >= len(groups):
+            return None
+        kept = self._kept(segment) if self._rule.in_turn else None
+        return self._rule.way(groups[number], segment.offset, segment.shape, kept)
+
+    def _kept(self, segment: Segment) -> Kept:
+        """Return what the rule keeps of a parameter's matrices, zeros at first."""
+        whole, shapes = segment.whole_shape, self._rule.sums(segment.whole_shape)
+        if id(segment.whole) not in self.sums:
+            self.sums[id(segment.whole)] = {n: torch.zeros(*s, device="cpu") for n, s in shapes.items()}
+        packed, each = whole[:-2].numel(), max(1, whole[-2:].numel())
+        return Kept(segment.steps + 1, self.sums[id(segment.whole)], packed, segment.first // each)
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
@@ -114,7 +125,7 @@ class StepHypers:
         ``used`` parameters have a gradient; those in no group are left alone.
         """
         self.begin_step()
-        last, first, places, rule = dict[int, Hyper](), dict[int, Hyper](), list[Place](), self._rule
+        last, first, places = dict[int, Hyper](), dict[int, Hyper](), list[Place]()
         scale, back = grad_scale / self.loss_scale, self.loss_scale if unit.dtype is torch.float16 else 1.0
 
         def hyper(rule: Rule, number: int, step: int, scale: float, **more: Any) -> Hyper:
@@ -126,22 +137,15 @@ class StepHypers:
 
         with self._lock:
             for segment in used:
-                number, step = self._group_of.get(id(segment.whole)), segment.steps + 1
-                if number is None or self._read is None:
+                way = self.way(segment)
+                if way is None or self._read is None:
                     continue
-                group = self._read[number]
-                if not isinstance(rule, MatrixRule):
-                    last[segment.index] = hyper(rule, number, step, scale)
-                elif not rule.takes(group, segment.shape):
-                    last[segment.index] = hyper(rule.companion, number, step, scale)
-                else:
-                    found = [*rule.places(group, segment.offset, segment.shape)]
-                    first[segment.index] = hyper(rule.first, number, step, scale, back=back)
-                    last[segment.index] = hyper(
-                        rule.last, number, step, 1.0, shape=(found[0].rows, found[0].columns)
-                    )
-                    places += found
-        return Runs(runs_of(unit, last), runs_of(unit, first), tuple(places), back)
+                how = self._group_of[id(segment.whole)], segment.steps + 1
+                if way.first is not None:
+                    first[segment.index] = hyper(way.first, *how, scale, back=back)
+                last[segment.index] = hyper(way.last, *how, 1.0 if way.matrices else scale, **way.numbers)
+                places += way.matrices
+        return Runs(runs_of(unit, last), runs_of(unit, first), tuple(places), 1 / back if first else scale)
 
     def party(self, used: Iterable[Segment]) -> object:
         """Return whose gradient these parameters of a unit have: their groups' key ``adapter``, or None.

@@ -29,6 +29,10 @@ from infinity.core.errors import BEGIN_ANEW, DiskError, StateError
 from infinity.core.nbytes import ShardPiece, Span, Transfer, shard_pieces
 from infinity.nvme.volume import open_own
 from infinity.optim.adamw import ADAMW
+from infinity.optim.dictionaries import carried
+from infinity.optim.rule import Rule, Way
+from infinity.optim.rules import find_rule
+from infinity.optim.state import StateLayout
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Speculation
 from infinity.shards.homes import DiskHome, HostHome, Snapshot
@@ -340,8 +344,14 @@ def _discard(store: ShardStore, versions: Iterable[Version], paths: Iterable[Pat
         path.unlink(missing_ok=True)
 
 
-def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers) -> tuple[set[int], Callable[[], None]]:
+def restore(
+    saved: SavedRun, units: UnitIndex, tiers: Tiers, way: Callable[[Segment], Way | None],
+    note: Callable[[str], object],
+) -> tuple[set[int], Callable[[], None]]:  # fmt: skip
     """Restore this rank's part of every unit from the saved commit, in the unit's home.
+
+    ``way`` says how a parameter is updated. If that is by another rule than before, moments carry over where
+    it needs no others, and begin at zero elsewhere; ``note`` gets a line about it.
 
     Returns the units that have the places of that commit, and a call that gives up the other places, or the
     files of the generation before: for when the next commit stands on all ranks. Raises a StateError, which
@@ -353,10 +363,13 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers) -> tuple[set[int], 
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
-    rule, was = storage.rule.name, any_rank.layout.get("rule", ADAMW.name)
-    if was != rule:
-        raise StateError(f"the interrupted run was updated by {was}, this one by {rule}: {BEGIN_ANEW}")
-    likes = {u.index for u in units if own is not None and _is_like(u, own.units, storage.chunk_numel)}
+    before = find_rule(any_rank.layout.get("rule", ADAMW.name))
+    anew, layout = _anew(units, before, storage.rule, way, note), before.layout(tiers.layout.dtype)
+    likes = {
+        u.index for u in units
+        if own is not None and layout == tiers.layout and anew.isdisjoint(u.segments)
+        and _is_like(u, own.units, storage.chunk_numel)
+    }  # fmt: skip
     unsaved = {_whole(name)[0] for u in any_rank.units if not u.versions for name, _, _ in u.segments}
     # The others have their values from a checkpoint that was loaded again, as in the interrupted run.
     restored = [
@@ -366,13 +379,9 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers) -> tuple[set[int], 
         _check_base(any_rank.layout.get("base", tiers.base_files), tiers.base_files)
     firsts = {} if own is None else {own.files.rank: 0}  # the volume's number of each rank's first file
     if any(unit.index not in likes for unit in restored):
-        for rank in range(saved.world_size):
-            if rank not in firsts:
-                firsts[rank] = store.volume.add_sealed([open_own(path) for path in saved.ranks[rank].data])
-                if storage.sums is not None:
-                    load_sums(storage.sums, saved.ranks[rank], firsts[rank])
+        _add_others(saved, tiers, firsts)
     tiers.pending = False
-    with contextlib.closing(_Reader(tiers, saved, firsts)) as reader:
+    with contextlib.closing(_Reader(tiers, layout, saved, firsts)) as reader:
         for unit in restored:
             if isinstance(unit.home, DiskHome):  # it may have been placed for values of a base
                 unit.home.free()
@@ -382,7 +391,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers) -> tuple[set[int], 
                     segment.steps = steps
                 tiers.adopt(unit, list(was_here.versions), was_here.version)
             else:
-                _make_anew(unit, tiers, reader)
+                _make_anew(unit, tiers, reader, anew)
             unit.updates += 1
     old = [saved.ranks[rank] for rank in firsts if own is None or rank != own.files.rank]
     for each in old:  # another rank removes it, perhaps before this one
@@ -430,12 +439,34 @@ def _is_like(unit: Unit, saved: Sequence[SavedUnit], chunk_numel: int) -> bool:
     )
 
 
-def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
+def _anew(
+    units: UnitIndex, before: Rule, now: Rule, way: Callable[[Segment], Way | None],
+    note: Callable[[str], object],
+) -> set[Segment]:  # fmt: skip
+    """Return the parameters that another rule than before updates, and cannot go on from its moments."""
+    if before.name == now.name:
+        return set()
+    ways = [(segment, way(segment)) for _, segment in units.segments() if segment.whole.requires_grad]
+    anew = {segment for segment, each in ways if each and not each.goes_on_from(before.lasting)}
+    note(carried(before, now, len(ways) - len(anew), len(ways)))
+    return anew
+
+
+def _add_others(saved: SavedRun, tiers: Tiers, firsts: dict[int, int]) -> None:
+    """Open the files of every old rank that is not in ``firsts``, the numbers of their first files."""
+    storage = tiers.storage
+    for rank in (rank for rank in range(saved.world_size) if rank not in firsts):
+        firsts[rank] = tiers.store.volume.add_sealed([open_own(path) for path in saved.ranks[rank].data])
+        if storage.sums is not None:
+            load_sums(storage.sums, saved.ranks[rank], firsts[rank])
+
+
+def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader", anew: Container[Segment]) -> None:
     spans: list[Span] = []
     old: dict[Hashable, tuple[int, int]] = {}
     for s in unit.segments:
         for place in reader.find(s):
-            s.steps = place.steps
+            s.steps = 0 if s in anew else place.steps
             start, stop = max(s.first, place.first), min(s.first + s.numel, place.stop)
             source, shift = (s.whole_name, start), s.offset - s.first
             spans.append(Span(source, start + shift, stop + shift))
@@ -449,6 +480,15 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
             stop = piece.target + piece.stop - piece.start
             into = weight[piece.target : stop], *tiers.layout.part(state, piece.target, stop)
             reader.read(piece, into)
+        for s in filter(anew.__contains__, unit.segments):
+            low, high = max(0, s.offset - first), min(len(weight), s.stop - first)
+            if low < high:
+                tiers.layout.store_moments(tiers.layout.part(state, low, high), None)
+
+
+def _part(layout: StateLayout, fields: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+    weight, *state = fields
+    return weight[start:stop], *layout.part(state, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,10 +504,11 @@ class _Place:
 
 
 class _Reader:
-    """Reads ranges of saved units; keeps the chunk that was read last."""
+    """Reads ranges of saved units, whose states have ``layout``; keeps the chunk that was read last."""
 
-    def __init__(self, tiers: Tiers, saved: SavedRun, firsts: Mapping[int, int]) -> None:
-        self._tiers, self._saved, self._firsts = tiers, saved, firsts
+    def __init__(self, tiers: Tiers, layout: StateLayout, saved: SavedRun, firsts: Mapping[int, int]) -> None:
+        self._tiers, self._layout, self._saved, self._firsts = tiers, layout, saved, firsts
+        self._store = tiers.store.of_layout(layout)
         self._places: dict[str, list[_Place]] = {}
         units = (saved.own or saved.ranks[0]).units
         for index, unit in enumerate(units):
@@ -506,17 +547,12 @@ class _Reader:
             if self._chunk is not chunk:
                 self.close()
                 here = chunk.shifted(self._firsts[piece.rank])
-                self._chunk, self._fields = chunk, self._held.enter_context(self._tiers.store.reading(here))
+                self._chunk, self._fields = chunk, self._held.enter_context(self._store.reading(here))
             end = min(piece.stop, chunk.start + chunk.numel)
-            targets = self._parts(into, at - piece.start, end - piece.start)
-            found = self._parts(self._fields, at - chunk.start, end - chunk.start)
-            for target, values in zip(targets, found, strict=True):
-                target.copy_(values)
+            targets = _part(self._tiers.layout, into, at - piece.start, end - piece.start)
+            found = _part(self._layout, self._fields, at - chunk.start, end - chunk.start)
+            self._tiers.layout.copy(targets, found, self._layout)
             at = end
-
-    def _parts(self, fields: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-        weight, *state = fields
-        return weight[start:stop], *self._tiers.layout.part(state, start, stop)
 
     def close(self) -> None:
         self._chunk, self._fields = None, ()

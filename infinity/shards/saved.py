@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.comm.ranks import Ranks
-from infinity.core.config import MemoryConfig
+from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BEGIN_ANEW, ChangedFileError, LockedError, StateError, first_line
 from infinity.core.files import is_locked
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
@@ -18,7 +18,7 @@ from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
 from infinity.optim.adamw import ADAMW
-from infinity.optim.rule import RULES
+from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
     MALFORMED,
     MOST_PLACES,
@@ -267,12 +267,13 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
     """Return the units, and the space that they take of each drive; raise one of ``MALFORMED``."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     rule = layout.get("rule", ADAMW.name)
-    if type(rule) is str and rule not in RULES:
+    try:
+        sizes = find_rule(rule).layout(dtypes[layout["dtype"]])
+    except SettingError as error:
         raise StateError(
             f"the interrupted run was updated by {rule}, which is no rule here: import its module, "
             f"or name it as optim.name=module:Class; {BEGIN_ANEW}"
-        )
-    sizes = RULES[rule].layout(dtypes[layout["dtype"]])
+        ) from error
     exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     [drives] = whole_numbers([layout["drives"]], most=2**12)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]

@@ -54,6 +54,12 @@ class ShardStore:
         self.versions, self.chunk_numel = versions, chunk_numel  # versions: places of a newly trained unit
         self.changes = 0  # grows whenever a unit gets or loses extents
 
+    def of_layout(self, layout: StateLayout) -> "ShardStore":
+        """Return one that moves chunks of another layout."""
+        return ShardStore(
+            self.volume, self.engine, self.pool, layout, versions=self.versions, chunk_numel=self.chunk_numel
+        )
+
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
         """Make room for the weights of one version; DiskError: the file system is full."""
         return Version(
@@ -70,7 +76,7 @@ class ShardStore:
             chunk = replace(chunk, exact=room(self.layout.only(exact=True).state_nbytes(chunk.numel)))
         return (
             replace(chunk, moments=room(self.layout.only(moments=True).state_nbytes(chunk.numel)))
-            if moments
+            if moments and self.layout.moments
             else chunk
         )
 

@@ -33,7 +33,6 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import Lease
-from infinity.optim.matrix import MatrixRule
 from infinity.optim.rules import PlacedRule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
@@ -91,7 +90,8 @@ class Started:
     jobs: Sequence[UpdateJob] = ()  # of its passes
     cancelled: bool = False  # no other pass begins
     last: Callable[[], object] = lambda: None  # begins the last pass
-    directed: Transfer | None = None  # ends with the first pass, if :meth:`Updates.commit` goes on from there
+    passes: int = 1
+    directed: Transfer = field(default_factory=Transfer)  # ends with the first of two passes
 
 
 class StoredGradients:
@@ -232,10 +232,14 @@ class Updates:
     @property
     def early(self) -> bool:
         """Whether updates of this step start inside backward; see [Note: two passes of an update]."""
-        waits = self.speculation.clips or self.tiers.ranks.world_size > 1
-        if waits and not self.tiers.storage.rule.in_one_pass:
+        if not self.tiers.storage.rule.in_one_pass and (self.speculation.clips or self._in_turn):
             return False
         return self.speculation.early and bool(self.hypers.groups)
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether matrices are transformed at ``step``, in the same order on every rank."""
+        return self.tiers.ranks.world_size > 1 or self.tiers.storage.rule.in_turn
 
     def expect(self) -> None:
         """Let the states for this step's updates be read before their gradients exist."""
@@ -302,23 +306,19 @@ class Updates:
 
     def _begin_last_passes(self) -> None:
         """Exchange directions between ranks and begin the last passes, in the same order on every rank."""
-        waiting = [self.ready[index] for index in sorted(self.ready)]
-        waiting, loads = [each for each in waiting if each.started.directed is not None], list[int]()
-        for number, pending in enumerate(waiting):
-            try:
-                assert pending.started.directed is not None
-                pending.started.directed.wait()
-                self._transform(pending, loads)
-                pending.started.last()
-            except BaseException as error:
-                for each in waiting[number:]:  # they may be waited for
-                    each.started.future.finish(error)
-                raise
+        if self._in_turn:
+            error, loads = None, list[int]()
+            for _, pending in sorted(self.ready.items()):
+                if pending.started.passes == 2 and error is None:
+                    error = self._go_on(pending, loads)
+                elif pending.started.passes == 2:
+                    pending.started.future.finish(error)  # it may be waited for
+            if error is not None:
+                raise error
 
     def _transform(self, pending: PendingUpdate, loads: list[int] | None = None) -> None:
-        rule, runs = self.tiers.storage.rule, pending.started.runs
-        if isinstance(rule, MatrixRule) and runs.matrices:
-            transform_all(rule, self.tiers.ranks, pending.unit, runs, pending.grad, loads)
+        if pending.started.runs.matrices:
+            transform_all(self.tiers.ranks, pending.unit, pending.started.runs, pending.grad, loads)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -381,8 +381,10 @@ class Updates:
             else:
                 first, started.last = self._in_place(pending)
             unit.home.updating = future  # from here on fetches wait for it
-            if first is not None and self.tiers.ranks.world_size > 1:
-                started.directed = Transfer()
+            if first is not None:
+                started.passes = 2
+                if not self._in_turn:
+                    started.directed.then(partial(self._go_on, pending))
             (first or started.last)()
         except BaseException as error:
             future.finish(error)  # it may be waited for
@@ -427,32 +429,28 @@ class Updates:
             play(*args, first=first) if self.beside is None else self.beside.submit(play, *args, first=first)
 
         runs = pending.started.runs
-        first = partial(begin, runs.first, partial(self._directed, pending), first=True)
+        first = partial(begin, runs.first, pending.started.directed.finish, first=True)
         last = partial(begin, runs.last, partial(self._landed, pending))
         return first if runs.matrices else None, last  # on all ranks, or on none
 
-    def _directed(self, pending: PendingUpdate, error: BaseException | None) -> None:
-        """Go on after the first pass; called on the thread that ran it."""
-        started = pending.started
-        if started.directed is not None:
-            if error is not None:
-                self._landed(pending, error)
-            started.directed.finish(error)
-            return
+    def _go_on(self, pending: PendingUpdate, loads: list[int] | None = None) -> BaseException | None:
+        """Begin the last pass when the first has ended; return the error that ended the update."""
+        started, error = pending.started, None
         try:
-            if error is None and not started.cancelled:
-                self._transform(pending)
+            started.directed.wait()
+            if not started.cancelled:
+                self._transform(pending, loads)
             with self._lock:
-                ends = error is not None or started.cancelled
+                ends = started.cancelled
             if not ends:
                 started.last()
-                return
+                return None
         except BaseException as raised:
-            self._landed(pending, raised)
-            raise
+            error = raised
         for job in started.jobs[1:]:
             job.begin_nothing()
         self._landed(pending, error)
+        return error
 
     def _in_pipeline(self, pending: PendingUpdate) -> Passes:
         """Return calls that update a unit on NVMe by chunks, from its committed version to the next."""
@@ -468,7 +466,7 @@ class Updates:
         if (passes := self._passes(unit)) is not None:
             first = job(
                 source=source, writes=passes.first(writes), weight=None, grad=pending.grad, directs=True,
-                runs=started.runs.first, on_computed=lambda: None, on_done=partial(self._directed, pending),
+                runs=started.runs.first, on_computed=lambda: None, on_done=started.directed.finish,
             )  # fmt: skip
             source = replace(source, version=passes.last(disk.committed, writes))
             writes = passes.last(writes, writes)
@@ -486,10 +484,9 @@ class Updates:
 
     def _passes(self, unit: Unit) -> ChunkPasses | None:
         """Return what two passes of a unit on NVMe move; None: none of its parameters is a matrix."""
-        rule, is_matrix = self.tiers.storage.rule, self.hypers.is_matrix
-        if not isinstance(rule, MatrixRule) or not any(map(is_matrix, unit.segments)):
-            return None
-        return ChunkPasses(unit, rule, self.tiers.layout, is_matrix)
+        ways = {segment.index: self.hypers.way(segment) for segment in unit.segments}
+        matrices = {index: way for index, way in ways.items() if way is not None and way.matrices}
+        return ChunkPasses(unit, matrices) if matrices else None
 
     def _source(self, unit: Unit, spilled: bool) -> ShardSource:
         """Return what the first job of a unit's update reads."""

@@ -10,17 +10,23 @@ from infinity.device.accelerator import rounds_roots
 from infinity.optim.cuda import elementwise_kernel
 from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule
-from infinity.optim.state import MASTERS, Quantized, store_master
+from infinity.optim.state import MASTERS, STOCHASTIC, Quantized, store_master
 from tests.accelerator.harness import here
 
 pytestmark = pytest.mark.gpu
 
 NUMEL = 2**20 + 6 * 2048
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-#: Each rule and form of a master with each dtype of weights and of gradients that it has.
+#: Each rule, with an average, too, and form of a master with each dtype of weights and of gradients it has.
+NAMED = {
+    each.name: each
+    for plain in RULES.values()
+    for rule in (plain, *(() if plain.averages else (plain.averaged,)))
+    for each in (rule.with_master(master) for master in MASTERS if master != STOCHASTIC or not rule.averages)
+}
 CASES = [
     (name, dtype, grad_dtype)
-    for name, rule in RULES.items()
+    for name, rule in NAMED.items()
     for dtype in DTYPES
     for grad_dtype in (DTYPES[:1] if "+" in name else DTYPES)
     if dtype in MASTERS[rule.master] and rule.formula is not None
@@ -66,7 +72,7 @@ def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(
 ):
     if here().type != "cuda" or not rounds_roots(here()):
         pytest.skip("a kernel of CUDA")
-    rule: Any = RULES[name]
+    rule: Any = NAMED[name]
     hyper = rule.hyper({**rule.idle, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
     layout, results = rule.layout(dtype), []
     for way in ("kernel", "torch", "cpu"):

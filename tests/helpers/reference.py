@@ -110,7 +110,7 @@ class Reference:
                 adamw_(self.masters[name], self.m[name], self.v[name], g, self.counts[name], lr, decay, rule)
             else:
                 update, moments = UPDATES[rule.name], (self.m[name], self.v[name])
-                group = {**dict(rule.numbers), "lr": lr, "weight_decay": decay}
+                group = {**dict(rule.numbers), "lr": lr, "weight_decay": decay, "dtype": self.dtype}
                 update(self.masters[name], *moments, g, self.counts[name], group)
             p.data = compute_weight(self.masters[name], self.dtype).to(p.device)
 
@@ -195,6 +195,52 @@ def sgd_(p: Tensor, buffer: Tensor, _: Tensor, g: Tensor, t: int, group: dict[st
     p.sub_(_f32(group["lr"]) * (g + mu * buffer if group["nesterov"] else buffer))
 
 
+def schedulefree_(p: Tensor, v: Tensor, apart: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """Schedule-free AdamW on y; ``apart`` is x - y. Source: arXiv:2405.15682, algorithm 1.
+
+    With z = y - b1 / (1 - b1) (x - y), its lines become: x - y grows by (1 - b1) times the step of z, and
+    the new z takes part c of x, and with it b1 c / (1 - b1) times as much of y.
+    """
+    (b1, b2), warmup = group["betas"], max(1, group["warmup_steps"])
+    shares = [min(1.0, i / warmup) ** 2 for i in range(1, t + 1)]
+    c = shares[-1] / sum(shares)
+    v.copy_(v * _f32(b2) + _f32(1 - b2) * (g * g))
+    root = v.double().sqrt().float() / _f32(math.sqrt(1 - b2**t))
+    direction = g / (root + _f32(group["eps"])) + _f32(group["weight_decay"]) * p
+    step = _f32(group["lr"] * (1 - b1) * min(t, warmup) / warmup) * direction
+    apart.add_(step)
+    p.copy_(p - step - _f32(c * b1 / (1 - b1)) * apart)
+    apart.mul_(_f32(1 - c))
+
+
+def adafactor_(p: Tensor, row: Tensor, col: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """Adafactor. Source: arXiv:1804.04235, algorithm 4, with a learning rate, matrix by matrix.
+
+    What is kept of a matrix is the first column of ``row`` and the first row of ``col``; of a vector, all of
+    ``row`` is used. An update has the dtype of gradients.
+    """
+    toward = t ** -group["decay_rate"]
+    if p.ndim < 2:
+        row.lerp_(g * g + group["eps"], toward)
+        matrices = [(g[None], row[None].rsqrt())]
+    else:
+        matrices = []
+        for n in range(math.prod(p.shape[:-2])):
+            gradient, r, c = (each.view(-1, *p.shape[-2:])[n] for each in (g, row, col))
+            squares = gradient * gradient + group["eps"]
+            r[:, 0] = r[:, 0].lerp(squares.mean(1), toward)
+            c[0] = c[0].lerp(squares.mean(0), toward)
+            rows = r[:, 0].contiguous()
+            matrices.append((gradient, (rows / rows.mean()).rsqrt()[:, None] * c[0].rsqrt()))
+    updates = []
+    for gradient, factor in matrices:
+        update = gradient * factor
+        length = update.square().mean().sqrt() / group["clip_threshold"]
+        updates.append((update / length.clamp(min=1)).to(group["dtype"]).float())
+    step = torch.stack(updates).view(p.shape)
+    p.copy_(p * _f32(1 - group["lr"] * group["weight_decay"]) - _f32(group["lr"]) * step)
+
+
 def adamw8bit_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
     """AdamW whose moments are rounded to 8 bits after each step; see :func:`in_codes`."""
     rule = Rule(betas=group["betas"], eps=group["eps"])
@@ -238,4 +284,7 @@ def _bits_of(x: Any) -> Any:
     return np.asarray(x, np.float32).view(np.int32).astype(np.int64)
 
 
-UPDATES = {"adam": adam_, "adamw4bit": adamw4bit_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_}
+UPDATES = {
+    "adam": adam_, "adamw4bit": adamw4bit_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_,
+    "schedulefree": schedulefree_, "adafactor": adafactor_,
+}  # fmt: skip

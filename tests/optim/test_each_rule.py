@@ -1,6 +1,8 @@
 """Every rule: its forms give the bits of a plain reference, and its source says what it computes."""
 
+import contextlib
 import ctypes
+import importlib
 import itertools
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ from infinity.optim import formula
 from infinity.optim.cuda import elementwise_source
 from infinity.optim.formula import Formula, NotElementwiseError, root, sign, where
 from infinity.optim.rule import RULES, Rule
-from infinity.optim.rules import HostRule
+from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import (
     BLOCK_NUMEL,
     KAHAN,
@@ -49,6 +51,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
         reference.adamw4bit_, None,
     ),
     "lion": ("lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}, reference.lion_, None),
+    "schedulefree": (
+        "schedulefree",
+        {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 5},
+        reference.schedulefree_, None,
+    ),
     "sgd": (
         "sgd", {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
         reference.sgd_, torch.optim.SGD,
@@ -146,15 +153,21 @@ def test_a_master_that_cannot_be_is_an_error():
         RULES["lion"].with_master(KAHAN).layout(torch.float32)
     with pytest.raises(SettingError, match=r"wanted exact or kahan for weights of torch\.float16"):
         RULES["muon"].with_master(STOCHASTIC).layout(torch.float16)
-    with pytest.raises(SettingError, match=r"optim\.master: got .*; wanted exact or kahan beside optim\.ema"):
+    with pytest.raises(SettingError, match=r"optim\.master: got .*; wanted exact or kahan beside an average"):
         RULES["adamw"].averaged.with_master(STOCHASTIC)
 
 
-@pytest.mark.parametrize(("case", "dtype"), few([*zip(CASES, DTYPES * 2)], itertools.product(CASES, DTYPES)))
+#: Rules beside which an average can be kept.
+OTHERS = [case for case in CASES if not RULES[CASES[case][0]].averages]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), few([*zip(OTHERS, DTYPES * 3)], itertools.product(OTHERS, DTYPES))
+)
 def test_an_average_is_the_plain_one_bitwise_and_that_of_torch_to_rounding(case, dtype):
     name, group, plain, _ = CASES[case]
     rule, decay = RULES[name].averaged, 0.9
-    assert RULES[rule.name] is rule
+    assert find_rule(rule.name).name == rule.name
     p, *moments, offset = gradient(0, torch.float32), *torch.zeros(3, NUMEL)
     theirs, multi_avg = torch.empty(0), get_ema_multi_avg_fn(decay)
     for step in range(1, STEPS + 1):
@@ -184,6 +197,40 @@ def test_it_follows_torchs_own(case):
         optimizer.step()
     weight, *_ = trained(RULES[name], group, torch.float32, by_torch=False)
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "beta"), [(0, 0.0, 0.9), (7, 0.1, 0.9), (3, 0.1, 0.5)])
+def test_schedule_free_is_the_papers_algorithm_to_rounding(warmup, decay, beta):
+    """Algorithm 1 of arXiv:2405.15682 with three sequences, in float64; and its authors' code, if here."""
+    rule, lr, steps = RULES["schedulefree"], 0.01, 30
+    group = {
+        "lr": lr, "betas": (beta, 0.99), "eps": 1e-8, "weight_decay": decay, "warmup_steps": warmup,
+    }  # fmt: skip
+    y = z = x = gradient(0, torch.float32).double()
+    v, weights, ours = torch.zeros_like(y), 0.0, [y.float(), torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    theirs = torch.nn.Parameter(y.float())
+    package = None
+    with contextlib.suppress(ImportError):
+        package = importlib.import_module("schedulefree").AdamWScheduleFree([theirs], foreach=False, **group)
+    for step in range(1, steps + 1):
+        g = gradient(step, torch.float32)
+        ours = [*rule.update(ours[0], g, *ours[1:], *rule.hyper(group, step=step)[:-2])]
+        rate = lr * min(1, step / warmup) if warmup else lr
+        v = 0.99 * v + 0.01 * g.double() ** 2
+        z = z - rate * (g / ((v / (1 - 0.99**step)).sqrt() + 1e-8) + decay * y)
+        weights += rate**2
+        x = x + rate**2 / weights * (z - x)
+        y = (1 - beta) * z + beta * x
+        if package is not None:
+            package.train()
+            theirs.grad = g.clone()
+            package.step()
+    torch.testing.assert_close(ours[0].double(), y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((ours[0] + ours[2]).double(), x, rtol=1e-5, atol=1e-5)
+    if package is not None:
+        torch.testing.assert_close(theirs.detach(), ours[0], rtol=1e-5, atol=1e-5)
+        package.eval()
+        torch.testing.assert_close(theirs.detach(), ours[0] + ours[2], rtol=1e-5, atol=1e-5)
 
 
 HOST = """
@@ -240,7 +287,7 @@ extern "C" void all(CALLED, int n)
 """
 
 
-PLAIN = ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "sgd", "adamw+ema", "sgd+ema"]
+PLAIN = ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "schedulefree", "sgd", "adamw+ema", "sgd+ema"]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +301,7 @@ def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
     """Compiled for the host, a thread for each of a block's, without fused multiply-adds."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    rule, layout, numel = RULES[name], RULES[name].layout(dtype), 1001
+    rule, layout, numel = find_rule(name), find_rule(name).layout(dtype), 1001
     assert rule.formula is not None
     source = elementwise_source(rule.formula, layout, dtype)
     taken = source.partition("void update(")[2].partition(", int n)")[0]

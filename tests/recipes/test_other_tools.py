@@ -62,7 +62,7 @@ LLAMA_FACTORY = {
 ARGUMENTS = {
     "output_dir": "out", "per_device_train_batch_size": 4, "max_steps": 200, "num_train_epochs": 3.0,
     "learning_rate": 5e-5, "adam_beta2": 0.95, "warmup_ratio": 0.03, "lr_scheduler_type": "cosine",
-    "optim": "adafactor", "bf16": False, "fp16": True, "max_grad_norm": 0, "eval_strategy": "no",
+    "optim": "rmsprop", "bf16": False, "fp16": True, "max_grad_norm": 0, "eval_strategy": "no",
     "eval_steps": 10, "label_smoothing_factor": 0.0, "save_strategy": "epoch", "save_steps": 500,
     "fsdp_config": {"min_num_params": 0}, "deepspeed": "ds.json",
 }  # fmt: skip
