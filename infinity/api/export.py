@@ -351,14 +351,23 @@ def _write(
                     values = named[name].detach().cpu().contiguous().reshape(-1)
                     for of in ranges:
                         put(of.key, of.at, values[of.start : of.stop])
-            for unit, start, values in (_read_averages if ema else _read_weights)(runtime, plan):
-                for of in plan.within(unit, start, start + len(values)):
-                    low, high = max(start, of.start), min(start + len(values), of.stop)
-                    put(of.key, of.at + low - of.start, values[low - start : high - start])
+        # Of averages, which take the place of weights, there is room for those of one unit.
+        apart = itertools.groupby(
+            runtime.units, lambda unit: unit.index if ema and unit.home.trains else _WHOLE
+        )
+        for units in (list(group) for _, group in apart):
+            with runtime.values.averaged(units, ema=ema), all_ranks_or_raise(ranks, f"writing {out}"):
+                for unit, start, values in _read_weights(runtime, plan, units):
+                    for of in plan.within(unit, start, start + len(values)):
+                        low, high = max(start, of.start), min(start + len(values), of.stop)
+                        put(of.key, of.at + low - of.start, values[low - start : high - start])
         for group in plan.converted.items():
+            sources: list[Any] = [named[name] for name in sorted(group[0])]
+            units = runtime.units.holding(sources)
             with (
+                runtime.values.averaged(units, ema=ema),
                 all_ranks_or_raise(ranks, f"converting {listed(sorted(group[0]), 2)}"),
-                _converted(model, named, runtime, *group, device=torch.device("cpu"), ema=ema) as found,
+                _converted(model, named, runtime, *group, device=torch.device("cpu")) as found,
             ):
                 for key, value in found.items():
                     flat = value.contiguous().reshape(-1)
@@ -367,7 +376,9 @@ def _write(
     return out
 
 
-def _read_weights(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, int, Tensor]]:
+def _read_weights(
+    runtime: Runtime, plan: ExportPlan, units: Iterable[Unit]
+) -> Iterator[tuple[Unit, int, Tensor]]:
     """Yield this rank's newest weights that are written unchanged, from the drive chunk by chunk, ascending.
 
     Each is a unit, the first element in its flat buffer, and values on the CPU, valid until the next one.
@@ -379,7 +390,7 @@ def _read_weights(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, in
         unit, begin, nbytes = chunk
         return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
-    for resident, group in itertools.groupby(runtime.units, lambda unit: isinstance(unit.home, HostHome)):
+    for resident, group in itertools.groupby(units, lambda unit: isinstance(unit.home, HostHome)):
         if resident:
             for unit in group:
                 tiers.at_home(unit)
@@ -402,23 +413,12 @@ def _read_weights(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, in
                 yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)
 
 
-def _read_averages(runtime: Runtime, plan: ExportPlan) -> Iterator[tuple[Unit, int, Tensor]]:
-    """Yield the averages of this rank's weights as :func:`_read_weights` does."""
-    runtime.synchronize()
-    for unit in runtime.units:
-        if plan.within(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
-            for begin, values in runtime.tiers.averages(unit):
-                yield unit, unit.shard_start + begin, values
-
-
 @contextlib.contextmanager
 def _converted(
     model: nn.Module, named: Mapping[str, Tensor], runtime: Runtime, names: Iterable[str],
-    specs: Sequence[TensorSpec], *, device: torch.device, ema: bool = False,
+    specs: Sequence[TensorSpec], *, device: torch.device,
 ) -> Iterator[dict[str, Tensor]]:  # fmt: skip
     """Yield what transformers makes of the tensors ``names``, gathered together, on a device."""
     tensors: dict[str, Any] = {name: named[name] for name in sorted(names)}
-    averages = runtime.values.averages(tensors.values()) if ema else {}
-    with contextlib.nullcontext() if ema else runtime.values.gathered(tensors.values(), modify=False):
-        now = {name: averages.get(id(each), each.detach()).to(device) for name, each in tensors.items()}
-        yield convert(model, now, specs)
+    with runtime.values.gathered(tensors.values(), modify=False):
+        yield convert(model, {name: each.detach().to(device) for name, each in tensors.items()}, specs)

@@ -407,7 +407,8 @@ def ema(model: nn.Module) -> Iterator[None]:
         StateError: The optimizer keeps no average; or, in the block, what would train or save states.
         BudgetError: ``memory.host`` has no room for a second copy of the weights, and there is no NVMe.
     """
-    with runtime_of(model).values.averaged(), torch.no_grad():
+    runtime = runtime_of(model)
+    with runtime.values.averaged(runtime.units), torch.no_grad():
         yield
 
 

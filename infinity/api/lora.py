@@ -266,11 +266,10 @@ def gathered_adapters(model: Any, adapter: str = DEFAULT, *, ema: bool = False) 
         inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
         if inside:
             held = [p for p in named.values() if id(p) in inside]
-            averages = runtime.values.averages(held) if ema else {}
-            with contextlib.nullcontext() if ema else gathered(held):
+            with runtime.values.averaged(runtime.units.holding(held), ema=ema), gathered(held):
                 names = (name for name, param in named.items() if id(param) in inside)
                 for name in names if runtime.ranks.rank == 0 else ():
-                    value = averages.get(id(named[name]), named[name].detach())
+                    value = named[name].detach()
                     if (factor := factors.get(id(named[name]))) is not None:
                         value = factor.as_matrix(value)
                     values[name] = value.cpu().clone()

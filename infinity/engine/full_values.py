@@ -231,33 +231,18 @@ class FullValues:
                     fields[name].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
         return out
 
-    def averages(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return averaged weights, in the compute dtype on the CPU, by ``id``; every rank must call.
-
-        Tensors that are in no unit are left out.
-        """
-        self._executor().updates.drain()
-        out, wanted = dict[int, Tensor](), {id(tensor) for tensor in tensors}
-        for unit in self.units:
-            segments = [s for s in unit.segments if id(s.whole) in wanted]
-            if not segments:
-                continue
-            shard = torch.empty(unit.shard_numel, dtype=unit.dtype, device="cpu")
-            for start, values in self.tiers.averages(unit):
-                shard[start : start + len(values)] = values
-            full = self.tiers.gather(unit, shard)
-            for s in segments:
-                if s.first == 0:
-                    out[id(s.whole)] = torch.empty(s.whole_shape, dtype=unit.dtype, device="cpu")
-                out[id(s.whole)].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
-        return out
-
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Hold averages in the place of weights; every rank must enter, between two steps."""
+    def averaged(self, units: Iterable[Unit], *, ema: bool = True) -> Iterator[None]:
+        """Hold averages in the place of weights of ``units``; every rank must enter, between two steps.
+
+        Unless ``ema``: hold the weights.
+        """
+        if not ema:
+            yield
+            return
         self.check_step_over()
-        self.tiers.check_exact(self.units)
-        updates, trained = self._executor().updates, [unit for unit in self.units if unit.home.trains]
+        self.tiers.check_averages(self.units)
+        updates, trained = self._executor().updates, [unit for unit in units if unit.home.trains]
         updates.drain()
         updates.records.land_residents()  # whose memory is written
         with UninterruptedExit() as stack:

@@ -334,18 +334,10 @@ class Tiers:
             yield start, self.layout.full_values(weight, state)
 
     def averages(self, unit: Unit) -> Generator[tuple[int, Tensor]]:
-        """Yield the first element and the averaged weights, in the compute dtype, of each chunk.
-
-        A StateError says that the rule keeps none.
-        """
-        names = self.layout.full_names
-        if OFFSET not in names:
-            raise StateError(
-                "the optimizer keeps no average of the weights: make it with ema=0.999, or set optim.ema "
-                "before the run begins"
-            )
+        """Yield the first element and the averaged weights, in the compute dtype, of each chunk."""
+        place = self.layout.full_names.index(OFFSET)
         for start, fields in self.chunk_fields(unit):
-            yield start, (fields[0] + fields[names.index(OFFSET)]).to(unit.dtype)
+            yield start, (fields[0] + fields[place]).to(unit.dtype)
 
     def put_average(self, unit: Unit) -> Callable[[], None]:
         """Put averages in the place of a trained unit's weights; return a call that puts the weights back.
@@ -394,6 +386,15 @@ class Tiers:
             raise StateError(
                 "inside infinity.ema(model), where the weights are their averages, a model may be evaluated, "
                 "generate and be exported: train, write weights, and save or load states after the block"
+            )
+
+    def check_averages(self, units: Iterable[Unit]) -> None:
+        """Raise a StateError unless the rule keeps averages, and they are not in the place of weights."""
+        self.check_exact(units)
+        if OFFSET not in self.layout.full_names:
+            raise StateError(
+                "the optimizer keeps no average of the weights: make it with ema=0.999, or set optim.ema "
+                "before the run begins"
             )
 
     def set_shard_fields(self, unit: Unit, fields: Sequence[Tensor]) -> None:
