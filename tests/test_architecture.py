@@ -283,16 +283,16 @@ ROOM_BUDGETS = {
     "core": 2326,
     "data": 2235,
     "device": 1063,
-    "engine": 4014,
+    "engine": 3999,
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
     "optim": 2653,
     "partition": 2644,
-    "planner": 2369,
-    "predict": 5487,
+    "planner": 2378,
+    "predict": 5476,
     "recipes": 2019,
-    "shards": 4491,
+    "shards": 4488,
 }
 
 

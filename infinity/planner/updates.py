@@ -66,6 +66,15 @@ class StepOrder:
         """Return the position of a unit's first use in a step, or the unit's index while unknown."""
         return self._first_uses.get(unit, unit)
 
+    def by_use(self, units: Iterable[int]) -> list[int]:
+        """Return units in the order in which the next step needs them."""
+        return sorted(units, key=lambda unit: (self.first_use(unit), unit))
+
+    def coming(self, *, early: bool) -> list[int]:
+        """Return units in the order of their updates, ``early`` ones in backward; empty while unknown."""
+        gradients = dict.fromkeys(self.gradients)  # a step that was forgotten may have begun the pass
+        return [*gradients] if early else self.by_use(gradients)
+
 
 class TileOrder:
     """Knows the order in which backward uses tiles: that of forward, from the last one on.

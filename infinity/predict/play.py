@@ -336,18 +336,20 @@ class _Player:
         """End a unit's gradient, and let go of its weights unless they stay."""
         shape, setup = self.setup.units[unit], self.setup
         if unit in self._ready:
-            kept = self.script.kept[unit] and shape.on_nvme
-            if unit in self.script.plan.stays:
+            stays, nbytes = unit in self.script.plan.stays, 0  # of device memory for weights
+            kept = shape.on_nvme and (stays or setup.division.hold_weights)
+            if stays:
                 self._staying.add(unit)
             elif kept and setup.ranks == 1 and not setup.on_accelerator:
                 del self._ready[unit]  # the update has the full buffer
-                self._updates.weights[unit] = shape.nbytes
+                nbytes = shape.nbytes
             else:
                 if kept and not setup.on_accelerator:
-                    self._memory.lease(shape.weight_nbytes)
-                    self._updates.weights[unit] = shape.weight_nbytes
+                    nbytes = shape.weight_nbytes
+                    self._memory.lease(nbytes)
                 self._release(unit)
             if kept:
+                self._updates.weights[unit] = nbytes
                 self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
         if shape.trainable:
             self._end_gradient(unit, True)
@@ -361,7 +363,7 @@ class _PlayedUpdate(Job):
     update: ShardUpdate
     gradient_nbytes: int  # device memory of the gradient, which was complete in ``turn``
     turn: int
-    weights_nbytes: int  # device memory of weights that are kept for the update
+    weights_nbytes: int | None  # device memory of weights that are kept for the update; None: none are
     rest_nbytes: int = 0  # what each chunk reads beside the state: weights and gradient, if not at hand
     written_nbytes: int = 0  # by each chunk; likewise the time of its computation
     compute_s: float = 0.0
@@ -381,18 +383,14 @@ class _PlayedUpdates:
     ) -> None:
         self._script, self._setup, self._clock, self._memory = script, setup, clock, memory
         self._queue = ChunkQueue(setup.staged_chunks)
-        self.weights: dict[int, int] = {}  # device memory of weights that wait for their unit's update
+        self.weights: dict[int, int] = {}  # of units, the device memory of those that wait for their update
         self._ready: dict[int, _PlayedUpdate] = {}  # those of this step
         self._latest: dict[int, _PlayedUpdate] = {}  # those that were started, the last of each unit
 
     def expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
-        script, units = self._script, self._setup.units
-        order = [event.unit for event in script.plan.events if event.kind is Kind.DONE]
-        if not self._setup.early:
-            ended = set(order)
-            order = [unit for unit in script.first_uses if unit in ended]
-        coming = [unit for unit in order if units[unit].on_nvme and units[unit].trainable]
+        units, order = self._setup.units, self._script.order
+        coming = [u for u in order.coming(early=self._setup.early) if units[u].on_nvme and units[u].trainable]
         self._proceed(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
@@ -403,9 +401,9 @@ class _PlayedUpdates:
             spills=unit in setup.spilled,
         )  # fmt: skip
         self._ready[unit] = job = _PlayedUpdate(
-            name=str(unit), chunks=self._chunks(unit), priority=self._script.first_uses.get(unit, unit),
+            name=str(unit), chunks=self._chunks(unit), priority=self._script.order.first_use(unit),
             unit=unit, update=update, gradient_nbytes=nbytes, turn=turn,
-            weights_nbytes=self.weights.pop(unit, 0),
+            weights_nbytes=self.weights.pop(unit, None),
         )  # fmt: skip
         self._on(job, update.complete())
 
@@ -463,7 +461,7 @@ class _PlayedUpdates:
                     self._memory.give_back_late(job.gradient_nbytes, job.turn)
                     job.gradient_nbytes = 0
                 case Do.FREE_WEIGHTS:
-                    self._memory.give_back(job.weights_nbytes)
+                    self._memory.give_back(job.weights_nbytes or 0)
 
     def _start(self, job: _PlayedUpdate) -> None:
         setup, unit, before = self._setup, job.unit, self._latest.get(job.unit)
@@ -471,7 +469,7 @@ class _PlayedUpdates:
         if before is not None and before.update.in_flight and setup.ranks == 1 and not setup.on_accelerator:
             self._clock.wait(lambda: not before.update.in_flight, "update")
         shape = setup.units[unit]
-        rest = 0 if self._script.kept.get(unit, False) else shape.weight_nbytes
+        rest = shape.weight_nbytes if job.weights_nbytes is None else 0
         rest += setup.gradient_nbytes(unit) if job.update.reads_stored_gradient else 0
         written = shape.state_nbytes + shape.weight_nbytes
         self._clock.count(Channel.NVME_READ, shape.state_nbytes + rest)

@@ -22,6 +22,7 @@ from infinity.core.nbytes import format_nbytes, rounded
 from infinity.partition.prefetcher import TileRoom
 from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
 from infinity.planner.simulator import NEVER_S, Channel, TransferQueues
+from infinity.planner.updates import StepOrder
 from infinity.predict.machines import RankRates
 
 #: Names of what computes, and of what does one job after the other beside compute.
@@ -248,8 +249,7 @@ class StepScript:
     length: int  # events of each of these
     repeated: int  # index of the one of which there are ``more``, which are not in the plan
     more: int
-    first_uses: dict[int, int]  # units in the order in which they are first used, each with its rank there
-    kept: dict[int, bool]  # whether a unit's weights are there, for its update, when its gradient is complete
+    order: StepOrder
     present: frozenset[int]  # units that are there when the last micro-batch begins
 
     @property
@@ -267,23 +267,14 @@ class StepScript:
             earlier = min(before, most, 2 * earlier)
             plan = plan_of(accumulated * earlier + trace.events, setup, (length, earlier))
         repeated = earlier - 1 if plan.repeats is None else plan.repeats.start // length
-        uses = dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE)
-        first_uses = {unit: rank for rank, unit in enumerate(uses)}
-        present, kept = set(plan.begin), {}
-        at_last = frozenset(present)
-        for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
-            if position == earlier * length:
-                at_last = frozenset(present)
+        order, present = StepOrder(), set(plan.begin)
+        order.learn(plan.events)
+        for (kind, unit), actions in zip(plan.events[: earlier * length], plan.actions, strict=False):
             if kind is Kind.USE:
                 present.add(unit)
-            elif kind is Kind.DONE:
-                stays = unit in plan.stays
-                kept[unit] = unit in present and (setup.division.hold_weights or stays)
-                if not stays:
-                    present.discard(unit)
             present.difference_update(actions.release)
             present.update(actions.fetch)
-        return cls(plan, earlier, length, repeated, before - earlier, first_uses, kept, at_last)
+        return cls(plan, earlier, length, repeated, before - earlier, order, frozenset(present))
 
 
 def tries(events: int) -> int:

@@ -246,12 +246,11 @@ class Updates:
         if self.pipeline is None or self._expecting:
             return
         self._expecting = True
-        # Empty while unknown; a step that was forgotten may have begun it.
-        coming, units = list(dict.fromkeys(self.order.gradients)), self.records.units
+        units = self.records.units
         spilled = frozenset() if self.early else self.stored_gradients.chosen
         self.pipeline.expect(
             (units[index].name, self._source(units[index], index in spilled))
-            for index in (coming if self.early else self._in_order_of_use(coming))
+            for index in self.order.coming(early=self.early)
             if units[index].home.tier is Tier.NVME
         )
 
@@ -290,7 +289,7 @@ class Updates:
 
     def commit(self, grad_scales: Mapping[object, float]) -> None:
         """Commit the step: publish validated updates, start the others, each with its party's scale."""
-        for index in self._in_order_of_use(self.ready):
+        for index in self.order.by_use(self.ready):
             pending = self.ready[index]
             pending.grad_scale = grad_scales[self.hypers.party(pending.used)]
             self._on(pending, pending.update.commit)
@@ -335,9 +334,6 @@ class Updates:
         for index, pending in dropped.items():
             self._on(pending, pending.update.drop)
             del self.ready[index]
-
-    def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
-        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
         self.ready.clear()
