@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 1005,
     "optim": 2653,
-    "partition": 2644,
+    "partition": 2645,
     "planner": 2378,
     "predict": 5476,
     "recipes": 2019,

@@ -163,7 +163,7 @@ class Construction:
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._normal_mode = contextlib.ExitStack()
-        self._piece = torch.empty(0, dtype=torch.float32, device="cpu")  # in which values are collected
+        self._piece: Tensor | None = None  # in which values are collected, fp32
 
     @property
     def active(self) -> bool:
@@ -291,9 +291,10 @@ class Construction:
 
     def _values(self, segments: list[Segment], start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
-        if len(self._piece) < stop - start:
+        if self._piece is None or len(self._piece) < stop - start:
             pinned = self.device.type != "cpu"
-            self._piece = torch.empty(stop - start, dtype=torch.float32, device="cpu", pin_memory=pinned)
+            with torch.inference_mode(False):  # it is written outside of it, too
+                self._piece = torch.empty(stop - start, dtype=torch.float32, device="cpu", pin_memory=pinned)
         out, position = self._piece[: stop - start], 0
         for s in segments:
             low, high = max(start, s.offset), min(stop, s.stop)
