@@ -67,7 +67,9 @@ class LoraConfig(Config):
     rank: int | None = setting(None, "rank of each adapter; null: train all weights", _RANKS)
     alpha: float = setting(16.0, "adapters are scaled by alpha / rank", _ALPHAS)
     target_modules: tuple[str, ...] = setting(
-        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head, and experts"
+        (),
+        "layers that get adapters, such as q_proj; empty, or all-linear: every linear layer except the head, "
+        "and experts",
     )
     target_parameters: tuple[str, ...] = setting(
         (), "parameters that do and are no layer: packed experts, such as mlp.experts.down_proj"
@@ -122,10 +124,10 @@ class LoraConfig(Config):
         """Return ``peft.LoraConfig`` of new adapters for ``model``, which may have others."""
         if hasattr(model, "peft_config"):
             model = model.get_base_model()  # type: ignore[operator]
-        named = bool(self.target_modules or self.target_parameters)
+        every = self.target_modules == ("all-linear",) or not (self.target_modules or self.target_parameters)
         config = peft().LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout,
-            target_modules=list(self.target_modules) if named else "all-linear",
+            target_modules="all-linear" if every else list(self.target_modules),
             target_parameters=list(self.target_parameters) or None,
             rank_pattern=self.rank_pattern or {}, alpha_pattern=self.alpha_pattern or {},
             use_rslora=self.rslora, use_dora=self.dora,
@@ -136,7 +138,7 @@ class LoraConfig(Config):
         )  # fmt: skip
         from infinity.api.expert_lora import check_parameters, name_experts
 
-        if not named:
+        if every and not self.target_parameters:
             name_experts(config, model)
         check_parameters(config, model)
         return config

@@ -206,6 +206,14 @@ def test_a_config_that_asks_for_something_unknown_is_refused(
     assert re.search(message, refusal(folder, tmp_path / "run"))
 
 
+def test_all_linear_is_what_no_names_mean() -> None:
+    model = models.build("llama", seed=1)[0]()
+    every = LoraConfig(rank=2, target_modules=("all-linear",)).for_peft(model)
+    assert every.to_dict() == LoraConfig(rank=2).for_peft(model).to_dict()
+    adapted = peft.get_peft_model(model, every)
+    assert "q_proj" in str(adapted.targeted_module_names)
+
+
 def test_a_directory_without_adapters_says_what_is_missing(tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
