@@ -68,6 +68,9 @@ OPTIONS = {
     "fp16 (`train.dtype`)": Row(("train.dtype=fp16",)),
     "packing (`data.packing=true`)": Row(("data.packing=true",)),
     "mixture (`data.weights`)": Row(("data.weights=[3, 1]",)),
+    "tokens made while training (`data.streaming`)": Row(
+        ("data.streaming=true", "data.shuffle_buffer=2KiB"),
+    ),
     "portable checkpoints (`checkpoint.every`)": Row(("checkpoint.every=1 steps",), same_losses=True),
     "best model (`train.keep_best`)": Row(
         ("train.keep_best=loss", "train.eval_every=1", "train.patience=9"), same_losses=True
@@ -98,6 +101,10 @@ ERRORS = {
         r"memory\.activations: got 'offload'; wanted keep, recompute or plan; or a directory",
         "Activations are stored on a drive then.",
     ),
+    "6": (
+        r"data\.streaming.*wanted false: the reference of train\.task=(dpo|kto)",
+        "What the reference says of all data is computed before the first step.",
+    ),
 }
 REFUSED = {
     ("packing (`data.packing=true`)", "reward"): "1",
@@ -106,6 +113,8 @@ REFUSED = {
     ("samples (`train.sample_every`)", "reward"): "3",
     ("samples (`train.sample_every`)", "classify"): "3",
     ("fp16 (`train.dtype`)", "several adapters"): "4",
+    ("tokens made while training (`data.streaming`)", "dpo"): "6",
+    ("tokens made while training (`data.streaming`)", "kto"): "6",
     (
         "activations offloaded (`memory.activations=offload`)",
         "without a drive (no `memory.nvme`)",
@@ -118,6 +127,7 @@ FAST += [
     ("layer schedule (`train.schedule=layer`)", "best model (`train.keep_best`)"),
     (RANKS, "kto"),
     (INTERRUPTED, "dpo"),
+    ("tokens made while training (`data.streaming`)", INTERRUPTED),
 ]
 
 

@@ -18,8 +18,8 @@ MOST_FILES = {
     "end": 30,
     "resume": 20,
     "activation": 30,
-    "plan": 56,
-    "train": 70,
+    "plan": 57,
+    "train": 71,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from infinity.app.train import open_inputs
 from infinity.data.entries import Part
-from infinity.data.loader import Data
+from infinity.data.opening import Data
 from infinity.recipes.loading import load_recipe
 
 #: Examples that are shown, and the most tokens of each.
@@ -43,7 +43,8 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
             console.print(line, markup=False, highlight=False)
         console.print()
         epoch = each.train.micro_batches_per_epoch / recipe.train.accumulate
-        for line in (*each.notes, f"an epoch is {epoch:,.6g} steps"):
+        about = "about " * each.train.estimated
+        for line in (*each.notes, f"an epoch is {about}{epoch:,.6g} steps"):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

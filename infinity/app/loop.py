@@ -28,7 +28,8 @@ from infinity.core.errors import (
     first_line,
     library_errors,
 )
-from infinity.data.loader import Data, HeldOut
+from infinity.data.loader import HeldOut
+from infinity.data.opening import Data
 from infinity.data.sequences import Batch, join
 from infinity.engine.schedule import LayerSchedule
 from infinity.observe.metrics import AdapterReport, Evaluation, HeldOutFigures, StepReport, View, mean_of

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from infinity.comm.ranks import rank
 from infinity.core.errors import RecipeError
 from infinity.core.files import create_file, open_regular
-from infinity.data.loader import Data
+from infinity.data.opening import Data
 from infinity.data.sequences import Batch, BatchShape, Examples, Ints, Sequences
 from infinity.recipes.recipe import Recipe
 
@@ -41,8 +41,9 @@ class Part(NamedTuple):
 
 def parts_of(name: str, data: Data, micro_batches: int, evaluated: int) -> Iterator[Part]:
     """Yield the parts of the data of task ``name``: what will be trained and evaluated on."""
-    train = data.train
-    yield Part(f"{name}:train", train.sequences, train.upcoming(micro_batches), train.shape)
+    train = data.train  # a recipe refuses data.streaming with it
+    for number, (stream, needed) in enumerate(train.upcoming(micro_batches)):
+        yield Part(f"{name}:train{number or ''}", stream.sequences, needed, train.shape)
     for each, held_out in data.evaluated.items():
         used = np.unique(held_out.order(evaluated))
         yield Part(f"{name}:{each}:held_out", held_out.sequences, used, held_out.shape)

@@ -34,7 +34,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, save_measured
-from infinity.data.loader import Data, open_data
+from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
@@ -43,16 +43,13 @@ from infinity.observe.metrics import View
 from infinity.observe.sinks import SINKS
 from infinity.observe.timeline import write_trace
 from infinity.recipes.models import GPT, require_causal
-from infinity.recipes.objectives import OBJECTIVES
+from infinity.recipes.objectives import OBJECTIVES, loaded_as
 from infinity.recipes.recipe import Recipe, TrainConfig, keys_of, with_values
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
 #: The folder in which a run keeps the adapters of lora.adapter.
 _GIVEN = "given-adapters"
-#: Parameters that a checkpoint of another task lacks, or has, where the model scores documents.
-_NEW_IN_HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler.*")
-_NOT_IN_HEADS = ("lm_head.*", "cls.*", "vocab_*")
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
 
@@ -306,7 +303,7 @@ def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
         if not is_ours(path) and not objective.head:
             require_causal(model_class(model_config), model_config)
         elif objective.head:
-            padding = scores_documents(recipe)["pad_token_id"]
+            padding = loaded_as(recipe.train.task, recipe.model)["pad_token_id"]
         elif longest is not None and seq_len > longest:
             raise RecipeError(
                 f"model.seq_len={seq_len}: the model in {path} was built for at most {longest} tokens per "
@@ -319,26 +316,11 @@ def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
         seq_len=seq_len, batch_size=recipe.train.batch_size, rank=rank(), world_size=world_size(),
         padding=padding,
     )  # fmt: skip
-    data = open_data(
+    how = loaded_as(recipe.train.task, recipe.model) if recipe.train.task == "classify" else {}
+    return open_data(
         config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log, kind=objective.data,
-        all_tokens=objective.all_tokens,
+        all_tokens=objective.all_tokens, labels=how.get("num_labels"),
     )  # fmt: skip
-    labels = scores_documents(recipe)["num_labels"] if recipe.train.task == "classify" else data.labels
-    if data.labels > labels:
-        raise RecipeError(
-            f"model.num_labels: the data has labels up to {data.labels - 1}, and the model {labels} labels "
-            f"(null: those of its config.json); set model.num_labels={data.labels}"
-        )
-    return data
-
-
-def scores_documents(recipe: Recipe) -> dict[str, Any]:
-    """Return what the config of a model that scores documents has beside that of its checkpoint."""
-    config = read_config(Path(str(recipe.model.path)))
-    ends = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    tokens = [each[0] if isinstance(each, list) and each else each for each in ends]
-    labels = 1 if recipe.train.task == "reward" else recipe.model.num_labels or config.num_labels
-    return {"num_labels": labels, "pad_token_id": next((each for each in tokens if type(each) is int), 0)}
 
 
 def notes_on_commits(every: int) -> Iterator[str]:
@@ -373,7 +355,8 @@ def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
         yield from (f"{whose}{note}" for note in data.notes)
         epoch_steps = data.train.micro_batches_per_epoch / recipe.train.accumulate
         epochs = _short(steps / epoch_steps)
-        yield f"{whose}one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
+        epoch = "about " * data.train.estimated + _short(epoch_steps)
+        yield f"{whose}one epoch is {epoch} steps; train.steps={steps} are {epochs} epochs"
     longest = None if recipe.model.path is None else longest_sequence(Path(recipe.model.path))
     if longest is not None and recipe.model.seq_len > longest:
         yield f"model.seq_len={recipe.model.seq_len} exceeds the checkpoint's {longest} positions"
@@ -411,18 +394,10 @@ def built(
             model: Any = GPT(recipe.model)
     else:
         torch.manual_seed(recipe.run.seed)  # for parameters that the checkpoint lacks
-        model_of, new, ignore = dict[str, Any](), recipe.model.new, recipe.model.ignore
-        if OBJECTIVES[recipe.train.task].head:
-            from transformers import AutoModelForSequenceClassification
-
-            model_of = {"auto_class": AutoModelForSequenceClassification, **scores_documents(recipe)}
-            new, ignore = (*new, *_NEW_IN_HEADS), (*ignore, *_NOT_IN_HEADS)
         model = infinity.from_pretrained(
             recipe.model.path,
             recipe,
-            **model_of,
-            new=new,
-            ignore=ignore,
+            **loaded_as(recipe.train.task, recipe.model),
             frozen=recipe.trains_adapters,
             stored_as=recipe.model.stored_as,
             on_progress=views.progress,

@@ -1,8 +1,9 @@
 """Entries of ``data.files`` and ``data.eval_files``: the settings of data, and the tokens of each entry."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
+from infinity.core.errors import RecipeError
 from infinity.data.examples import Kind
 from infinity.data.formats import COLUMNS, SUPERVISED, Reading
-from infinity.data.sources import find_files
+from infinity.data.sources import Source, find_files
 from infinity.data.tokenizer import DataError, Tokenizer, open_tokenizer
-from infinity.data.tokens import Tokens, open_tokens
+from infinity.data.tokens import Log, TokenCache, Tokens
 
 #: Keys of data, the last one followed by a name.
 TRAIN, HELD_OUT, EVAL_SETS = "data.files", "data.eval_files", "data.eval_sets."
@@ -32,7 +34,7 @@ class DataConfig(Config):
     )
     weights: tuple[float, ...] = setting(
         (),
-        "share of each entry of data.files in every epoch; empty: as much as each has",
+        "share of each entry of data.files in every batch; empty: as much as each has",
         Valid(above=0, most=10**6),
     )
     fields: Mapping[str, str] | None = setting(
@@ -61,6 +63,14 @@ class DataConfig(Config):
         "null: text as one stream, prompts and chats as true",
     )
     skip_malformed: bool = setting(False, "count and skip malformed rows")
+    streaming: bool = setting(
+        False, "make tokens while training goes on, in place of all before the first step"
+    )
+    shuffle_buffer: int = setting(
+        2**23,
+        "with data.streaming: bytes of files whose documents are packed, and sequences shuffled, together",
+        Valid(2**10, 2**40), nbytes=True,
+    )  # fmt: skip
     cache: str = option("runs/tokens", "directory in which tokens are cached between runs", path=True)
     shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
     seed: int = setting(0, "seed of the shuffling", Valid(0, 2**63 - 1))
@@ -108,8 +118,10 @@ class Sources:
 
     key: str
     tokenizer: Tokenizer
-    tokens: Tokens
+    tokens: Tokens  # of a stream those of a part of each entry
     parts: list[Part]
+    cache: TokenCache
+    streamed: list[list[Source]] = field(default_factory=list)  # of a stream the parts of each entry's files
 
     @property
     def whole(self) -> Part:
@@ -128,17 +140,13 @@ class Sources:
 
 
 def open_sources(
-    config: DataConfig,
-    vocab_size: int,
-    model_path: str | None,
-    log: Callable[[str], object] = lambda line: None,
-    kind: Kind | None = None,
-    *,
-    all_tokens: bool = False,
-) -> dict[str, Sources]:
+    config: DataConfig, vocab_size: int, model_path: str | None, log: Log, kind: Kind | None,
+    check: Callable[[Tokens], Tokens],
+) -> dict[str, Sources]:  # fmt: skip
     """Tokenize training data and held-out files, each if it is not cached; return them by their keys.
 
-    Arguments are those of ``open_data``.
+    Of a stream the tokens are those of a part of each entry. ``check`` returns tokens as they are trained on,
+    or raises; other arguments are those of ``open_data``.
     """
     tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
     if model_path is None and tokenizer.vocab_size > vocab_size:
@@ -146,23 +154,26 @@ def open_sources(
             f"data.tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is {vocab_size}; "
             f"set model.vocab_size={tokenizer.vocab_size}"
         )
+    cache = TokenCache(
+        folder=Path(config.cache), tokenizer=tokenizer, skip_malformed=config.skip_malformed,
+        reading=config.reading(SUPERVISED if kind is None else (kind.format,)),
+        encode=None if kind is None else kind.encode,
+    )  # fmt: skip
     seen = set[Path]()
 
     def opened(key: str, names: Sequence[str]) -> Sources:
-        files, ends = list[Path](), list[int]()
+        files, ends, streamed = list[Source](), list[int](), list[list[Source]]()
         for name in names:
-            others = seen if key == TRAIN else set(files)  # held-out sets may have files in common
-            found = [path for path in find_files([name], key=key) if path not in others]
+            others = seen if key == TRAIN else {file.path for file in files}  # held-out sets may share files
+            found = [Source(path) for path in find_files([name], key=key) if path not in others]
             files += found
-            seen.update(found)
+            seen.update(file.path for file in found)
             ends.append(len(files))
-        tokens = open_tokens(
-            files, tokenizer, Path(config.cache),
-            reading=config.reading(SUPERVISED if kind is None else (kind.format,)),
-            skip_malformed=config.skip_malformed, log=log, encode=None if kind is None else kind.encode,
-        )  # fmt: skip
-        tokens = tokens.all_counted() if all_tokens else tokens
-        return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends))
+        if key == TRAIN and config.streaming and files:
+            streamed = cut(files, ends, config)
+            files, ends = [parts[0] for parts in streamed], [*range(1, 1 + len(names))]
+        tokens = check(cache.open(files, log))
+        return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends), cache, streamed)
 
     sets = {f"{EVAL_SETS}{name}": files for name, files in (config.eval_sets or {}).items()}
     held_out = {HELD_OUT: config.eval_files, **sets}
@@ -173,12 +184,6 @@ def open_sources(
         raise DataError(
             f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
             "is left to train on; name others, or hold a part of them out with data.eval_fraction"
-        )
-    largest = max(each.tokens.largest for each in found.values())
-    if largest >= vocab_size:
-        raise DataError(
-            f"the data contains the token {largest}; the model in {model_path} has {vocab_size} tokens; "
-            "data.tokenizer=null selects the model's own tokenizer"
         )
     return found
 
@@ -193,4 +198,39 @@ def parts_of(tokens: Tokens, names: Sequence[str], ends: Sequence[int]) -> list[
         malformed = int(tokens.sources[first:end, 2].sum())
         found.append(Part(name, int(before[1]), int(last[1]), documents, malformed))
         first = end
+    return found
+
+
+def checked(
+    tokens: Tokens, *, vocab_size: int, model_path: str | None, all_tokens: bool, labels: int | None
+) -> Tokens:
+    """Return tokens as they are trained on; DataError, RecipeError: the model lacks a token, or a label."""
+    if tokens.largest >= vocab_size:
+        raise DataError(
+            f"the data contains the token {tokens.largest}; the model in {model_path} has {vocab_size} "
+            "tokens; data.tokenizer=null selects the model's own tokenizer"
+        )
+    largest = int(tokens.documents[:, 3].max(initial=0))
+    if labels is not None and largest >= labels:
+        raise RecipeError(
+            f"model.num_labels: the data has labels up to {largest}, and the model {labels} labels (null: "
+            f"those of its config.json); set model.num_labels={largest + 1}"
+        )
+    return tokens.all_counted() if all_tokens else tokens
+
+
+def cut(files: Sequence[Source], ends: Sequence[int], config: DataConfig) -> list[list[Source]]:
+    """Return the parts of each entry's files, which end before ``ends``; DataError: an entry has none.
+
+    They are small, so that a window has something of many places, and a few can be held out.
+    """
+    most = min(config.shuffle_buffer // 8, 2**24)
+    if config.eval_fraction:
+        total = sum(file.nbytes for file in files)
+        most = min(most, max(2**16, math.ceil(total * config.eval_fraction)))
+    found = []
+    for name, begin, end in zip(config.files, (0, *ends), ends):
+        found.append([part for file in files[begin:end] for part in file.parts(most)])
+        if not found[-1]:
+            raise DataError(f"data.files: {name}: all of its files are those of other entries, or held out")
     return found

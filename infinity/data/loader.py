@@ -1,131 +1,183 @@
-"""Batches of a run: tokens as sequences of equal length, in a shuffled order that all ranks share.
+"""Batches of a run, from streams of sequences whose order all ranks share.
 
-Each epoch has one global order of sequences. Micro-batch ``n`` is the n-th run of ``global_batch_size``
-sequences, of which each rank takes its slice. So shares are disjoint, a position is one number that is valid
-for any number of ranks, and every rank knows the number of targets on all ranks without communication.
+A batch of all ranks has the next ``global_batch_size`` sequences, of which each rank takes its slice. So
+shares are disjoint, a place is a few numbers that are valid for any number of ranks, and every rank knows the
+number of targets on all ranks without communication.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from infinity.core.config import SettingError
-from infinity.data.entries import EVAL_SETS, HELD_OUT, TRAIN, DataConfig, Part, Sources, open_sources
-from infinity.data.examples import Kind
-from infinity.data.sequences import (
-    Batch,
-    BatchShape,
-    Ints,
-    Sequences,
-    document_rows,
-    example_rows,
-    joined,
-    token_stream,
-)
+from infinity.data.sequences import Batch, BatchShape, Ints, Sequences, join
 from infinity.data.tokenizer import DataError
-from infinity.data.tokens import Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Shares of several sources in every epoch, by ``weights``; ``rows`` has how many each has, in order.
+class Stream:
+    """Sequences without end: of each epoch a window at a time; of these sequences, all are its only window.
 
-    An epoch has as many rows as all sources together. Those of a source come in an order of its own, which
-    begins anew when all were taken, within an epoch or later: so a small one repeats, of a large one an epoch
-    has a part, and the next epoch goes on there.
+    The order of a window follows from ``seed`` and the numbers of epoch and window. It leaves out what is no
+    ``multiple``.
     """
 
-    rows: tuple[int, ...]
-    weights: tuple[float, ...]
+    def __init__(
+        self, name: str, sequences: Sequences, seed: tuple[int, ...], *, shuffle: bool, multiple: int = 1
+    ) -> None:
+        self.name, self.sequences, self._seed, self._multiple = name, sequences, seed, multiple
+        self._shuffle, self._order = shuffle, np.zeros(0, np.int64)
+        self.place = (0, 0, 0, "")
 
     @property
-    def counts(self) -> Ints:
-        """Return how many rows of each source an epoch has."""
-        ends: Ints = np.rint(np.cumsum((0, *self.weights)) * (sum(self.rows) / sum(self.weights))).astype(int)
-        return ends[1:] - ends[:-1]
+    def place(self) -> tuple[int, int, int, str]:
+        """Return epoch, window, position in it, and a digest of what it is made of; empty: it is not open."""
+        return self._epoch, self._window, self._position, self._digest
 
-    def order(self, epoch: int, seed: int, shuffle: bool) -> Ints:
-        """Return the rows of an epoch, in order; it follows from the arguments alone."""
-        found, places = [], []
-        begins = np.cumsum((0, *self.rows[:-1]))
-        for source, (begin, number, count) in enumerate(zip(begins, self.rows, self.counts)):
-            first, stop = int(epoch * count), int((epoch + 1) * count)
-            which: Ints = np.arange(first, stop) % number
-            for turn in range(first // number, -(-stop // number)) if shuffle else ():
-                among = slice(max(0, turn * number - first), (turn + 1) * number - first)
-                which[among] = np.random.default_rng((seed, turn, source)).permutation(number)[which[among]]
-            found.append(begin + which)
-            places.append((np.arange(count) + 0.5) / max(1, count))
-        if shuffle:
-            return np.random.default_rng((seed, epoch)).permutation(np.concatenate(found))
-        return np.concatenate(found)[np.argsort(np.concatenate(places), kind="stable")]
+    @place.setter
+    def place(self, place: Sequence[Any]) -> None:
+        self._epoch, self._window, self._position, self._digest = place
+        self._is_open = False
+
+    def take(self, count: int) -> Iterator[tuple[Sequences, Ints]]:
+        """Yield ``count`` sequences, each time some of one window."""
+        empty = 0
+        while count:
+            if not self._is_open:
+                self._open()
+            which = self._order[self._position : self._position + count]
+            self._position, count = self._position + len(which), count - len(which)
+            if len(which):
+                yield self.sequences, which
+            if count:
+                empty = 0 if len(self._order) else empty + 1
+                if empty > self._windows():
+                    raise DataError(
+                        f"{self.name}: nothing in it makes a sequence of {self.sequences.seq_len}"
+                    )
+                self.place = (*self._following, 0, "")
+
+    def upcoming(self, count: int) -> Ints:
+        """Return those of the next ``count`` sequences, ascending, where there is one window."""
+        ahead, found, size = copy.copy(self), np.zeros(len(self.sequences), np.bool_), len(self.sequences)
+        while count > 0 and not found.all():
+            for _, which in ahead.take(min(count, size)):
+                found[which] = True
+            count -= size
+        return np.flatnonzero(found)
+
+    @property
+    def _following(self) -> tuple[int, int]:
+        """Epoch and window of the next one."""
+        ends = self._window + 1 == self._windows()
+        return (self._epoch + 1, 0) if ends else (self._epoch, self._window + 1)
+
+    def _open(self) -> None:
+        self.sequences, digest, *numbers = self._read()
+        if self._digest not in ("", digest):
+            raise DataError(
+                f"{self.name}: the files are not those that the run was interrupted with: window "
+                f"{self._window} of epoch {self._epoch} has other tokens"
+            )
+        order = self._ordered(len(self.sequences), self._epoch, *numbers)
+        self._order = order[: len(order) // self._multiple * self._multiple]
+        self._digest, self._is_open = digest, True
+
+    def _ordered(self, count: int, *numbers: int) -> Ints:
+        """Return an order of ``count`` things, which follows from the seed and ``numbers``."""
+        rng = np.random.default_rng((*self._seed, *numbers))
+        return rng.permutation(count) if self._shuffle else np.arange(count)
+
+    def _windows(self) -> int:
+        """Return the number of windows of the epoch."""
+        return 1
+
+    def _read(self) -> tuple[Any, ...]:
+        """Return the window's sequences, a digest of its tokens, and what tells its order from others'."""
+        return self.sequences, ""
 
 
-class TokenLoader:
-    """Endless iterator over one rank's training batches; positions of another ``identity`` are refused."""
+class Loader:
+    """Endless iterator over one rank's training batches, of which streams have shares by ``weights``.
+
+    Places of another ``identity`` are refused. ``per_epoch`` is the number of sequences of an epoch, or an
+    estimate.
+    """
 
     def __init__(
-        self, sequences: Sequences, shape: BatchShape, seed: int = 0, shuffle: bool = True,
-        identity: str = "", mixture: Mixture | None = None,
+        self, streams: Sequence[Stream], weights: Sequence[float], shape: BatchShape,
+        identity: Mapping[str, Any], per_epoch: float, *, estimated: bool = False,
     ) -> None:  # fmt: skip
-        self.sequences, self.shape, self._mixture = sequences, shape, mixture
-        seq_len, count, size = shape.seq_len, len(sequences), shape.global_batch_size
-        self._identity: dict[str, Any] = {"tokens": identity, "seq_len": seq_len}
-        self._identity |= {"seed": seed, "shuffle": shuffle}
-        self.micro_batches_per_epoch = count // size
+        self.streams, self.shape, self.estimated = streams, shape, estimated
+        self._identity = {**identity, "seq_len": shape.seq_len}
+        self._shares, self._taken = np.cumsum((0, *weights)) / sum(weights), 0
+        self.micro_batches_per_epoch = per_epoch / shape.global_batch_size
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Sequences], shape: BatchShape, seed: int = 0, shuffle: bool = True,
+        identity: str = "", weights: Sequence[float] = (),
+    ) -> "Loader":  # fmt: skip
+        """Return the loader of sequences that are all known, of several parts by weights.
+
+        Without weights batches of an epoch are whole: what is left at its end is left out.
+        """
+        size, seq_len, count = shape.global_batch_size, shape.seq_len, sum(map(len, parts))
         if count < size:
             raise DataError(
                 f"the training data has {count} sequences of {seq_len} tokens; a micro-batch needs {size} "
                 f"({shape.world_size} ranks with train.batch_size={shape.batch_size}): give more data, or "
                 "lower train.batch_size or model.seq_len"
             )
-        self._seek(0, 0)
+        streams = [
+            Stream(
+                f"data {number}", each, (seed, number) if weights else (seed,), shuffle=shuffle,
+                multiple=1 if weights else size,
+            )
+            for number, each in enumerate(parts)
+        ]  # fmt: skip
+        place = {"tokens": identity, "seed": seed, "shuffle": shuffle}
+        return cls(streams, weights or (1.0,), shape, place, count // size * size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        size = self.shape.global_batch_size
-        if self._position + size > len(self._order):
-            self._seek(self.epoch + 1, 0)
-        together = self._order[self._position : self._position + size]
-        self._position += size
-        return self.sequences.batch(self.shape.share(together), together)
+        shape, parts, filled = self.shape, list[Batch](), 0
+        for stream, count in zip(self.streams, self._counts(shape.global_batch_size)):
+            for sequences, together in stream.take(count):
+                ranks = np.arange(filled, filled + len(together)) // shape.batch_size
+                parts.append(sequences.batch(together[ranks == shape.rank], together))
+                filled += len(together)
+        self._taken += filled
+        return join(parts)
+
+    def upcoming(self, micro_batches: int) -> Iterator[tuple[Stream, Ints]]:
+        """Yield each stream with those of its sequences that so many micro-batches from here on have."""
+        counts = self._counts(micro_batches * self.shape.global_batch_size)
+        yield from ((stream, stream.upcoming(count)) for stream, count in zip(self.streams, counts))
+
+    def _counts(self, count: int) -> list[int]:
+        """Return how many of the next ``count`` sequences are of each stream."""
+        begins, ends = (np.rint(self._shares * at).astype(int) for at in (self._taken, self._taken + count))
+        counts: list[int] = np.diff(ends - begins).tolist()
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position before the next batch; the same on every rank."""
-        return {**self._identity, "epoch": self.epoch, "position": self._position}
+        """Return the place before the next batch; the same on every rank."""
+        places = [stream.place for stream in self.streams]
+        return {**self._identity, "taken": self._taken, "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, also with another number of ranks or batch size."""
+        """Continue at a saved place, also with another number of ranks or batch size."""
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(f"data: the saved position has {key}={state.get(key)!r}, this run {value!r}")
-        self._seek(int(state["epoch"]), int(state["position"]))
-
-    def upcoming(self, micro_batches: int) -> Ints:
-        """Return the sequences that so many micro-batches from here on have, ascending."""
-        epoch, order, first = self.epoch, self._order, self._position
-        found, size = np.zeros(len(self.sequences), np.bool_), self.shape.global_batch_size
-        while micro_batches > 0 and not found.all():
-            count = min(micro_batches, (len(order) - first) // size)
-            found[order[first : first + count * size]] = True
-            micro_batches, epoch, first = micro_batches - count, epoch + 1, 0
-            order = self._order_of(epoch)
-        return np.flatnonzero(found)
-
-    def _seek(self, epoch: int, position: int) -> None:
-        self.epoch, self._position, self._order = epoch, position, self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> Ints:
-        seed, shuffle = self._identity["seed"], self._identity["shuffle"]
-        if self._mixture is not None:
-            return self._mixture.order(epoch, seed, shuffle)
-        if shuffle:
-            return np.random.default_rng((seed, epoch)).permutation(len(self.sequences))
-        return np.arange(len(self.sequences))
+        before = [(state.get("epoch", 0), 0, state.get("position", 0), "")]  # of older versions
+        self._taken = int(state.get("taken", 0))
+        for stream, place in zip(self.streams, state.get("places", before), strict=True):
+            stream.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,162 +200,3 @@ class HeldOut:
         count, size = len(self.sequences), self.shape.global_batch_size
         number = max(1, min(limit, count // size))
         return (np.arange(number * size) * count // (number * size)).reshape(number, size)
-
-
-class Layout(NamedTuple):
-    """How documents become sequences: packed, one in each, or (null) as one stream; ``kind``: examples."""
-
-    shape: BatchShape
-    packing: bool | None
-    kind: Kind | None = None
-
-    @property
-    def seq_len(self) -> int:
-        return self.shape.seq_len
-
-    def of(self, tokens: Tokens, parts: Sequence[Part]) -> list[Sequences]:
-        """Return the sequences of each part; DataError: one has too few tokens."""
-        return [self._of(tokens, part) for part in parts]
-
-    def _of(self, tokens: Tokens, part: Part) -> Sequences:
-        seq_len = self.shape.seq_len
-        if self.packing is not None:
-            only = replace(tokens, documents=part.documents)
-            if self.kind is not None:
-                return example_rows(only, self.shape, self.kind, packing=self.packing)
-            return document_rows(only, seq_len, packing=self.packing)
-        if part.end - part.begin <= seq_len:
-            raise DataError(
-                f"{part.name}: {part.end - part.begin} tokens, fewer than one sequence of {seq_len} and "
-                "its target; give more data or lower model.seq_len"
-            )
-        found = token_stream(tokens.values[part.begin : part.end], seq_len)
-        return replace(found, values=tokens.values, starts=found.starts + part.begin)
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Training and held-out data of a run."""
-
-    train: TokenLoader
-    evaluated: Mapping[str, HeldOut]  # held-out data by the names of data.eval_sets; the other one has none
-    packed: bool  # sequences hold several documents each, which must not attend to each other
-    sources: Sources  # what train is of
-    layout: Layout
-    notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
-    labels: int = 0  # one more than the largest label of examples
-
-    @property
-    def held_out(self) -> HeldOut | None:
-        """Return the data of ``data.eval_files``, or ``data.eval_fraction``."""
-        return self.evaluated.get("")
-
-
-def open_data(
-    config: DataConfig,
-    shape: BatchShape,
-    *,
-    vocab_size: int,
-    model_path: str | None = None,
-    log: Callable[[str], object] = lambda line: None,
-    kind: Kind | None = None,
-    all_tokens: bool = False,
-) -> Data:
-    """Open the data of a run. All ranks may call at the same time.
-
-    Args:
-        vocab_size: The model's; DataError: the data has a token beyond it.
-        model_path: The model's directory, whose tokenizer is used if the recipe names none.
-        log: Called with a progress line now and then, while this process tokenizes.
-        kind: Of the examples; None: text, prompts and chats.
-        all_tokens: Count in the loss, also those of prompts.
-    """
-    given = open_sources(config, vocab_size, model_path, log, kind, all_tokens=all_tokens)
-    train, others = given[TRAIN], {key: each for key, each in given.items() if key != TRAIN}
-    packing, notes = _packing(config, given, kind), list[str]()
-    for each in given.values():
-        notes += each.notes(mixed=bool(config.weights) and each is train)
-    layout, parts = Layout(shape, packing, kind), train.parts if config.weights else [train.whole]
-    held = {key: joined(layout.of(each.tokens, [each.whole])) for key, each in others.items()}
-    if not held and config.eval_fraction:
-        together = 1 if kind is None else kind.documents
-        cut = [_hold_out(config, shape.seq_len, packing, part, together) for part in parts]
-        parts, held_parts, more = (list(each) for each in zip(*cut))
-        notes += more
-        held[HELD_OUT] = joined(layout.of(train.tokens, held_parts))
-    by_part, mixture = layout.of(train.tokens, parts), None
-    sequences = joined(by_part)
-    for key, found in held.items():
-        if not len(found):
-            raise DataError(
-                f"the {_called(key)} has no target that counts in the loss, in sequences of "
-                f"{shape.seq_len} tokens; give more of it or raise model.seq_len"
-            )
-    if packing is not None:
-        notes += [f"training data: {sequences}", *(f"{_called(key)}: {each}" for key, each in held.items())]
-    identity = f"{train.tokens.digest}:{sequences.identity}"
-    if config.weights:
-        mixture = Mixture(tuple(map(len, by_part)), config.weights)
-        identity += f":{list(config.weights)}"
-        notes += _notes_on(mixture, parts)
-    loader = TokenLoader(sequences, shape, config.seed, config.shuffle, identity, mixture)
-    evaluated = {
-        "" if key == HELD_OUT else key.removeprefix(EVAL_SETS): HeldOut(each, shape)
-        for key, each in held.items()
-    }
-    of = (each.examples for each in (sequences, *held.values()) if each.examples is not None)
-    labels = max((1 + int(each.labels.max(initial=-1)) for each in of), default=0)
-    return Data(loader, evaluated, packing is True, train, layout, tuple(notes), labels)
-
-
-def _packing(config: DataConfig, given: Mapping[str, Sources], kind: Kind | None) -> bool | None:
-    """Return whether rows are packed; None: tokens are one stream."""
-    if kind is not None and kind.whole:
-        if config.packing:
-            wanted = "false or null for a task whose model scores whole documents"
-            raise SettingError("data.packing", True, wanted)
-        return False
-    if config.packing is None and kind is None:
-        return True if any(each.tokens.loss_mask is not None for each in given.values()) else None
-    return config.packing is not False
-
-
-def _called(key: str) -> str:
-    return "held-out data" if key == HELD_OUT else key
-
-
-def _notes_on(mixture: Mixture, parts: Sequence[Part]) -> Iterator[str]:
-    for part, rows, count in zip(parts, mixture.rows, mixture.counts):
-        if not rows:
-            raise DataError(f"{part.name}: no sequence to mix in (data.weights)")
-        share = count / max(1, sum(mixture.rows))
-        yield (
-            f"{part.name}: {rows:,} sequences, {share:.1%} of an epoch, which has each of them "
-            f"{count / rows:.3g} times"
-        )
-
-
-def _hold_out(
-    config: DataConfig, seq_len: int, packing: bool | None, part: Part, together: int
-) -> tuple[Part, Part, str]:
-    """Hold out the last tokens, or whole documents; return the others, these, and a line about it.
-
-    Documents stay ``together`` in such numbers.
-    """
-    kind, whole, least = "tokens", part.end - part.begin, seq_len + 1
-    if packing is not None:
-        kind, whole, least = "documents", len(part.documents), together
-    count = max(round(whole * config.eval_fraction / together) * together, least)
-    if whole - count < least:
-        raise DataError(
-            f"{part.name}: {whole} {kind} are too few to hold {count} out "
-            f"and train on a sequence of {seq_len}; give more data, lower data.eval_fraction (0: hold "
-            "nothing out), or lower model.seq_len"
-        )
-    if packing is None:
-        train, held_out = part._replace(end=part.end - count), part._replace(begin=part.end - count)
-    else:
-        train, held_out = (part._replace(documents=each) for each in np.split(part.documents, [-count]))
-    fraction = f"(data.eval_fraction={config.eval_fraction:g})"
-    of = f" of {part.name}" if config.weights else ""
-    return train, held_out, f"held out: the last {count:,} of {whole:,} {kind}{of} {fraction}"

@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infinity.data.entries import Part
 from infinity.data.examples import Kind
+from infinity.data.tokenizer import DataError
 from infinity.data.tokens import Tokens
 
 Ints = NDArray[np.int64]
@@ -331,22 +333,59 @@ def best_fit(sizes: Ints, capacity: int) -> Ints:
     return rows
 
 
-def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate micro-batches along the batch dimension."""
+class Layout(NamedTuple):
+    """How documents become sequences: packed, one in each, or (null) as one stream; ``kind``: examples."""
 
-    def together(parts: Sequence[Tensor | None], default: Tensor) -> Tensor | None:
+    shape: BatchShape
+    packing: bool | None
+    kind: Kind | None = None
+
+    @property
+    def seq_len(self) -> int:
+        return self.shape.seq_len
+
+    def of(self, tokens: Tokens, parts: Sequence[Part]) -> list[Sequences]:
+        """Return the sequences of each part; DataError: one has too few tokens."""
+        for part in parts if self.packing is None else ():
+            if part.end - part.begin <= self.seq_len:
+                raise DataError(
+                    f"{part.name}: {part.end - part.begin} tokens, fewer than one sequence of {self.seq_len} "
+                    "and its target; give more data or lower model.seq_len"
+                )
+        return [self.of_part(tokens, part) for part in parts]
+
+    def of_part(self, tokens: Tokens, part: Part) -> Sequences:
+        seq_len = self.shape.seq_len
+        if self.packing is not None:
+            only = replace(tokens, documents=part.documents)
+            if self.kind is not None:
+                return example_rows(only, self.shape, self.kind, packing=self.packing)
+            return document_rows(only, seq_len, packing=self.packing)
+        if tokens.loss_mask is not None:
+            raise DataError(
+                f"{part.name}: prompts or chats among texts, of which there were none in what was looked at "
+                "first: set data.packing=true"
+            )
+        found = token_stream(tokens.values[part.begin : part.end], seq_len)
+        return replace(found, values=tokens.values, starts=found.starts + part.begin)
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Concatenate micro-batches, or parts of one, along the batch dimension."""
+    tokens, targets, positions, masks, token_counts, target_counts, *more = zip(*batches)
+    places = [torch.arange(each.shape[1], device="cpu").expand_as(each) for each in tokens]
+
+    def together(parts: Sequence[Tensor | None], defaults: Sequence[Tensor]) -> Tensor | None:
         if all(part is None for part in parts):
             return None
-        return torch.cat([default if part is None else part for part in parts])
+        return torch.cat([default if part is None else part for part, default in zip(parts, defaults)])
 
-    tokens, targets, positions, masks, token_counts, target_counts, *more = zip(*batches)
-    places = torch.arange(tokens[0].shape[1], device="cpu").expand_as(tokens[0])
     return Batch(
         torch.cat(tokens),
         torch.cat(targets),
         together(positions, places),
-        together(masks, torch.ones_like(places)),
+        together(masks, [torch.ones_like(each) for each in places]),
         sum(token_counts),
         sum(target_counts),
-        *(together(parts, parts[0]) for parts in more),  # in all of them, or in none
+        *(together(parts, parts) for parts in more),  # in all of them, or in none
     )

@@ -6,7 +6,10 @@ Other files are text. Memory does not grow with a file, but for a JSON array.
 
 import csv
 import gzip
+import io
+import os
 import re
+import sys
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +25,8 @@ from infinity.data.tokenizer import DataError, MalformedError
 
 #: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
 PIECE_CHARS = 1 << 20
+#: A longer line of text may be cut where a part of its file begins, between words.
+_LONG_LINE_NBYTES = 1 << 16
 #: The longest line of JSONL that is read (bytes), and the largest JSON array.
 _MOST_LINE_NBYTES, _MOST_JSON_NBYTES = 1 << 26, 1 << 30
 #: Rows of Parquet and Arrow that memory holds at one time.
@@ -33,6 +38,43 @@ _ENDS = ("\n", "\r")  # of a line
 _ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
 #: First words of names of files that are not for training, where others are.
 _TRAIN, _HELD_OUT = {"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval"}
+
+
+#: Files that are read from their beginning only, and the largest of them that can be a part.
+_FROM_THE_BEGINNING, _MOST_PART_NBYTES = {".jsonl.gz", ".json", ".csv", ".tsv", ".arrow"}, 1 << 30
+
+
+class Source(NamedTuple):
+    """A file or saved data set, or part ``number`` of ``of`` about equal ones, with no row in common."""
+
+    path: Path
+    number: int = 0
+    of: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path} (part {self.number + 1} of {self.of})" if self.of > 1 else str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its files, of a part about its share."""
+        with readable(self.path):
+            return sum(file.stat().st_size for file in files_of(self.path)) // self.of
+
+    def range(self, count: int) -> range:
+        """Return which of ``count`` things, in order, are of this part."""
+        return range(count * self.number // self.of, count * (self.number + 1) // self.of)
+
+    def parts(self, nbytes: int) -> list["Source"]:
+        """Return its parts of about ``nbytes``; DataError: it has none, and is too large to be one."""
+        whole, of = self.nbytes, 1
+        if _suffix(self.path) not in _FROM_THE_BEGINNING:
+            of = max(1, min(-(-whole // nbytes), _most_parts(self.path)))
+        elif whole > _MOST_PART_NBYTES:
+            raise DataError(
+                f"{self.path}: with data.streaming such a file may have {format_nbytes(_MOST_PART_NBYTES)}, "
+                "since it is read whole; give several, or .jsonl or .parquet"
+            )
+        return [Source(self.path, number, of) for number in range(of)]
 
 
 class Row(NamedTuple):
@@ -127,12 +169,12 @@ def _suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
-def rows(source: Path, reading: Reading) -> Iterator[Row]:
+def rows(source: Source, reading: Reading) -> Iterator[Row]:
     """Yield the rows of a source in order, each in its standard form or with the reason that it has none.
 
     DataError: the source cannot be read, or no row can have one of the formats.
     """
-    read = READERS.get(_suffix(source), _saved)
+    read = READERS.get(_suffix(source.path), _saved)
     for where, row in read(source, reading):
         try:
             if isinstance(row, MalformedError):
@@ -145,20 +187,22 @@ def rows(source: Path, reading: Reading) -> Iterator[Row]:
 _Rows = Iterator[tuple[str, Record | MalformedError]]
 
 
-def _json_lines(path: Path, reading: Reading) -> _Rows:
-    for number, line in read_lines(path):
+def _json_lines(source: Source, reading: Reading) -> _Rows:
+    for number, line in read_lines(source):
+        where = f"{source}:{number}"
         try:
-            yield f"{path}:{number}", load_object(line)
+            yield where, load_object(line)
         except MalformedError as error:
-            yield f"{path}:{number}", error
+            yield where, error
 
 
-def _json(path: Path, reading: Reading) -> _Rows:
+def _json(source: Source, reading: Reading) -> _Rows:
     """Yield the objects of a JSON array; many files of this name are JSONL."""
+    path = source.path
     with readable(path), open(open_regular(path), "rb") as file:
         is_array = file.read(2**16).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
     if not is_array:
-        yield from _json_lines(path, reading)
+        yield from _json_lines(source, reading)
         return
     with readable(path):
         content = read_file(path, _MOST_JSON_NBYTES)
@@ -171,8 +215,9 @@ def _json(path: Path, reading: Reading) -> _Rows:
         yield f"{path}: item {number}", value if is_object else _no_object(value)
 
 
-def _csv(path: Path, reading: Reading) -> _Rows:
+def _csv(source: Source, reading: Reading) -> _Rows:
     """Yield the rows of CSV (or TSV) with a header; all values are text."""
+    path = source.path
     csv.field_size_limit(_MOST_LINE_NBYTES)
     delimiter = "\t" if path.suffix == ".tsv" else ","
     with readable(path), open(open_regular(path), encoding="utf-8-sig", newline="") as file:
@@ -198,17 +243,33 @@ def _csv(path: Path, reading: Reading) -> _Rows:
                 yield where, MalformedError(f"wanted {len(header)} cells, as in the header; got {len(cells)}")
 
 
-def _parquet(path: Path, reading: Reading) -> _Rows:
+def _parquet(source: Source, reading: Reading) -> _Rows:
+    path = source.path
     _library(path)
     from pyarrow import parquet
 
     with _of_arrow(path, "Parquet") as file:
         table = parquet.ParquetFile(file)
         columns = _check_columns(table.schema_arrow.names, path, reading)
-        yield from _numbered(path, table.iter_batches(_BATCH_ROWS, columns=columns))
+        groups = source.range(table.num_row_groups)
+        first = sum(table.metadata.row_group(each).num_rows for each in range(groups.start))
+        batches = table.iter_batches(_BATCH_ROWS, columns=columns, row_groups=[*groups])
+        yield from _numbered(path, batches, first)
 
 
-def _arrow(path: Path, reading: Reading) -> _Rows:
+def _most_parts(path: Path) -> int:
+    """Return the most parts that a file can have: of Parquet its row groups."""
+    if path.suffix != ".parquet":
+        return sys.maxsize
+    _library(path)
+    from pyarrow import parquet
+
+    with _of_arrow(path, "Parquet") as file:
+        return int(parquet.ParquetFile(file).num_row_groups)
+
+
+def _arrow(source: Source, reading: Reading) -> _Rows:
+    path = source.path
     _library(path)
     from pyarrow import ArrowInvalid, ipc
 
@@ -224,16 +285,18 @@ def _arrow(path: Path, reading: Reading) -> _Rows:
         yield from _numbered(path, (batch.select(columns) for batch in batches))
 
 
-def _saved(path: Path, reading: Reading) -> _Rows:
+def _saved(source: Source, reading: Reading) -> _Rows:
+    path = source.path
     datasets = _library(path)
     with library_errors(DataError, f"{path}: datasets cannot load what save_to_disk wrote there"):
         saved = datasets.load_from_disk(str(path)).with_format("arrow")
-    columns = _check_columns(saved.column_names, path, reading)
-    yield from _numbered(path, saved.select_columns(columns).iter(_BATCH_ROWS))
+    columns, of_part = _check_columns(saved.column_names, path, reading), source.range(len(saved))
+    saved = saved.select_columns(columns).select(of_part)
+    yield from _numbered(path, saved.iter(_BATCH_ROWS), of_part.start)
 
 
 #: How rows are read, by the suffix of their file.
-READERS: dict[str, Callable[[Path, Reading], _Rows]] = {
+READERS: dict[str, Callable[[Source, Reading], _Rows]] = {
     ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv,
     ".parquet": _parquet, ".arrow": _arrow,
 }  # fmt: skip
@@ -270,20 +333,19 @@ def _check_columns(columns: Sequence[str], path: Path, reading: Reading) -> list
     return [name for name in columns if reading.is_read(name)]
 
 
-def _numbered(path: Path, batches: Iterator[Any]) -> _Rows:
-    """Yield the rows of batches; a null is a field that a row does not have."""
-    number = 0
+def _numbered(path: Path, batches: Iterator[Any], number: int = 0) -> _Rows:
+    """Yield the rows of batches, after ``number`` others; a null is a field that a row does not have."""
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
             yield f"{path}: row {number}", {name: each for name, each in row.items() if each is not None}
 
 
-def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
+def read_pieces(source: Source) -> Iterator[tuple[str, bool]]:
     """Yield pieces of whole lines, or of words of longer ones, and whether each is the last."""
     lines: list[str] = []
     size = number = 0
-    with readable(path), open(open_regular(path), encoding="utf-8-sig", newline="") as file:
+    with _opened(source) as stored, io.TextIOWrapper(stored, "utf-8-sig", newline="") as file:
         try:
             while line := file.readline(PIECE_CHARS):
                 if size >= PIECE_CHARS:
@@ -296,31 +358,51 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
                 size += len(line)
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path}: not UTF-8 text, after line {number}: {error.reason}; files are text, but for those "
-                f"of {', '.join(READERS)}: decompress what is compressed"
+                f"{source}: not UTF-8 text, after line {number}: {error.reason}; files are text, but for "
+                f"those of {', '.join(READERS)}: decompress what is compressed"
             ) from error
     if lines:
         yield "".join(lines), True
 
 
 @contextmanager
-def _unpacked(path: Path, file: Any) -> Iterator[Any]:
-    """Yield a file, or what gzip has compressed in it; DataError: that is damaged."""
-    if path.suffix != ".gz":
-        yield file
-        return
-    with library_errors(DataError, f"{path}: cannot be read as gzip"), gzip.open(file) as whole:
-        yield whole
+def _opened(source: Source) -> Iterator[Any]:
+    """Open a file, or what gzip has compressed in it; of a part, its lines are in memory."""
+    path = source.path
+    with readable(path), open(open_regular(path), "rb") as file:
+        if source.of > 1:
+            part = source.range(os.fstat(file.fileno()).st_size)
+            most = _MOST_LINE_NBYTES if has_rows(path) else _LONG_LINE_NBYTES
+            begin, end = (_line_at(file, each, most) for each in (part.start, part.stop))
+            file.seek(begin)
+            yield io.BytesIO(file.read(end - begin))
+        elif path.suffix == ".gz" and has_rows(path):
+            with library_errors(DataError, f"{path}: cannot be read as gzip"), gzip.open(file) as whole:
+                yield whole
+        else:
+            yield file
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of ``path`` that are not blank, each after its number (from 1)."""
-    with readable(path), open(open_regular(path), "rb") as stored, _unpacked(path, stored) as file:
+def _line_at(file: Any, offset: int, most: int) -> int:
+    """Return where the first line begins, from ``offset`` on; in a line of ``most`` bytes a word, about."""
+    file.seek(max(0, offset - 1))
+    rest = file.readline(most) if offset else b""
+    if len(rest) < most or rest.endswith(b"\n"):
+        return int(file.tell())
+    after = rest.find(b" ", 1)
+    if after < 0:  # a character
+        after = next((at for at in range(1, len(rest)) if rest[at] & 0xC0 != 0x80), len(rest))
+    return offset - 1 + after
+
+
+def read_lines(source: Source) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a source that are not blank, each after its number (from 1)."""
+    with _opened(source) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
             if len(line) > _MOST_LINE_NBYTES:
                 raise DataError(
-                    f"{path}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; wanted a "
-                    "document per line: cut this one into several"
+                    f"{source}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; "
+                    "wanted a document per line: cut this one into several"
                 )
             if not line.isspace():
                 yield number, line

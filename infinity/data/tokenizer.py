@@ -84,6 +84,10 @@ class Tokenizer:
     opening: int | None = None  # token at the beginning of every document, if any
     separator: int | None  # token at the end of every document, if any
     fingerprint: str  # equal ones give equal tokens
+    name: str = "bytes"  # by which it was opened
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_tokenizer, (self.name,)  # another process opens it again
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
@@ -291,7 +295,9 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     path = user_path(name, "data.tokenizer")
-    return DirectoryTokenizer(path) if path.is_dir() else FileTokenizer(path)
+    tokenizer = DirectoryTokenizer(path) if path.is_dir() else FileTokenizer(path)
+    tokenizer.name = str(path)
+    return tokenizer
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:

@@ -12,18 +12,19 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.core.errors import UnsafePathError
+from infinity.core.errors import LockedError, UnsafePathError
 from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
 from infinity.data.formats import Completion, Reading, Record, document_of
-from infinity.data.sources import files_of, has_rows, read_pieces, readable, rows
+from infinity.data.sources import Source, files_of, has_rows, read_pieces, readable, rows
 from infinity.data.tokenizer import Chat, DataError, Encoded, MalformedError, Tokenizer, encode_completion
 
 #: How supervised data is read, without other names of columns.
@@ -33,7 +34,7 @@ Log: TypeAlias = Callable[[str], object]
 
 _FORMAT = 5
 #: Yields the documents of a source, or the errors of its malformed rows; its name is a part of the cache's.
-Encode: TypeAlias = Callable[[Path, Tokenizer, Reading], Iterator[Encoded | DataError]]
+Encode: TypeAlias = Callable[[Source, Tokenizer, Reading], Iterator[Encoded | DataError]]
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
@@ -60,42 +61,103 @@ class Tokens:
         return replace(self, loss_mask=None, documents=documents, digest=f"{self.digest}:all")
 
 
-def open_tokens(
-    sources: Sequence[Path],
-    tokenizer: Tokenizer,
-    cache: Path,
-    *,
-    reading: Reading = READ,
-    skip_malformed: bool = False,
-    log: Log = lambda line: None,
-    encode: Encode | None = None,
-) -> Tokens:
-    """Return the tokens of ``sources`` in order, mapped from ``cache``; tokenize them first if needed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCache:
+    """Tokens of sources, encoded once and kept in ``folder``; says how they are read and encoded.
 
-    ``encode`` yields the documents of a source, in place of :func:`encode_documents`. Memory does not grow
-    with the sources. If ``skip_malformed``, malformed rows are counted, not raised.
-    While this process writes tokens, ``log`` gets a line every ten seconds.
+    If ``skip_malformed``, malformed rows are counted, not raised.
     """
-    seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
-    encode = encode or encode_documents
-    seen += [reading.formats, dict(reading.fields), encode.__name__]
-    for source in sources:
-        with readable(source):
-            for file in files_of(source):
-                stat = file.stat()
-                seen.append((str(file), stat.st_size, stat.st_mtime_ns))
-    path = cache / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
+
+    folder: Path
+    tokenizer: Tokenizer
+    reading: Reading = READ
+    skip_malformed: bool = False
+    encode: Encode | None = None  # yields the documents of a source; None: as encode_documents does
+
+    def open(self, sources: Sequence[Source], log: Log = lambda line: None) -> Tokens:
+        """Return the tokens of ``sources`` in order, mapped; encode them first if needed.
+
+        Memory does not grow with the sources. While this process writes tokens, ``log`` gets a line every ten
+        seconds.
+        """
+        path = self.entry(sources)
+        with _explained(path):
+            while True:
+                self.make(sources, log)
+                try:
+                    own_directory(path)  # no other user writes or reads the tokens
+                    return _read_entry(path, self.tokenizer.encode("").dtype)
+                except FileNotFoundError:
+                    if path.exists():
+                        raise  # else another run has removed it
+
+    def entry(self, sources: Sequence[Source]) -> Path:
+        """Return where the tokens of ``sources`` are."""
+        encode = (self.encode or encode_documents).__name__
+        seen: list[object] = [_FORMAT, os.geteuid(), self.tokenizer.fingerprint, self.skip_malformed]
+        seen += [self.reading.formats, dict(self.reading.fields), encode]
+        for source in sources:
+            with readable(source.path):
+                for file in files_of(source.path):
+                    stat = file.stat()
+                    seen.append((str(file), stat.st_size, stat.st_mtime_ns))
+            seen += [source[1:]] if source.of > 1 else []
+        return self.folder / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
+
+    def make(
+        self, sources: Sequence[Source], log: Log = lambda line: None, *, patience_s: float = math.inf
+    ) -> None:
+        """Encode ``sources`` unless they are; LockedError: another process does it, for ``patience_s``."""
+        path, encode = self.entry(sources), self.encode or encode_documents
+        with _explained(path):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                read = ((source, encode(source, self.tokenizer, self.reading)) for source in sources)
+                write = partial(_write, read, len(sources), skip_malformed=self.skip_malformed, log=log)
+                _write_once(path, write, patience_s)
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Remove the tokens of ``sources``, at once and whole."""
+        path = self.entry(sources)
+        gone = path.with_suffix(f".{os.getpid()}")
+        with suppress(FileNotFoundError):  # another rank is quicker
+            path.rename(gone)
+            shutil.rmtree(gone)
+            path.with_suffix(".lock").unlink()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise errors of the cache as a DataError that says so."""
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            read = ((source, encode(source, tokenizer, reading)) for source in sources)
-            _write_once(path, lambda folder: _write(read, len(sources), folder, skip_malformed, log))
-        own_directory(path)  # no other user writes or reads the tokens
-        return _read_entry(path, tokenizer.encode("").dtype)
+        yield
+    except LockedError:
+        raise
     except UnsafePathError as error:
         raise DataError(f"data.cache: {error.strerror}") from error
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return the tokens of several sources together, in memory."""
+    sizes = [len(each.values) for each in parts]
+    counts = [len(each.documents) for each in parts]
+    begins, masked = np.cumsum([0, *sizes[:-1]]), any(each.loss_mask is not None for each in parts)
+    malformed = [each.malformed for each in parts]
+    masks = (np.ones(n, np.bool_) if p.loss_mask is None else p.loss_mask for p, n in zip(parts, sizes))
+    sources = np.cumsum(np.stack([counts, sizes], axis=1), axis=0)
+    return Tokens(
+        values=np.concatenate([each.values for each in parts]),
+        loss_mask=np.concatenate([*masks]) if masked else None,
+        documents=np.concatenate(
+            [each.documents + np.array([at, at, 0, 0]) for each, at in zip(parts, begins)]
+        ),
+        largest=max(each.largest for each in parts),
+        digest=hashlib.sha256("".join(each.digest for each in parts).encode()).hexdigest(),
+        malformed=(sum(n for n, _ in malformed), next((first for n, first in malformed if n), "")),
+        sources=np.column_stack([sources, [n for n, _ in malformed]]),
+    )
 
 
 def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
@@ -124,10 +186,10 @@ def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
         ) from error
 
 
-def _write_once(path: Path, write: Callable[[Path], None]) -> None:
+def _write_once(path: Path, write: Callable[[Path], None], patience_s: float) -> None:
     """Write ``path`` unless another process has done so; it appears whole or not at all."""
     with ExitStack() as stack:
-        stack.callback(os.close, lock_file(path.with_suffix(".lock"), patience_s=math.inf))
+        stack.callback(os.close, lock_file(path.with_suffix(".lock"), patience_s=patience_s))
         if path.exists():
             return
         partial = path.with_suffix(".partial")
@@ -141,7 +203,7 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _write(
-    sources: Iterator[tuple[Path, Iterator[Encoded | DataError]]], count: int, folder: Path,
+    sources: Iterator[tuple[Source, Iterator[Encoded | DataError]]], count: int, folder: Path, *,
     skip_malformed: bool, log: Log,
 ) -> None:  # fmt: skip
     digest, logged_s = hashlib.sha256(), time.monotonic()
@@ -190,27 +252,28 @@ def _write(
 
 
 def encode_documents(
-    source: Path, tokenizer: Tokenizer, reading: Reading = READ
+    source: Source, tokenizer: Tokenizer, reading: Reading = READ
 ) -> Iterator[Encoded | DataError]:
     """Encode the documents of a source: one per row, or the whole of a text.
 
     The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat is
     what its template renders. A malformed row yields its error.
     """
-    if has_rows(source):
+    if has_rows(source.path):
         yield from encoded_rows(source, reading, lambda row: encode_document(document_of(row), tokenizer))
         return
     before, after = _ends(tokenizer)
+    before, after = before if source.number == 0 else [], after if source.number + 1 == source.of else []
     for text, last in read_pieces(source):
         yield enclosed(before, tokenizer.encode(text), after if last else [], last=last)
         before = []
 
 
 def encoded_rows(
-    source: Path, reading: Reading, encode: Callable[[Record], list[Encoded]]
+    source: Source, reading: Reading, encode: Callable[[Record], list[Encoded]]
 ) -> Iterator[Encoded | DataError]:
     """Yield the documents of each row, given its standard form, or the error of one that is malformed."""
-    if not has_rows(source):
+    if not has_rows(source.path):
         raise DataError(f"{source}: wanted rows, as of .jsonl, of format {', '.join(reading.formats)}")
     for where, record in rows(source, reading):
         try:

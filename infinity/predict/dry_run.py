@@ -53,6 +53,7 @@ from infinity.predict.step import (
     UnitShape,
     choose_homes,
 )
+from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseBuffers
 from infinity.shards.storage import Storage
@@ -414,7 +415,8 @@ class DryRun(Layout):
         tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.packing
         together = train.schedule == "layer" and model.has_experts
         timed = model.times is not None
-        batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together)
+        scored = OBJECTIVES[train.task].head
+        batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together, scored)
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
         trace = model.trace(record, streaming, self.divide().window)

@@ -36,6 +36,7 @@ from infinity.predict.repeats import record as record_micro_batch
 from infinity.predict.step import StepTrace
 from infinity.predict.unwritten import UNKNOWN_TENSORS, form_of, unwritten
 from infinity.recipes.models import GPT
+from infinity.recipes.objectives import loaded_as
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 
@@ -165,7 +166,7 @@ class ModelWithoutValues:
                     self.module = (
                         self._of_checkpoint(path, stored or path, recipe)
                         if like is None or like.values.base is None
-                        else self._again(path, like, like.values.base)
+                        else self._again(path, like, like.values.base, recipe)
                     )
             if recipe.trains_adapters:
                 self.module.requires_grad_(False)
@@ -233,19 +234,20 @@ class ModelWithoutValues:
     def _of_checkpoint(self, path: Path, stored_in: Path, recipe: Recipe) -> Any:
         """Build the model of ``path``; its frozen weights are read from files like those in ``stored_in``."""
         dtype = DTYPES[self.dtype]
-        config, given = _config_and_quantization(path)
+        config, auto_class, given = _config_of(path, recipe)
         if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-            model = build_model(config, None, dtype, UNKNOWN_TENSORS)
+            model = build_model(config, auto_class, dtype, UNKNOWN_TENSORS)
         else:
             with Checkpoint(stored_in) as stored:
-                model = build_model(config, None, dtype, len(stored))
+                model = build_model(config, auto_class, dtype, len(stored))
                 if recipe.trains_adapters and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
                     quantization = read_quantization(stored_in)
                     if quantization is not None:
                         decode_checkpoint(stored, quantization, dtype)
-                    self.values.base = CheckpointValues(stored, recipe.model.new, recipe.model.ignore)
+                    how = loaded_as(recipe.train.task, recipe.model)
+                    self.values.base = CheckpointValues(stored, how["new"], how["ignore"])
                     self.values.base.prepare(model)
                     self.values.sizes = [os.fstat(file.fd).st_size for file in stored.files]
                     self.values.tensors = len(stored)
@@ -255,12 +257,12 @@ class ModelWithoutValues:
             self.notes.insert(0, note)
         return model
 
-    def _again(self, path: Path, like: "ModelWithoutValues", base: CheckpointValues) -> Any:
+    def _again(self, path: Path, like: "ModelWithoutValues", base: CheckpointValues, recipe: Recipe) -> Any:
         """Build the model of ``path`` anew, with the sources of values that ``like`` found."""
-        config, _ = _config_and_quantization(path)
+        config, auto_class, _ = _config_of(path, recipe)
         self.notes += like.notes
         self.values.sizes, self.values.tensors = like.values.sizes, like.values.tensors
-        model = build_model(config, None, DTYPES[self.dtype], self.values.tensors)
+        model = build_model(config, auto_class, DTYPES[self.dtype], self.values.tensors)
         self.values.base = base.again(model)
         return model
 
@@ -295,7 +297,14 @@ class ModelWithoutValues:
         del before
 
 
-def _config_and_quantization(path: Path) -> tuple[Any, object]:
-    """Return the config of the plain model in ``path``, and the ``quantization_config`` that it has there."""
+def _config_of(path: Path, recipe: Recipe) -> tuple[Any, Any, object]:
+    """Return the config of the plain model in ``path``, what builds it, and its ``quantization_config``."""
     given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
-    return read_config(path, {"quantization_config": None} if isinstance(given, dict) else {}), given
+    plain = {"quantization_config": None} if isinstance(given, dict) else {}
+    how = loaded_as(recipe.train.task, recipe.model)
+    auto_class = how.pop("auto_class", None)
+    return (
+        read_config(path, plain | {key: how[key] for key in how.keys() - {"new", "ignore"}}),
+        auto_class,
+        given,
+    )

@@ -81,6 +81,7 @@ class Batch(NamedTuple):
     on_accelerator: bool = False  # some kernels differ from those of the CPU
     timed: bool = False  # its operators can be timed, each alone
     together: bool = False  # one of several that go through a block together
+    scored: bool = False  # the model's head scores documents, in place of next tokens
 
 
 class Cut(NamedTuple):
@@ -455,7 +456,7 @@ def record_blocks(
             # Sequences are whole: it would look at the values of positions, which fake tensors lack, and
             # else makes a mask for every layer.
             stack.enter_context(patched(masks, "find_packed_sequence_indices", lambda position_ids: None))
-        loss = CausalLoss(model)
+        loss: Any = None if batch.scored else CausalLoss(model)
         tokens = torch.zeros(batch.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
         positions, mask = (tokens if packing is each else None for each in (True, False))
@@ -464,8 +465,11 @@ def record_blocks(
         if dtype != torch.bfloat16:
             stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         with made, library_errors(CheckpointError, _WHY):
-            value = loss(tokens, targets, positions, mask)
-            value.backward()  # type: ignore[no-untyped-call]
+            if loss is None:
+                value = model(input_ids=tokens, attention_mask=mask).logits.float().sum()
+            else:
+                value = loss(tokens, targets, positions, mask)
+            value.backward()
         del value
         made.update_begins()  # what of the step is left has been let go
     return made

@@ -13,6 +13,7 @@ often as one of ``sft`` does.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinity.activations.recompute import in_backward
+from infinity.checkpoint.model import read_config
 from infinity.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, Kind
 from infinity.data.sequences import Batch
-from infinity.recipes.models import CausalLoss
+from infinity.recipes.models import CausalLoss, ModelConfig
 
 Metrics = Mapping[str, Tensor]
 
@@ -127,6 +129,28 @@ OBJECTIVES = {
     "reward": Objective(example="pair", data=SCORED_PAIRS, losses=reward),
     "classify": Objective(example="text", data=LABELLED, losses=classify),
 }
+
+
+#: Parameters that a checkpoint of another task lacks, or has, where the model scores documents.
+_NEW_IN_HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler.*")
+_NOT_IN_HEADS = ("lm_head.*", "cls.*", "vocab_*")
+
+
+def loaded_as(task: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`infinity.from_pretrained` by which ``model.path`` is that of a task."""
+    if not OBJECTIVES[task].head:
+        return {"new": model.new, "ignore": model.ignore}
+    from transformers import AutoModelForSequenceClassification
+
+    config = read_config(Path(str(model.path)))
+    ends = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    tokens = [each[0] if isinstance(each, list) and each else each for each in ends]
+    return {
+        "auto_class": AutoModelForSequenceClassification,
+        "new": (*model.new, *_NEW_IN_HEADS), "ignore": (*model.ignore, *_NOT_IN_HEADS),
+        "num_labels": 1 if task == "reward" else model.num_labels or config.num_labels,
+        "pad_token_id": next((each for each in tokens if type(each) is int), 0),
+    }  # fmt: skip
 
 
 class TaskLoss:

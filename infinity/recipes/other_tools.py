@@ -28,6 +28,7 @@ class Missing(NamedTuple):
     why: str
 
 
+UNKNOWN = Missing("no key here has this meaning")
 Values: TypeAlias = dict[str, Any]
 #: Gives a value of a recipe's key, or several by their keys.
 Convert: TypeAlias = Callable[[Any], Any]
@@ -131,21 +132,35 @@ def _axolotl_data(key: str) -> Convert:
     """Return what converts a list of data sets, each with a path and a type."""
 
     def convert(given: Any) -> Any:
-        files, formats, fields = list[str](), set[str](), dict[str, str]()
+        files, formats, fields, said = list[str](), set[str](), dict[str, str](), dict[str, Row]()
         for each in given if isinstance(given, list) else [given]:
             each = {"path": each} if isinstance(each, str) else dict(each)
-            found = each.get("data_files") or each.get("path")
-            files += [found] if isinstance(found, str) else list(found or ())
-            kind = each.get("type")
-            if isinstance(kind, Mapping):  # a prompt of its own, of which the columns can be kept
+            path, found = each.pop("path", None), each.pop("data_files", None)
+            files += [name] if isinstance(name := found or path, str) else list(name or ())
+            if isinstance(kind := each.pop("type", None), Mapping):  # of a prompt of its own the columns
                 each, kind = each | dict(kind), "alpaca"
             formats.add(_AXOLOTL_TYPES.get(str(kind).partition(".")[0], "auto"))
-            fields |= {ours: each[theirs] for theirs, ours in _AXOLOTL_FIELDS.items() if each.get(theirs)}
+            columns = {name: each.pop(name, None) for name in _AXOLOTL_FIELDS}
+            fields |= {_AXOLOTL_FIELDS[name]: column for name, column in columns.items() if column}
+            left = [name for name, value in each.items() if value and (name, value) != ("split", "train")]
+            said |= {name: _OF_A_DATA_SET.get(name, UNKNOWN) for name in left}
         changed = {ours: theirs for ours, theirs in fields.items() if ours != theirs}
-        values: Values = {key: files} | ({"data.fields": changed} if changed else {})
-        return values | ({"data.format": formats.pop()} if len(formats) == 1 else {})
+        values: Values = {key: files, "_said": said}
+        if key == "data.files":  # which says it for all data
+            values |= {"data.fields": changed} if changed else {}
+            values |= {"data.format": formats.pop()} if len(formats) == 1 else {}
+        return values
 
     return convert
+
+
+SPLIT = Missing("files are read whole: give those of this part")
+#: What is beside the path, the type and the columns of a data set.
+_OF_A_DATA_SET: dict[str, "Row"] = {
+    "split": SPLIT,
+    "ds_type": Needless("the suffix of a file says how it is read"),
+    "chat_template": Needless("chats are rendered with the checkpoint's own template"),
+}
 
 
 _AXOLOTL_TYPES = {"alpaca": "alpaca", "alpaca_chat": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
@@ -259,8 +274,12 @@ _FINETUNING: dict[str, Row] = _TRAINER | {
         lora_modules_to_save=lora.modules_to_save additional_target=lora.modules_to_save
         lora_target_modules=lora.target_modules lora_target=lora.target_modules use_rslora=lora.rslora
         peft_use_rslora=lora.rslora use_dora=lora.dora peft_use_dora=lora.dora
-        loraplus_lr_ratio=lora.lr_ratio
+        loraplus_lr_ratio=lora.lr_ratio streaming=data.streaming
     """),
+    **_each(
+        "buffer_size streaming_multipack_buffer_size shuffle_buffer_size",
+        Missing("data.shuffle_buffer is a size of files, not a number of rows"),
+    ),
     "lora_target_linear": To("lora.target_modules", lambda on: {"_linear": bool(on)}),
     "trust_remote_code": Missing("no code of a checkpoint is run"),
     **_each("chat_template template", Missing("chats are rendered with the checkpoint's own chat template")),
@@ -353,7 +372,7 @@ _AXOLOTL: dict[str, Row] = _FINETUNING | {
         mlflow_experiment_name=observe.mlflow
     """),
     **_each("datasets pretraining_dataset", To("data.files", _axolotl_data("data.files"))),
-    "test_datasets": To("data.eval_files", lambda given: _axolotl_data("")(given)[""]),
+    "test_datasets": To("data.eval_files", _axolotl_data("data.eval_files")),
     "adapter": To(
         "", lambda name: {"_lora": bool(name)} | ({"_stored_as": "nf4"} if name == "qlora" else {})
     ),
@@ -427,6 +446,7 @@ _TORCHTUNE: dict[str, Row] = {
     ),
     "dataset.source": To("data.files", lambda name: {} if name in ("json", "csv", "parquet") else [name]),
     "dataset.column_map": To("data.fields", lambda names: {_OF_TUNE.get(k, k): v for k, v in names.items()}),
+    "dataset.split": To("", lambda part: {} if part == "train" else SPLIT),
     "checkpointer": Needless("model.path says it"),
     "tokenizer": Needless("the tokenizer is that of model.path"),
     "dataset": Needless("data.files and the columns of rows say it"),

@@ -11,12 +11,22 @@ from infinity.core.config import SettingError, shown
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import read_file, user_path
 from infinity.data.sources import may_be_of_hub
-from infinity.recipes.other_tools import TOOLS, Missing, Needless, Row, To, Tool, Values, tool_of
+from infinity.recipes.other_tools import (
+    SPLIT,
+    TOOLS,
+    UNKNOWN,
+    Missing,
+    Needless,
+    Row,
+    To,
+    Tool,
+    Values,
+    tool_of,
+)
 from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved
 
 _MOST_NBYTES = 2**20
-_UNKNOWN = Missing("no key here has this meaning")
 #: Names of columns in LLaMA-Factory's dataset_info.json.
 _LLAMA_FACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations",
@@ -109,6 +119,7 @@ def _values(given: Mapping[str, Any], tool: Tool, said: list[Said]) -> Values:
         if isinstance(found, Needless | Missing):
             said.append(Said(key, found))
         elif isinstance(found, dict) and all("." in name or name[:1] == "_" for name in found):
+            said += [Said(f"{key}[].{name}", why) for name, why in found.pop("_said", {}).items()]
             values |= found
         elif isinstance(row, To):
             values[row.key] = found
@@ -116,7 +127,7 @@ def _values(given: Mapping[str, Any], tool: Tool, said: list[Said]) -> Values:
 
 
 def _walk(
-    given: Mapping[str, Any], rows: Mapping[str, Row], prefix: str = "", above: Row = _UNKNOWN
+    given: Mapping[str, Any], rows: Mapping[str, Row], prefix: str = "", above: Row = UNKNOWN
 ) -> Iterator[tuple[str, Any, Row]]:
     """Yield the keys that have no keys of their own, or rows, with value and row: the nearest one above."""
     for name, value in given.items():
@@ -159,7 +170,7 @@ def _combined(tool: Tool, values: Values, folder: Path, said: list[Said]) -> Val
         v.pop("checkpoint.every", None)
     _combine_lora(v, said)
     if "_names" in v:
-        v |= _named(v.pop("_names"), v.pop("_names_in", "data"), folder)
+        v |= _named(v.pop("_names"), v.pop("_names_in", "data"), folder, said)
     v.pop("_names_in", None)
     said += _not_here(v)
     return v
@@ -203,7 +214,7 @@ def _combine_lora(v: Values, said: list[Said]) -> None:
         said.append(Said("quantization", Missing(why)))
 
 
-def _named(names: list[str], where: str, folder: Path) -> Values:
+def _named(names: list[str], where: str, folder: Path, said: list[Said]) -> Values:
     """Return the files and columns of names in LLaMA-Factory's dataset_info.json, if it is there."""
     info: Any = {}
     root = next(
@@ -217,6 +228,8 @@ def _named(names: list[str], where: str, folder: Path) -> Values:
         about = info.get(name, {})
         file = about.get("file_name")
         files.append(str((root or folder) / file) if file else about.get("hf_hub_url", name))
+        parts = [key for key in ("split", "subset", "num_samples") if about.get(key, "train") != "train"]
+        said += [Said(f"dataset_info.json: {name}.{key}", SPLIT) for key in parts]
         for theirs, column in about.get("columns", {}).items():
             ours = _LLAMA_FACTORY_COLUMNS.get(theirs)
             if ours is not None and column and column != ours:

@@ -70,7 +70,7 @@ def test_lengths_are_counted_and_notes_say_how_the_rest_is_used(folder: Path) ->
     assert "       32 to 63" in said
     assert "<- model.seq_len=40" in said
     assert "data.files: skipped 1 malformed rows; the first: " in said
-    assert "75.0% of an epoch, which has each of them" in said
+    assert "75.0% of each batch; as many steps as an epoch has without weights take each of them" in said
     assert "an epoch is " in said
 
 
@@ -80,6 +80,13 @@ def test_documents_without_a_target_are_counted(folder: Path) -> None:
     rows = {words[0]: words[1:] for words in map(str.split, said.splitlines()) if words}
     assert rows["b.jsonl"][6:] == ["3", "2", "0"]
     assert "2 skipped, since none of their tokens counts in the loss" in said
+
+
+def test_of_data_that_is_streamed_a_part_of_each_source_is_shown(folder: Path) -> None:
+    said = shown("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=2KiB")
+    assert "example 2 of b.jsonl" in said
+    assert "of files, tokenized while training goes on, in windows of 2 KiB (data.shuffle_buffer)" in said
+    assert "an epoch is about " in said
 
 
 def test_a_model_directory_gives_its_tokenizer_and_no_weight_is_read(

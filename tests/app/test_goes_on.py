@@ -384,9 +384,11 @@ def run(
     *,
     slow_step: int = STEPS + 1,
     kill: Callable[[Any], object] = lambda ranks: None,
+    settings: str = "",
 ) -> list[Ended]:
     """Run the command on some ranks; ``kill`` is called in ``slow_step``, when the step before is kept."""
-    (folder / "recipe.yaml").touch()
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(settings)
     words(folder)  # writes the data
     with start_ranks(command, world_size, str(folder), slow_step, group=False) as ranks:
         if slow_step <= STEPS:
@@ -434,6 +436,19 @@ def test_a_killed_run_goes_on_bitwise_on_two_ranks(
     assert metrics(tmp_path) == metrics(whole_on_two)
     assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
     assert list((tmp_path / "nvme").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_killed_run_whose_tokens_are_made_while_it_trains_goes_on_bitwise(tmp_path: Path) -> None:
+    """Its steps are of two windows, and it is killed in the second."""
+    settings, kill = "data: {streaming: true, shuffle_buffer: 1KiB}", lambda ranks: [*map(ranks.kill, (0, 1))]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert [end.result for end in run(whole, 2, settings=settings)] == [0, 0]
+    ends = run(parts, 2, slow_step=4, kill=kill, settings=settings)
+    assert [end.exit_code for end in ends] == [-signal.SIGKILL] * 2
+    assert [end.result for end in run(parts, 2, settings=settings)] == [0, 0]
+    assert metrics(parts) == metrics(whole)
+    assert same(model(parts / "runs/one/model"), model(whole / "runs/one/model"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.data import sources as documents_module
 from infinity.data.formats import Completion, Reading, document_of
-from infinity.data.sources import find_files, load_object, read_lines, read_pieces
+from infinity.data.sources import Source, find_files, load_object, read_lines, read_pieces
 from infinity.data.tokenizer import Chat, DataError, MalformedError
 from tests.helpers.cases import examples
 
@@ -51,7 +51,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         assert find_files([str(path)]) == (path,)
         for read in (read_lines, read_pieces):
             with pytest.raises(DataError, match=rf"{path}: not a regular file"):
-                list(read(path))
+                list(read(Source(path)))
 
 
 def test_a_line_of_records_has_a_limit(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_line_of_records_has_a_limit(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"a\.jsonl:2: the line has more than 64 MiB; wanted a document per line"
     ):
-        list(read_lines(path))
+        list(read_lines(Source(path)))
 
 
 def test_a_long_line_of_text_is_cut_before_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_long_line_of_text_is_cut_before_a_space(tmp_path: Path, monkeypatch: 
     words, word = "some words " * 30, "x" * 95
     for text in (words, f"one\n{words}\nlast", word, word + " y\n" * 9):
         path.write_text(text)
-        pieces = [text for text, _ in read_pieces(path)]
+        pieces = [text for text, _ in read_pieces(Source(path))]
         assert "".join(pieces) == text
         assert max(map(len, pieces)) < 40
         for before, after in itertools.pairwise(pieces):
@@ -96,7 +96,7 @@ def test_text_comes_whole_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     monkeypatch.setattr(documents_module, "PIECE_CHARS", 10)
-    pieces = list(read_pieces(path))
+    pieces = list(read_pieces(Source(path)))
     assert len(pieces) > 10
     assert "".join(piece for piece, _ in pieces) == text
     assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -105,21 +105,25 @@ def test_text_comes_whole_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.
 def test_lines_are_numbered_as_editors_do_and_blank_ones_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n \n\n{"text":\r "two"}\r\nlast')
-    assert list(read_lines(path)) == [(1, b'{"text": "one"}\n'), (4, b'{"text":\r "two"}\r\n'), (5, b"last")]
+    assert list(read_lines(Source(path))) == [
+        (1, b'{"text": "one"}\n'),
+        (4, b'{"text":\r "two"}\r\n'),
+        (5, b"last"),
+    ]
 
 
 def test_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"fine\n\xff\xfe\n")
     with pytest.raises(DataError, match="not UTF-8 text"):
-        list(read_pieces(path))
+        list(read_pieces(Source(path)))
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: No such file"):
-        list(read_pieces(tmp_path / "gone.txt"))
+        list(read_pieces(Source(tmp_path / "gone.txt")))
     with pytest.raises(DataError, match=r"gone\.jsonl: No such file"):
-        list(read_lines(tmp_path / "gone.jsonl"))
+        list(read_lines(Source(tmp_path / "gone.jsonl")))
 
 
 ASKED = {"role": "user", "content": "?"}

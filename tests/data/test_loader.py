@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.data.entries import DataConfig
-from infinity.data.loader import Data, HeldOut, TokenLoader, open_data
+from infinity.data.examples import PAIRS
+from infinity.data.loader import HeldOut, Loader
+from infinity.data.opening import Data, open_data
 from infinity.data.sequences import Batch, BatchShape, token_stream
 from infinity.data.tokenizer import DataError
 from tests.helpers.cases import examples
@@ -22,10 +24,10 @@ from tests.helpers.cases import examples
 TOKENS = token_stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
 
 
-def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[TokenLoader]:
+def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[Loader]:
     return [
-        TokenLoader(
-            TOKENS, BatchShape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how
+        Loader.of(
+            [TOKENS], BatchShape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how
         )
         for rank in range(world_size)
     ]
@@ -62,7 +64,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     first, second = firsts(list(islice(one, 10))), firsts(list(islice(one, 10)))
     assert sorted(first) == sorted(second) == list(range(0, 40, 4))
     assert first != second
-    assert one.epoch == 1
+    assert one.streams[0].place[0] == 1
     assert firsts(list(islice(same, 20))) == first + second
     assert firsts(list(islice(other, 10))) != first
 
@@ -122,7 +124,7 @@ def test_the_held_out_part_never_overlaps_training(tmp_path: Path, length: int) 
     text = "".join(chr(32 + i) for i in range(length))  # every token once
     data = open_text(tmp_path, text, eval_fraction=0.2)
     assert data.held_out is not None
-    epoch = takewhile(lambda _: data.train.epoch == 0, data.train)
+    epoch = takewhile(lambda _: data.train.streams[0].place[0] == 0, data.train)
     train = {int(x) for batch in epoch for half in batch[:2] for x in half.flatten()}
     held = {int(x) for batch in data.held_out.batches(100) for half in batch[:2] for x in half.flatten()}
     assert train
@@ -191,22 +193,19 @@ def names_of(batches: Iterable[Batch]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_mixture_has_its_shares_in_every_epoch_and_takes_all_rows_in_turn(
+def test_a_mixture_has_its_shares_in_every_batch_and_takes_all_rows_in_turn(
     tmp_path: Path, shuffle: bool
 ) -> None:
     data = two_sources(tmp_path, weights=(1.0, 3.0), shuffle=shuffle)
     assert data.train.micro_batches_per_epoch == 25
-    epochs = [names_of(islice(data.train, 25)) for _ in range(4)]
-    for seen in epochs:
-        counts = Counter(seen)
-        assert sum(n for (name, _), n in counts.items() if name == "a") == 12
-        assert {n for (name, _), n in counts.items() if name == "b"} <= {3, 4, 5}  # 38 of 10
-        halves = [sum(name == "a" for name, _ in part) for part in (seen[:25], seen[25:])]
-        assert min(halves) >= 2  # spread over the epoch
-    whole = Counter(row for seen in epochs[:3] for row in seen if row[0] == "a")
-    assert set(whole.values()) == {1}  # 36 of 40: none again before all were taken
-    assert len(Counter(row for seen in epochs for row in seen if row[0] == "a")) == 40
-    assert any("of an epoch, which has each of them 3.8 times" in note for note in data.notes)
+    batches = [names_of([batch]) for batch in islice(data.train, 80)]
+    for first, second in zip(batches[::2], batches[1::2]):
+        assert Counter(name for name, _ in first + second) == {"a": 1, "b": 3}
+    seen = Counter(row for batch in batches for row in batch)
+    assert {n for (name, _), n in seen.items() if name == "a"} == {1}  # 40 of 40
+    assert {n for (name, _), n in seen.items() if name == "b"} == {12}  # 120 of 10
+    assert any("of each batch; as many steps as an epoch has without" in note for note in data.notes)
+    assert any("take each of them 3.75 times" in note for note in data.notes)
 
 
 def test_a_mixture_goes_on_where_it_was_from_seed_and_position_alone(tmp_path: Path) -> None:
@@ -220,6 +219,20 @@ def test_a_mixture_goes_on_where_it_was_from_seed_and_position_alone(tmp_path: P
         two_sources(tmp_path, weights=(1.0, 2.0)).train.load_state_dict(state)
     other = two_sources(tmp_path, weights=(1.0, 3.0), seed=1)
     assert names_of(islice(other.train, 40)) != names_of(islice(two_sources(tmp_path).train, 40))
+
+
+def test_rows_of_a_mixture_of_pairs_have_room_for_as_many_documents(tmp_path: Path) -> None:
+    for name, size in (("a", 1), ("b", 20)):
+        rows = [{"prompt": name, "chosen": "y" * size, "rejected": "n" * size}] * 20
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    config = DataConfig(files=files, cache=str(tmp_path / "c"), eval_fraction=0.0, weights=(1.0, 1.0))
+    batch = next(open_data(config, BatchShape(seq_len=64, batch_size=2), vocab_size=256, kind=PAIRS).train)
+    assert batch.labels is not None
+    assert batch.reference is not None
+    assert batch.labels.shape == batch.reference.shape
+    assert sorted((batch.labels >= 0).sum(1).tolist())[0] == 2  # of the long ones a pair
+    assert int((batch.labels >= 0).sum()) == 2 * batch.target_count
 
 
 def test_a_mixture_holds_out_a_part_of_every_source(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.data.entries import DataConfig
-from infinity.data.loader import Data, TokenLoader, open_data
+from infinity.data.loader import Loader
+from infinity.data.opening import Data, open_data
 from infinity.data.sequences import (
     Batch,
     BatchShape,
@@ -174,8 +175,8 @@ def open_lines(tmp_path: Path, *, seq_len: int = 16, **config: object) -> Data:
     return open_data(DataConfig(**settings), BatchShape(seq_len=seq_len, batch_size=2), vocab_size=256)
 
 
-def epoch(loader: TokenLoader) -> list[Batch]:
-    return list(takewhile(lambda _: loader.epoch == 0, loader))
+def epoch(loader: Loader) -> list[Batch]:
+    return list(takewhile(lambda _: loader.streams[0].place[0] == 0, loader))
 
 
 def answers(batches: list[Batch]) -> list[str]:

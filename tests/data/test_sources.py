@@ -14,11 +14,11 @@ import pytest
 from infinity.data import sources
 from infinity.data.entries import DataConfig
 from infinity.data.formats import Reading
-from infinity.data.loader import Data, open_data
+from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
-from infinity.data.sources import find_files, rows
+from infinity.data.sources import Source, find_files, rows
 from infinity.data.tokenizer import BytesTokenizer, DataError, MalformedError
-from infinity.data.tokens import Tokens, open_tokens
+from infinity.data.tokens import TokenCache, Tokens
 
 ROWS = [{"prompt": f"question {i}\n", "completion": f'an "answer", {i}\n', "id": i} for i in range(600)]
 COLUMNS = ("prompt", "completion", "id")
@@ -70,7 +70,7 @@ WRITE = {
 
 
 def read(path: Path, **how: Any) -> Tokens:
-    return open_tokens([path], BytesTokenizer(), path.parent / "cache", **how)
+    return TokenCache(folder=path.parent / "cache", tokenizer=BytesTokenizer(), **how).open([Source(path)])
 
 
 @pytest.fixture
@@ -145,13 +145,15 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path, name: str) -> Non
     WRITE[name](tmp_path / name)
     path = tmp_path / f"marked-{name}"
     path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
-    marked, plain = ([row.record for row in rows(each, Reading())] for each in (path, tmp_path / name))
+    marked, plain = (
+        [row.record for row in rows(Source(each), Reading())] for each in (path, tmp_path / name)
+    )
     assert marked == plain
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffhello".encode())
-    assert [*sources.read_pieces(tmp_path / "a.txt")] == [("hello", True)]
+    assert [*sources.read_pieces(Source(tmp_path / "a.txt"))] == [("hello", True)]
 
 
 def test_a_name_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +222,9 @@ def test_a_typo_in_fields_is_found_before_a_row_is_read(tmp_path: Path) -> None:
 def test_columns_that_no_format_reads_stay_where_they_are(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "a.parquet")
-    (row, *_) = rows(tmp_path / "a.parquet", Reading(fields={"text": "id"}, formats=("text",)))
+    (row, *_) = rows(Source(tmp_path / "a.parquet"), Reading(fields={"text": "id"}, formats=("text",)))
     assert row.record == {"text": 0}
-    seen = [each for _, each in sources.READERS[".parquet"](tmp_path / "a.parquet", Reading())]
+    seen = [each for _, each in sources.READERS[".parquet"](Source(tmp_path / "a.parquet"), Reading())]
     assert not isinstance(seen[0], MalformedError)
     assert seen[0].keys() == {"prompt", "completion"}
 

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.data import tokens as tokens_module
+from infinity.data.sources import Source
 from infinity.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
-from infinity.data.tokens import Tokens, open_tokens
+from infinity.data.tokens import TokenCache, Tokens
 from tests.helpers.cases import examples
 from tests.helpers.limits import comes_true
 from tests.helpers.tokenizers import write_tokenizer
@@ -30,7 +31,9 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def read(path: Path, tokenizer: str = "bytes", **how: bool) -> Tokens:
-    return open_tokens([path], open_tokenizer(tokenizer), path.parent / "cache", **how)
+    return TokenCache(folder=path.parent / "cache", tokenizer=open_tokenizer(tokenizer), **how).open(
+        [Source(path)]
+    )
 
 
 def documents(tokens: Tokens) -> list[bytes]:
@@ -244,7 +247,7 @@ def test_any_jsonl_is_tokens_or_an_error_of_data(
     path.write_bytes(b"\n".join(lines))
     found: Tokens | DataError
     try:
-        found = open_tokens([path], BytesTokenizer(), path.parent / "cache", skip_malformed=skip)
+        found = read(path, skip_malformed=skip)
     except DataError as error:
         found = error
     if isinstance(found, DataError):
@@ -273,7 +276,7 @@ def test_bytes_of_every_file_are_followed_by_a_separator(tmp_path: Path) -> None
     files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
     files[0].write_text("aä\n")
     files[1].write_text(json.dumps({"text": "x"}) + "\n" + json.dumps({"text": "y"}))
-    found = open_tokens(files, BytesTokenizer(), tmp_path / "cache")
+    found = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()).open([*map(Source, files)])
     assert bytes(found.values) == "aä\n\0x\0y\0".encode()
     assert found.values.dtype == np.uint8
 
@@ -281,7 +284,7 @@ def test_bytes_of_every_file_are_followed_by_a_separator(tmp_path: Path) -> None
 def test_a_local_tokenizer_gives_its_own_numbers(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(write_word_level(tmp_path / "tokenizer.json")))
     (tmp_path / "a.txt").write_text("the cat sat")
-    found = open_tokens([tmp_path / "a.txt"], tokenizer, tmp_path / "cache")
+    found = TokenCache(folder=tmp_path / "cache", tokenizer=tokenizer).open([Source(tmp_path / "a.txt")])
     assert found.values.tolist() == [2, 3, 1, 0]
     assert tokenizer.vocab_size == 4
 
@@ -315,7 +318,13 @@ def test_the_cache_is_written_once_also_by_many_at_a_time(
     found: list[bytes] = []
 
     def open_it() -> None:
-        found.append(bytes(open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache").values))
+        found.append(
+            bytes(
+                TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
+                .open([Source(tmp_path / "a.txt")])
+                .values
+            )
+        )
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
     for thread in threads:
@@ -330,10 +339,10 @@ def test_the_cache_is_written_once_also_by_many_at_a_time(
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
-    first = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
+    first = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()).open([Source(path)])
     path.write_text("two")  # as long as before
     os.utime(path, (1, 1))
-    second = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
+    second = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()).open([Source(path)])
     assert bytes(second.values) == b"two\0"
     assert first.digest != second.digest
 
@@ -342,7 +351,9 @@ def test_equal_text_elsewhere_has_an_equal_digest(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("same")
     digests = {
-        open_tokens([tmp_path / name], BytesTokenizer(), tmp_path / "cache").digest
+        TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
+        .open([Source(tmp_path / name)])
+        .digest
         for name in ("a.txt", "b.txt")
     }
     assert len(digests) == 1
@@ -352,7 +363,9 @@ def test_a_failure_leaves_no_cache_behind(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("nonsense")
     for _ in range(2):
         with pytest.raises(DataError, match="not JSON"):
-            open_tokens([tmp_path / "a.jsonl"], BytesTokenizer(), tmp_path / "cache")
+            TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()).open(
+                [Source(tmp_path / "a.jsonl")]
+            )
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}
 
 
@@ -360,7 +373,7 @@ def test_a_cache_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "cache").write_text("a file is in the way")
     with pytest.raises(DataError, match=r"data\.cache: .*cache"):
-        open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache")
+        TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()).open([Source(tmp_path / "a.txt")])
 
 
 def test_a_long_tokenisation_logs_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,12 +381,14 @@ def test_a_long_tokenisation_logs_its_progress(tmp_path: Path, monkeypatch: pyte
     for file in files:
         file.write_text("word " * 10)
     said: list[str] = []
-    open_tokens(files, BytesTokenizer(), tmp_path / "quick", log=said.append)
+    TokenCache(folder=tmp_path / "quick", tokenizer=BytesTokenizer()).open([*map(Source, files)], said.append)
     assert said == []
     monkeypatch.setattr(tokens_module, "LINES_EVERY_S", 0.0)
-    open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)
+    TokenCache(folder=tmp_path / "slow", tokenizer=BytesTokenizer()).open([*map(Source, files)], said.append)
     assert said[0].startswith(f"tokenizing {files[0]}, 1 of 2: ")
     assert said[-1] == f"tokenizing {files[1]}, 2 of 2: 102 tokens so far"
     said.clear()
-    open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)  # they are there
+    TokenCache(folder=tmp_path / "slow", tokenizer=BytesTokenizer()).open(
+        [*map(Source, files)], said.append
+    )  # they are there
     assert said == []

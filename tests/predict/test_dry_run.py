@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from infinity.predict.play import play_step
 from infinity.predict.step import DECODE, plan_of
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import CausalLoss
+from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
 from tests.helpers import quantized
 from tests.helpers.cases import few
@@ -91,8 +93,10 @@ def run(
     """Train ``recipe`` for some steps; what the runtime decided, and bytes planned and moved by step."""
     with built(recipe, None, View()) as (model, optimizer):
         model.train()
-        loss, moved = CausalLoss(model), []
-        tokens = torch.randint(256, (recipe.train.batch_size, recipe.model.seq_len))
+        tokens, moved = torch.randint(256, (recipe.rows, recipe.model.seq_len)), []
+        scores = partial(model, attention_mask=torch.ones_like(tokens))
+        scored = OBJECTIVES[recipe.train.task].head
+        loss = (lambda tokens, _: scores(tokens).logits.float().sum()) if scored else CausalLoss(model)
         runtime = optimizer.runtime
         for _ in range(steps):
             for micro in range(recipe.train.accumulate):
@@ -130,6 +134,7 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
+    "llama-scoring": ["llama", "train.task=reward", "data.packing=false", "memory.device=1MiB"],
     "llama-lora-read-where-it-lies": ["llama", "lora.rank=2", "memory.device=300KiB"],
     "quantized-lora": ["quantized", "lora.rank=2", "memory.device=440KiB"],
     "quantized-lora-in-host-memory": [
@@ -162,7 +167,7 @@ CASES = {
 FEW = (
     "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
     "quantized-lora-in-host-memory", "half-lora-in-host-memory", "llama-logits-in-slices",
-    "gpt-in-tiles-recomputed", "experts-lora",
+    "gpt-in-tiles-recomputed", "experts-lora", "llama-scoring",
 )  # fmt: skip
 
 

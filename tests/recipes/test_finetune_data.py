@@ -15,7 +15,7 @@ import infinity
 from infinity.app.loop import Loop
 from infinity.app.train import train
 from infinity.comm.ranks import rank, world_size
-from infinity.data.loader import Data, open_data
+from infinity.data.opening import Data, open_data
 from infinity.data.sequences import Batch, BatchShape
 from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.recipes.loading import load_recipe

@@ -41,9 +41,11 @@ AXOLOTL = {
     "adapter": "qlora", "load_in_4bit": True,
     "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True,
     "datasets": [
-        {"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"},
-        {"path": "json", "data_files": ["my.jsonl"], "type": "alpaca", "field_output": "answer"},
+        {"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca", "split": "train", "shards": 4},
+        {"path": "json", "data_files": ["my.jsonl"], "type": "alpaca", "field_output": "answer",
+         "split": "train[:90%]", "ds_type": "json"},
     ],
+    "test_datasets": [{"path": "held-out.jsonl", "split": "test", "type": "alpaca"}],
     "val_set_size": 0.1, "sequence_len": 2048, "sample_packing": True, "num_epochs": 2,
     "micro_batch_size": 2, "gradient_accumulation_steps": 4, "optimizer": "adamw_8bit",
     "lr_scheduler": "cosine", "learning_rate": 0.0002, "bf16": "auto", "tf32": False,
@@ -57,7 +59,7 @@ LLAMA_FACTORY = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
     "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_steps": 20, "bf16": True,
     "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50, "max_samples": 1000,
-    "interleave_probs": "0.7,0.3", "report_to": ["wandb", "swanlab"],
+    "interleave_probs": "0.7,0.3", "report_to": ["wandb", "swanlab"], "streaming": True, "buffer_size": 9,
 }  # fmt: skip
 ARGUMENTS = {
     "output_dir": "out", "per_device_train_batch_size": 4, "max_steps": 200, "num_train_epochs": 3.0,
@@ -71,7 +73,7 @@ TORCHTUNE = {
     "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 2048},
     "dataset": {
         "_component_": "torchtune.datasets.instruct_dataset", "source": "csv", "data_files": "my.csv",
-        "column_map": {"input": "question", "output": "answer"}, "packed": True,
+        "column_map": {"input": "question", "output": "answer"}, "packed": True, "split": "train[:9]",
     },
     "model": {"_component_": "torchtune.models.x.lora_x", "lora_rank": 64, "lora_alpha": 128},
     "checkpointer": {"checkpoint_dir": "model", "output_dir": "${output_dir}"},
@@ -120,6 +122,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "axolotl.yml": {
         "model.path": "NousResearch/Llama-3.2-1B", "model.seq_len": 2048, "lora.rank": 32, "lora.alpha": 16.0,
         "data.files": ("teknium/GPT4-LLM-Cleaned", "my.jsonl"), "data.format": "alpaca",
+        "data.eval_files": ("held-out.jsonl",),
         "data.fields": {"output": "answer"}, "data.eval_fraction": 0.1, "data.packing": True,
         "train.epochs": 2.0, "train.steps": None, "train.batch_size": 2, "train.accumulate": 4,
         "optim.lr": 2e-4, "optim.min_lr_ratio": 0.0, "optim.weight_decay": 0.0, "train.dtype": "auto",
@@ -131,6 +134,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "train.epochs": 3.0, "data.files": ("data/chats.json", "mine"),
         "data.fields": {"conversations": "turns"},
         "data.weights": (0.7, 0.3), "optim.betas": (0.9, 0.999), "optim.schedule": "cosine",
+        "data.streaming": True,
     },
     "training_args.json": {
         "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_steps": 6,
@@ -153,10 +157,12 @@ NOT_IN_IT = {
                        "curriculum_learning"],
     "accelerate.yaml": ["num_processes", "fsdp_config.fsdp_offload_params", "model.path", "data.files"],
     "axolotl.yml": ["warmup_ratio", "quantization", "flash_attention",
+                    "datasets[].split", "datasets[].shards", "datasets[].ds_type", "test_datasets[].split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
-    "llamafactory.yaml": ["template", "max_samples", "report_to", "data.files=mine"],
+    "llamafactory.yaml": ["template", "max_samples", "report_to", "buffer_size", "data.files=mine",
+                          "dataset_info.json: identity.num_samples"],
     "training_args.json": ["optim", "deepspeed"],
-    "tune.yaml": ["model._component_"],
+    "tune.yaml": ["model._component_", "dataset.split"],
     "titan.toml": ["training.dataset", "parallelism", "model.name"],
 }  # fmt: skip
 
@@ -166,7 +172,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/chats.json").write_text("[]")
-    info = {"identity": {"file_name": "chats.json", "columns": {"messages": "turns", "system": "system"}}}
+    columns = {"messages": "turns", "system": "system"}
+    info = {"identity": {"file_name": "chats.json", "columns": columns, "split": "train", "num_samples": 9}}
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
     for name, (text, _) in FILES.items():
         (tmp_path / name).write_text(text)
