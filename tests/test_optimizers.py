@@ -269,7 +269,7 @@ def play_alike(folder: str, names: list[str]) -> list[tuple[list[str], list[str]
 
 
 @pytest.mark.parametrize(
-    "names", [["adamw8bit", "adamw8bit+bf16-stochastic"], pytest.param([*NUMBERS], marks=pytest.mark.slow)]
+    "names", [["adamw8bit", "adamw8bit+bf16-stochastic"], pytest.param(ELEMENTWISE, marks=pytest.mark.slow)]
 )
 def test_two_ranks_with_equal_gradients_train_as_one(tmp_path, names):
     one, two = (run_ranks(play_alike, n, str(tmp_path / str(n)), names) for n in (1, 2))
