@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 2653,
+    "optim": 2652,
     "partition": 2645,
     "planner": 2378,
     "predict": 5491,

@@ -46,9 +46,8 @@ def fitted(
         made = dict(_carried(before, rule, packed, params))
         count = sum(each["step"] > 0 for each in made.values())
         return Fitted(groups, made, carried(before, rule, count, len(made)))
-    state = {
-        i: {"step": 1, **_plain(each, rule)} for i, each in packed["state"].items()
-    }  # SGD's has no counts
+    # SGD's has no counts.
+    state = {i: {"step": 1, **_plain(each, rule)} for i, each in packed["state"].items()}
     saved = packed["param_groups"]
     if EMA in rule.defaults:
         saved = [{EMA: groups[0][EMA], **group} for group in saved]

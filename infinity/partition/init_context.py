@@ -64,8 +64,8 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     def __init__(self, values: dict[str, Any], server: Any) -> None:
         super().__init__(values)
         self.server = server
-        self.in_use = 0  # calls of the module that go on, for which all of them are in memory,
-        self.covered = 0  # and calls around it
+        self.in_use = 0  # calls of the module that go on, for which all of them are in memory
+        self.covered = 0  # calls of modules around it, likewise
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
@@ -222,7 +222,7 @@ class Construction:
             self._take_out.clear()
         finally:
             self._normal_mode.close()
-            Construction._open = None
+            self._piece = Construction._open = None
 
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
         """Materialize the unit of ``param``, and keep those of ``siblings``, its module's own parameters."""
