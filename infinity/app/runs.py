@@ -91,7 +91,8 @@ def find_run(recipe: Recipe) -> Run:
         return Run(recipe, folder)
     if not is_interrupted(folder):
         before = load_recipe(folder / RECIPE)
-        if recipe.steps == before.steps and not changed_numbers(before, recipe):
+        alike = (recipe.steps, recipe.optim.rule.name) == (before.steps, before.optim.rule.name)
+        if alike and not changed_numbers(before, recipe):
             return Run(recipe, folder, before, ended=True)
         raise _finished(recipe, folder)
     if recipe.run.resume == "never":

@@ -44,7 +44,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -376,8 +375,7 @@ def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None
         master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
         part.source.fill(offset, master, view)
         exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
-        # A dry run counts the bytes that operators move.
-        store_master(layout, master, piece, tuple(exact), eager=isinstance(piece, FakeTensor))
+        store_master(layout, master, piece, tuple(exact))
         offset += len(piece)
 
 

@@ -296,11 +296,6 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
             _compiling[key].start()
 
 
-def compiling() -> bool:
-    """Return whether jitted functions may be missing yet; a caller may use another form meanwhile."""
-    return any(thread.is_alive() for thread in list(_compiling.values()))
-
-
 def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[object]":
     global _pool
     try:

@@ -63,7 +63,13 @@ _MASTERS = {
     "master": ("master_field[i]", "master_field[i] = master_; weight[i] = to_half(master_);"),
     "compensation": (
         "from_DTYPE(weight[i]) + from_DTYPE(compensation_field[i])",
-        "weight[i] = to_DTYPE(master_); compensation_field[i] = to_DTYPE(master_ - from_DTYPE(weight[i]));",
+        """for (int pass = 0; pass < 2; ++pass) {
+        weight[i] = to_DTYPE(master_);
+        const float wide_ = from_DTYPE(weight[i]);
+        const int infinite_ = (__float_as_int(wide_) & 0x7FFFFFFF) == 0x7F800000;
+        compensation_field[i] = to_DTYPE(infinite_ ? 0.0f : master_ - wide_);
+        master_ = wide_ + from_DTYPE(compensation_field[i]);
+    }""",
     ),
     "stochastic": ("from_bf16(weight[i])", "weight[i] = stochastic(master_, seed_bits);"),
     "weight": ("from_DTYPE(weight[i])", "weight[i] = to_DTYPE(master_);"),

@@ -1,4 +1,4 @@
-"""CPU loops compiled by numba: update rules, the split of masters, sums of squares, FP8.
+"""CPU loops compiled by numba: what update rules are made of, sums of squares and of blocks, FP8.
 
 Imported when first needed, because numba takes 0.3 s to import; :mod:`infinity.device.machine` compiles
 ahead.
@@ -177,16 +177,19 @@ def stochastic(master: Any, seed: Any) -> Any:
     return np.int16(np.uint32(up) >> np.uint32(16))
 
 
-@jit
-def join_all(weight: Array, remainder: Array, master: Array) -> None:
-    for i in range(master.size):
-        master[i] = join(weight[i], remainder[i])
+@inlined
+def rounded_apart(like: Any, master: Any) -> Any:
+    """Return a float32 as the dtype of ``like``, and what rounding took, 0 of an infinite one."""
+    new = rounded_as(like, master)
+    lost = master - widen(new)
+    return new, rounded_as(like, np.float32(0) if abs(widen(new)) == np.float32(np.inf) else lost)
 
 
-@jit
-def split_all(master: Array, weight: Array, remainder: Array) -> None:
-    for i in range(master.size):
-        weight[i], remainder[i] = split(master[i])
+@inlined
+def compensated(like: Any, master: Any) -> Any:
+    """Return weight and compensation, as :func:`infinity.optim.state.compensated` does."""
+    new, lost = rounded_apart(like, master)
+    return rounded_apart(like, widen(new) + widen(lost))
 
 
 @inlined

@@ -11,6 +11,7 @@ import numpy as np
 from infinity.optim import kernels
 from infinity.optim.formula import Formula
 from infinity.optim.kernels import (
+    compensated,
     decoded,
     encoded,
     inlined,
@@ -25,14 +26,13 @@ from infinity.optim.kernels import (
 )  # fmt: skip
 from infinity.optim.state import Quantized, StateLayout
 
-_NEW = "new = rounded_as(out[i], master_)"
 #: By :attr:`StateLayout.master`: the master of element i, and how a new one is stored.
 _MASTERS = {
     "remainder": ("join(weight[i], remainder_field[i])", "out[i], remainder_field[i] = split(master_)"),
     "master": ("master_field[i]", "master_field[i] = master_; out[i] = rounded_as(out[i], master_)"),
     "compensation": (
         "widen(weight[i]) + widen(compensation_field[i])",
-        f"{_NEW}; out[i], compensation_field[i] = new, rounded_as(new, master_ - widen(new))",
+        "out[i], compensation_field[i] = compensated(out[i], master_)",
     ),
     "stochastic": ("widen(weight[i])", "out[i] = stochastic(master_, hyper[SEED])"),
     "weight": ("widen(weight[i])", "out[i] = rounded_as(out[i], master_)"),
@@ -82,7 +82,7 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         "int32": np.int32,
     }
     known |= {"empty": np.empty, "i8": np.int8, "u8": np.uint8}
-    known |= {each.__name__: each for each in (join, split, widen, rounded_as, stochastic)}
+    known |= {each.__name__: each for each in (join, split, widen, rounded_as, compensated, stochastic)}
     known |= {each.__name__: each for each in (decoded, encoded, unpacked, packed)}
     known["step"] = inlined(_function(source[0], known))
     for text in source[1:-1]:

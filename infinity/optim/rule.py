@@ -264,10 +264,10 @@ class Rule(ABC):
         for begin in range(0, weight.numel(), piece_numel):
             part = slice(begin, min(begin + piece_numel, weight.numel()))
             fields = layout.part(state, part.start, part.stop)
-            master = master_of(layout, weight[part], fields, eager=True)
+            master = master_of(layout, weight[part], fields)
             scaled, moments = grad[part].to(torch.float32) * scale, layout.load_moments(fields, len(master))
             master, *new = self.update(master, scaled, *moments, *numbers)
-            store_master(layout, master, weight_out[part], fields, eager=True, seed=seed)
+            store_master(layout, master, weight_out[part], fields, seed)
             layout.store_moments(fields, new)
 
     @torch.no_grad()

@@ -31,7 +31,6 @@ from infinity.optim.muon import MuonRule as MuonRule
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.schedulefree import ScheduleFreeRule as ScheduleFreeRule
 from infinity.optim.sgd import SGDRule as SGDRule
-from infinity.optim.state import EXACT
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
@@ -271,19 +270,12 @@ def prepare(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Compile in the background all that training in ``dtype`` calls, or load it from the cache."""
 
     def call_all() -> None:
-        from infinity.optim import kernels
-
-        weight, grad, master = (
-            torch.empty(0, dtype=each, device="cpu") for each in (dtype, grad_dtype, torch.float32)
-        )
+        weight, grad = (torch.empty(0, dtype=each, device="cpu") for each in (dtype, grad_dtype))
         placed, state = HostRule(rule, dtype), rule.layout(dtype).complete((), 0)
         for each in rule.elementwise:
             values = grad if each.of_gradients else weight
             placed.update(values, grad, state, values, each.hyper(each.idle), each)
         sum_of_squares(grad)
-        if dtype == torch.bfloat16 and rule.master == EXACT:
-            kernels.run(kernels.join_all, (weight, state[0], master), 1)
-            kernels.run(kernels.split_all, (master, weight, state[0]), 1)
 
     compile_ahead((rule.name, dtype, grad_dtype), call_all)
 

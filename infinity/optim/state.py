@@ -19,7 +19,9 @@ back with another payload.
 of the weight and what rounding took from it, rounded to the same dtype: twice its digits; or, by
 ``bf16-stochastic``, the weight itself, which an update rounds up or down, right on average. Which, is a hash
 of the step and of the new fp32 value: no place, slice or number of ranks can change it. Elements with equal
-new values are rounded alike in a step, and otherwise in the next.
+new values are rounded alike in a step, and otherwise in the next. For ``kahan`` a new value is split, and the
+sum is split again, which rounding may have left half a step from the weight: so equal sums have equal parts,
+and a state that is loaded from sums is the one that was saved. An infinite weight has no compensation.
 
 [Note: moments and fields] A rule has moments, fp32 values with a name. What is stored of one is its
 :class:`Form`: one field or more, each with a value of some dtype for so many elements. Bytes, extents,
@@ -50,7 +52,6 @@ from torch import Tensor, nn
 
 from infinity.core.config import SettingError
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
-from infinity.device.machine import compiling, rank_threads
 
 #: Elements of a block of quantized values, of which every parameter's first begins one.
 BLOCK_NUMEL = 256
@@ -307,10 +308,18 @@ class StateLayout:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a float32 master into bfloat16 weight and int16 remainder, by torch, on any device."""
+    """Split a float32 master into bfloat16 weight and int16 remainder."""
     bits = master.view(torch.int32)
-    weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
-    return weight, bits.to(torch.int16)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def compensated(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split a float32 master into a weight of ``dtype`` and its compensation: see [Note: masters]."""
+    for _ in range(2):
+        weight = master.to(dtype)
+        lost = torch.where(weight.isinf(), 0, master - weight.float()).to(dtype)
+        master = weight.float() + lost.float()
+    return weight, lost
 
 
 def stochastic(master: Tensor, seed: Tensor) -> Tensor:
@@ -323,50 +332,40 @@ def stochastic(master: Tensor, seed: Tensor) -> Tensor:
     return ((up >> 16) << 16).view(torch.float32).to(torch.bfloat16)
 
 
-def master_of(
-    layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
-) -> Tensor:
+def master_of(layout: StateLayout, weight: Tensor, state: Sequence[Tensor]) -> Tensor:
     """Return the float32 master of ``weight``, ``(n,)``, which is a view where it is stored so."""
-    if not layout.exact:
-        return weight.float()
-    if layout.master == "compensation":
-        return weight.float() + state[0].float()
-    if layout.dtype != torch.bfloat16:
-        return state[0]
-    if eager or weight.device.type != "cpu" or compiling():
-        return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
-    from infinity.optim import kernels
-
-    master = torch.empty(weight.numel(), device="cpu")
-    kernels.run(kernels.join_all, (weight, state[0], master), rank_threads())
-    return master
+    match layout.master:
+        case "remainder":
+            return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
+        case "compensation":
+            return weight.float() + state[0].float()
+        case "master":
+            return state[0]
+    return weight.float()
 
 
 def store_master(
-    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *,
-    eager: bool = False, seed: Tensor | None = None,
+    layout: StateLayout, master: Tensor, weight: Tensor, state: Sequence[Tensor],
+    seed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write exact values into ``weight`` and the fields of ``state`` that keep them, all ``(n,)``.
 
-    ``master`` is float32, or bfloat16 where that is the compute dtype; ``eager`` is as for :func:`master_of`.
-    ``seed`` is that of an update: see [Note: masters]; without one weights are rounded to nearest.
+    ``master`` is float32, or bfloat16 where that is the compute dtype. ``seed`` is that of an update: see
+    [Note: masters]; without one weights are rounded to nearest.
     """
-    if layout.master == "compensation":
-        weight.copy_(nearest := master.to(layout.dtype))
-        state[0].copy_(master.float() - nearest.float())
-    elif layout.stochastic and seed is not None:
-        weight.copy_(stochastic(master, seed))
-    elif layout.dtype != torch.bfloat16 or not layout.exact:
-        weight.copy_(master)
-        if layout.exact:
-            state[0].copy_(master)
-    elif master.dtype == torch.bfloat16:
+    if layout.master == "remainder" and master.dtype == torch.bfloat16:
         weight.copy_(master)
         state[0].zero_()
-    elif eager or weight.device.type != "cpu" or compiling():
-        for target, value in zip((weight, state[0]), split(master), strict=True):
-            target.copy_(value)
-    else:
-        from infinity.optim import kernels
-
-        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), rank_threads())
+        return
+    parts: tuple[Tensor, ...] = (master,)
+    match layout.master:
+        case "remainder":
+            parts = split(master)
+        case "compensation":
+            parts = compensated(master.float(), layout.dtype)
+        case "master":
+            parts = master, master
+        case "stochastic" if seed is not None:
+            parts = (stochastic(master, seed),)
+    for target, values in zip((weight, *state), parts, strict=False):  # moments are behind
+        target.copy_(values)

@@ -359,10 +359,14 @@ def _absolute(value: Any, setting: str) -> Any:
     return str(path)
 
 
+#: Numbers of ``optim`` that do not depend on the update rule.
+_OF_EVERY_RULE = {"optim.max_grad_norm", "optim.loss_scale"}
+
+
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     """Describe each differing key that changes a run's numbers; ``auto`` now is what it was before.
 
-    Another update rule, chosen by name, has numbers of its own.
+    Another update rule, master or average has numbers of its own, and a schedule that suits it.
     """
     tasks = [recipe.with_absolute_paths().tasks for recipe in (before, now)]
     names = [", ".join(each) or "none" for each in tasks]
@@ -370,8 +374,8 @@ def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
         return [f"adapters were {names[0]}, are {names[1]}"]
     changes: dict[str, list[str]] = {}  # with the names of tasks
     numeric = [key for key, each in keys_of(Recipe).items() if each.numeric]
-    if before.optim.name != now.optim.name:
-        numeric = [key for key in numeric if not key.startswith("optim.")]
+    if before.optim.rule.name != now.optim.rule.name:
+        numeric = [key for key in numeric if not key.startswith("optim.") or key in _OF_EVERY_RULE]
     for name, key in itertools.product(tasks[0], numeric):
         was, got = (plain(recipes[name].value(key)) for recipes in tasks)
         if was != got and got != "auto":

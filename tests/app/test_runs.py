@@ -204,6 +204,13 @@ def test_budgets_and_views_change_no_numbers_and_the_rest_does() -> None:
     assert changed_numbers(recipe("train.dtype=bf16"), recipe()) == []
 
 
+@pytest.mark.parametrize("other", ["optim.name=lion", "optim.master=kahan", "optim.ema=0.9"])
+def test_another_rule_may_have_other_numbers_but_no_other_clipping(other: str) -> None:
+    assert changed_numbers(recipe(), recipe(other, "optim.lr=1e-5", "optim.schedule=cosine")) == []
+    [change] = changed_numbers(recipe(), recipe(other, "optim.lr=1e-5", "optim.max_grad_norm=2"))
+    assert change == "optim.max_grad_norm was 1.0, is 2.0"
+
+
 def test_fewer_steps_than_were_made_are_refused() -> None:
     interrupt(recipe(), logged=7, committed=6)
     assert "train.steps: got 5; wanted at least 6" in refusal(recipe("train.steps=5"))
@@ -222,6 +229,7 @@ def test_a_finished_run_has_ended_and_is_refused_to_other_numbers_and_more_steps
     folder = interrupt(recipe(), logged=9)
     (folder / "summary.json").write_text("{}")
     assert find_run(recipe()).ended
+    assert "is finished" in refusal(recipe("optim.name=lion"))
     said = refusal(recipe("optim.lr=0.5"))
     assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in said
     assert "removed then" not in said
