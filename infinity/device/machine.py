@@ -245,10 +245,20 @@ def set_rank_threads(threads: int) -> None:
 def rank_threads() -> int:
     """Return this rank's threads: PyTorch's, or a share of the cores where torchrun set one by default."""
     threads = torch.get_num_threads()
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if threads > 1 or threads == _given or not by_torchrun:
+    if threads > 1 or threads == _given or not _by_torchrun():
         return threads
     return share_of_cores()
+
+
+def default_threads() -> int:
+    """Return ``OMP_NUM_THREADS`` if a user set it, or a share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdecimal() and int(given) and not _by_torchrun() else share_of_cores()
+
+
+def _by_torchrun() -> bool:
+    """Return whether torchrun set ``OMP_NUM_THREADS``, as it does for ranks whose user has not."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
 
 
 @functools.cache  # every update asks, and system files are read
