@@ -187,6 +187,7 @@ def _merge(
         with all_ranks_or_raise(ranks, f"opening {base}"):
             merged = MergedModel(base, place.path, runtime.dtype, plain.config, type(plain))
         with merged:
+            merged.model.generation_config = getattr(plain, "generation_config", None)
             return merge_adapters(merged, out, ranks=ranks, **how)
 
 

@@ -14,6 +14,7 @@ from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import split_experts
 from infinity.app import runs
 from infinity.app.best import best_of
+from infinity.app.samples import end_answers
 from infinity.app.train import built, process_group, set_threads, tokenizer_of, write_model
 from infinity.checkpoint.directory import read_json_object, tokenizer_files
 from infinity.checkpoint.model import read_config
@@ -138,6 +139,7 @@ def _merge(
     if recipe is not None:
         tokenizer = tokenizer_of(recipe)
     with MergedModel(base, adapters, dtype) as merged:
+        end_answers(merged.model, tokenizer)
         return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
 
 

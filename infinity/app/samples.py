@@ -55,9 +55,7 @@ class Writer:
             name = path if path is not None and tokenizer_files(Path(path)) else "bytes"
         self.tokenizer: Tokenizer = open_tokenizer(name)
         self._longest = recipe.model.seq_len if path is None else longest_sequence(Path(path))
-        config = getattr(model, "generation_config", None)
-        ends = getattr(config, "eos_token_id", None)
-        self._ends = {self.tokenizer.separator, *(ends if isinstance(ends, list) else [ends])}
+        self._ends = self.tokenizer.ends.union(ends_of(model))
 
     def encode(self, prompt: str | Chat) -> list[int]:
         """Return the tokens of a text, or of a chat up to where an answer begins."""
@@ -107,6 +105,21 @@ class Writer:
             return self._model(tokens).logits[:, -1:], None
         out = self._model(input_ids=tokens, past_key_values=past, use_cache=True)
         return out.logits[:, -1:], getattr(out, "past_key_values", None)
+
+
+def ends_of(model: Any) -> list[int]:
+    """Return the tokens after which ``model.generate`` writes no more."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def end_answers(model: Any, tokenizer: Path | None) -> None:
+    """Let a model that is written, with this tokenizer, end its answers where the chat template does."""
+    if tokenizer is None or getattr(model, "generation_config", None) is None:
+        return
+    ends = ends_of(model)
+    if more := sorted(open_tokenizer(str(tokenizer)).ends.difference(ends)):
+        model.generation_config.eos_token_id = ends + more
 
 
 def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +107,11 @@ class Tokenizer:
     def encode_question(self, chat: Chat) -> NDArray[Any]:
         """Encode a chat, with the tokenizer's template, up to where an answer begins; raises as above."""
         raise NotImplementedError
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens after which nothing follows: that of a document, and that of an answer in a chat."""
+        return set() if self.separator is None else {self.separator}
 
 
 class BytesTokenizer(Tokenizer):
@@ -252,6 +257,15 @@ class DirectoryTokenizer(FileTokenizer):
                 list(chat.messages), tools=chat.tools, add_generation_prompt=True, tokenize=False
             )
         return self.encode(text)
+
+    @property
+    def ends(self) -> set[int]:
+        ends, special = super().ends, set(self._library.all_special_ids)
+        with suppress(DataError, MalformedError):  # no template, or one that wants more of a chat
+            example = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+            last = self.encode_chat(Chat(example, None))[-1]
+            ends.update([each for each in last.tokens[last.loss_mask].tolist() if each in special][-1:])
+        return ends
 
     @contextmanager
     def _rendering(self, chat: Chat) -> Iterator[None]:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.app.chat import chat
+from infinity.app.export import publish_run
 from infinity.app.samples import SAMPLES, Samples, Writer, Writing, read_prompts
-from infinity.app.train import train
+from infinity.app.train import train, write_model
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.data.tokenizer import Chat, DataError, open_tokenizer
 from tests.helpers.launch import run_ranks
 from tests.helpers.runs import metrics_of
-from tests.helpers.tokenizers import write_tokenizer
+from tests.helpers.tokenizers import CHATML, write_tokenizer
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,10 +104,10 @@ TEMPLATE = (
 )
 
 
-def make_base(folder: Path) -> Any:
+def make_base(folder: Path, template: str = TEMPLATE) -> Any:
     """Save a small Llama and its tokenizer, which is returned."""
     tokenizer = write_tokenizer(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     LlamaForCausalLM(
@@ -137,6 +138,22 @@ def test_a_transformers_model_writes_what_generate_writes(tmp_path: Path):
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     infinity.close(model)
+
+
+def test_answers_of_a_model_that_was_written_end_where_the_template_ends_them(tmp_path: Path):
+    tokenizer = make_base(tmp_path / "base", CHATML)
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    recipe = infinity.load_recipe(overrides=[f"model.path={tmp_path / 'base'}", "train.dtype=fp32"])
+    model = infinity.from_pretrained(tmp_path / "base", recipe)
+    assert open_tokenizer(str(tmp_path / "base")).ends == {*ends}
+    write_model(recipe, model, tmp_path / "all")
+    infinity.close(model)
+    model = infinity.add_lora(infinity.from_pretrained(tmp_path / "base", recipe, frozen=True), rank=2)
+    infinity.save_lora(model, tmp_path / "adapters")
+    infinity.close(model)
+    publish_run(tmp_path / "adapters", tmp_path / "merged", merge=True)
+    for name in ("all", "merged"):
+        assert GenerationConfig.from_pretrained(tmp_path / name).eos_token_id == ends
 
 
 def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
