@@ -379,15 +379,16 @@ class RankMean:
 def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
     """Return the learning rate of ``step`` (from 0) as a fraction of ``optim.lr``.
 
-    The last of ``warmup_steps`` has the full rate, and the last of ``steps`` has ``min_lr_ratio`` of it.
+    The last step of the warm-up has the full rate, and the last of ``steps`` has ``min_lr_ratio`` of it.
     """
     if not optim.rule.scheduled:
         return 1.0
-    if step < optim.warmup_steps:
-        return (step + 1) / optim.warmup_steps
+    warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * steps)
+    if step < warmup:
+        return (step + 1) / warmup
     if optim.schedule == "constant":
         return 1.0
-    done = min(1.0, (step + 1 - optim.warmup_steps) / max(1, steps - optim.warmup_steps))
+    done = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
     left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left
 

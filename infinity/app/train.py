@@ -23,7 +23,7 @@ from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
 from infinity.app.loop import Loop
-from infinity.app.samples import read_prompts
+from infinity.app.samples import end_answers, read_prompts
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
@@ -37,7 +37,7 @@ from infinity.core.plan import FOLDER, save_measured
 from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
 from infinity.device.accelerator import memory_nbytes
-from infinity.device.machine import local_ranks, set_rank_threads, total_host_nbytes, usable_cores
+from infinity.device.machine import default_threads, local_ranks, set_rank_threads, total_host_nbytes
 from infinity.observe import metrics
 from infinity.observe.metrics import View
 from infinity.observe.sinks import SINKS
@@ -266,14 +266,14 @@ def process_group(recipe: Recipe) -> Iterator[Ranks]:
 
 
 def set_threads(config: TrainConfig) -> None:
-    """Give each rank ``train.threads``, or its share of the cores; RecipeError: those are too many."""
+    """Give each rank ``train.threads``, or what is usual; RecipeError: those are too many."""
     most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
     if config.threads is not None and config.threads > most:
         raise RecipeError(
             f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
             "core of this machine), or null for one per core"
         )
-    set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
+    set_rank_threads(config.threads or default_threads())
 
 
 def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> dict[str, Data]:
@@ -335,7 +335,7 @@ def notes_on_commits(every: int) -> Iterator[str]:
 def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
     recipe, before = run.recipe, run.before
     if run.lost:
-        yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
+        yield f"the run was interrupted in step {run.lost + 1}, before one was recorded: it begins anew"
     if before is not None:
         yield f"goes on after step {loop.step}, where the run was interrupted"
         if before.steps != recipe.steps and recipe.optim.schedule != "constant":
@@ -479,10 +479,11 @@ def write_model(
     ``ema``: their average in place of the last values.
     """
     if not recipe.trains_adapters or merge:
+        tokenizer = tokenizer_of(recipe)
+        end_answers(model, tokenizer)
         return infinity.export(
-            model, out, stored_as=stored_as, tokenizer=tokenizer_of(recipe), merge=merge, adapter=adapter,
-            ema=ema,
-        )  # fmt: skip
+            model, out, stored_as=stored_as, tokenizer=tokenizer, merge=merge, adapter=adapter, ema=ema
+        )
     infinity.save_lora(model, out, per_expert=per_expert, name=adapter, ema=ema)
     return None
 

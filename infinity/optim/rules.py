@@ -90,6 +90,9 @@ class OptimConfig(Config):
         "constant", "learning rate after warm-up, until train.steps"
     )
     warmup_steps: int = setting(0, "steps in which the rate rises from 0", Valid(0, 10**9))
+    warmup_ratio: float = setting(
+        0.0, "share of all steps in which the rate rises, in place of warmup_steps", Valid(least=0, below=1)
+    )
     min_lr_ratio: float = setting(0.1, "where cosine and linear end, as a share of lr", Valid(0, 1))
     loss_scale: float = setting(2.0**16, "first loss scale of fp16 training; it then adapts", Valid(1, 2**32))
 
@@ -107,6 +110,9 @@ class OptimConfig(Config):
                 raise SettingError(key, got, error.wanted) from error
         if self.schedule != "constant" and not self.rule.scheduled:
             raise SettingError("schedule", self.schedule, f"constant: {self.name} needs none")
+        if self.warmup_ratio and (self.warmup_steps or not self.rule.scheduled):
+            wanted = "0, or warmup_steps=0" if self.warmup_steps else f"0: {self.name} counts warmup_steps"
+            raise SettingError("warmup_ratio", self.warmup_ratio, wanted)
 
     @property
     def numbers(self) -> dict[str, Any]:

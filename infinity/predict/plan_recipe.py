@@ -245,7 +245,8 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
     total_s = total / run.tokens_per_s
     line = f"{count(total)} tokens take {seconds(total_s)}"
     if steps is None and not tokens:
-        line = f"a step of {line}; --tokens says what train.epochs={run.recipe.train.epochs:g} take"
+        line = f"a step takes {seconds(total_s)}; --tokens says what train.epochs="
+        line += f"{run.recipe.train.epochs:g} take"
     if watts := (devices.per_node * devices.watts + run.machine.host.watts) * nodes.count:
         line += f", {watts * total_s / 3.6e6:,.3g} kWh"
     if nodes.price_per_h is not None:

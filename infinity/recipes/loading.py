@@ -16,6 +16,12 @@ from infinity.recipes.text import ProblemError, parse, resolved
 _MOST_NBYTES = 2**20
 _COMMAND_LINE = "on the command line"
 _Sections = TypeVar("_Sections")
+#: Pairs of keys that say the same in two ways: an override replaces what a file says in the other.
+_ALTERNATIVES = (
+    ("train.steps", "train.epochs"),
+    ("train.eval_every", "train.evals_per_epoch"),
+    ("optim.warmup_steps", "optim.warmup_ratio"),
+)
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
@@ -34,23 +40,33 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def named_keys(path: str | Path | None, overrides: Sequence[str]) -> frozenset[str]:
     """Return the keys that a file or overrides name; arguments and errors as of :func:`load_recipe`."""
-    given = {} if path is None else read_sections(user_path(path, "the recipe"), Recipe)
-    for override in overrides:
-        _put(given, override, str(path))
+    given, _ = _read(Recipe, path, overrides)
     return frozenset(f"{section}.{name}" for section, values in given.items() for name in values or ())
 
 
 def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:
     """Load a dataclass whose fields are sections; arguments and errors are those of :func:`load_recipe`."""
     file = "the defaults" if path is None else str(path)
-    given = {} if path is None else read_sections(user_path(path, "the recipe"), cls)
-    overridden = [_put(given, override, file) for override in overrides]
+    given, overridden = _read(cls, path, overrides)
     try:
         return _build(given, cls)
     except ProblemError as error:
         by_override = any(f"{other}.".startswith(f"{error.key}.") for other in overridden)
         where = _COMMAND_LINE if by_override else f"in {file}"
         raise RecipeError(f"{f'{error.key} {where}' if error.key else file}: {error}") from error
+
+
+def _read(cls: type, path: str | Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return what a file and overrides say, by section, and the keys of the overrides."""
+    given = {} if path is None else read_sections(user_path(path, "the recipe"), cls)
+    file = "the defaults" if path is None else str(path)
+    overridden = [_put(given, override, file) for override in overrides]
+    for pair in _ALTERNATIVES if cls is Recipe else ():
+        for key, other in (pair, pair[::-1]):
+            section, name = key.split(".")
+            if key in overridden and other not in overridden and given[section][name] is not None:
+                given[section].pop(other.rpartition(".")[2], None)
+    return given, overridden
 
 
 def read_sections(path: Path, cls: type) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _positive(value: Any) -> Any:
 
 
 def _warmup(value: Any) -> Any:
-    return {"_warmup_ratio": value} if isinstance(value, float) and value < 1 else int(value)
+    return {"optim.warmup_ratio": value} if isinstance(value, float) and 0 < value < 1 else int(value)
 
 
 def _steps(value: Any) -> Any:
@@ -126,6 +126,15 @@ def _reports(value: Any) -> Any:
     if names - {*_SINKS, "none"}:
         return _TRACKERS
     return {f"observe.{name}": True for name in _SINKS if name in names}
+
+
+def _tracker(sink: str, variable: str) -> To:
+    """Return the row of a project's name, which the tracker takes from the environment."""
+    key = f"observe.{sink}"
+    return To(
+        key,
+        lambda name: {key: True, "_said": {"": Missing(f"set {variable}={name} in the environment")}},
+    )
 
 
 def _axolotl_data(key: str) -> Convert:
@@ -201,7 +210,6 @@ _MEANINGS: dict[str, "Row"] = {
     "_cpu": To("train.device", lambda on: "cpu" if on else {}),
     "_eval": To("", lambda name: {"_eval": name}),
     "_save": To("", lambda name: {"_save": name}),
-    "_warmup_ratio": To("optim.warmup_steps", lambda ratio: {"_warmup_ratio": ratio}),
     "_a_file": Missing("it is a file of its own: infinity recipe --from FILE"),
     "_batch": Missing("it is train.batch_size x train.accumulate x ranks here"),
 }  # fmt: skip
@@ -225,7 +233,7 @@ _TRAINER: dict[str, Row] = {
         gradient_accumulation_steps=train.accumulate max_steps=train.steps num_train_epochs=train.epochs
         logging_steps=train.log_every learning_rate=optim.lr lr_scheduler_type=optim.schedule
         lr_scheduler_kwargs.min_lr_rate=optim.min_lr_ratio warmup_steps=optim.warmup_steps
-        warmup_ratio=_warmup_ratio weight_decay=optim.weight_decay max_grad_norm=optim.max_grad_norm
+        warmup_ratio=optim.warmup_ratio weight_decay=optim.weight_decay max_grad_norm=optim.max_grad_norm
         optim=optim.name adam_beta1=_beta1 adam_beta2=_beta2 adam_epsilon=optim.eps
         eval_strategy=_eval evaluation_strategy=_eval eval_steps=train.eval_every
         eval_on_start=train.eval_first early_stopping_patience=train.patience
@@ -368,8 +376,7 @@ _AXOLOTL: dict[str, Row] = _FINETUNING | {
         train_on_inputs=_all_tokens optimizer=optim.name lr_scheduler=optim.schedule
         cosine_min_lr_ratio=optim.min_lr_ratio lora_model_dir=lora.adapter rl=train.task
         rl_beta=train.beta kto_desirable_weight=train.desirable_weight
-        kto_undesirable_weight=train.undesirable_weight wandb_project=observe.wandb
-        mlflow_experiment_name=observe.mlflow
+        kto_undesirable_weight=train.undesirable_weight
     """),
     **_each("datasets pretraining_dataset", To("data.files", _axolotl_data("data.files"))),
     "test_datasets": To("data.eval_files", _axolotl_data("data.eval_files")),
@@ -379,6 +386,8 @@ _AXOLOTL: dict[str, Row] = _FINETUNING | {
     "load_in_4bit": To("model.stored_as", lambda on: {"_stored_as": "nf4"} if on else {}),
     "load_in_8bit": To("model.stored_as", lambda on: {"_stored_as": "int8"} if on else {}),
     "reward_model": To("train.task", lambda on: "reward" if on else {}),
+    "wandb_project": _tracker("wandb", "WANDB_PROJECT"),
+    "mlflow_experiment_name": _tracker("mlflow", "MLFLOW_EXPERIMENT_NAME"),
     **_each("special_tokens tokens", Missing("tokens are those of the tokenizer's own files")),
     "evals_per_epoch": To("train.evals_per_epoch", _positive),
     "saves_per_epoch": Missing("checkpoint.every is a number of steps, or a time"),

@@ -150,7 +150,9 @@ class TrainConfig(Config):
         Valid(1, 10**6),
     )
     log_every: int = option(1, "steps between lines of progress", Valid(1, 10**9))
-    threads: int | None = option(None, "compute threads per rank; null: cores / local ranks", Valid(1, 1024))
+    threads: int | None = option(
+        None, "compute threads per rank; null: OMP_NUM_THREADS, or cores / local ranks", Valid(1, 1024)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

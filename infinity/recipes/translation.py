@@ -1,7 +1,6 @@
 """``infinity recipe --from``: another tool's configuration as a recipe, and what of it no recipe says."""
 
 import json
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -119,7 +118,8 @@ def _values(given: Mapping[str, Any], tool: Tool, said: list[Said]) -> Values:
         if isinstance(found, Needless | Missing):
             said.append(Said(key, found))
         elif isinstance(found, dict) and all("." in name or name[:1] == "_" for name in found):
-            said += [Said(f"{key}[].{name}", why) for name, why in found.pop("_said", {}).items()]
+            more = found.pop("_said", {})
+            said += [Said(f"{key}[].{name}" if name else key, why) for name, why in more.items()]
             values |= found
         elif isinstance(row, To):
             values[row.key] = found
@@ -152,13 +152,8 @@ def _combined(tool: Tool, values: Values, folder: Path, said: list[Said]) -> Val
         v.setdefault("train.steps", None)
         if v["train.steps"] is not None:
             del v["train.epochs"]
-    ratio = v.pop("_warmup_ratio", 0)
-    if ratio and v.get("train.steps"):
-        v["optim.warmup_steps"] = math.ceil(ratio * v["train.steps"])
-    elif ratio:
-        said.append(
-            Said("warmup_ratio", Missing(f"optim.warmup_steps is a number of steps: {ratio:g} of all"))
-        )
+    if v.get("optim.warmup_steps"):
+        v.pop("optim.warmup_ratio", None)
     first, second = v.get("optim.betas", (0.9, 0.999))
     if "_beta1" in v or "_beta2" in v:
         v["optim.betas"] = [v.pop("_beta1", first), v.pop("_beta2", second)]

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.app import train as train_module
 from infinity.app.loop import BatchLoss, RankMean, lr_factor
 from infinity.app.train import notes_on_commits, process_group, set_threads, train
 from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import InfinityError, RecipeError
+from infinity.device import machine
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import MessageBuffer, Timeline
 from infinity.optim.rules import OptimConfig
@@ -311,19 +311,25 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
     assert rates[11] == pytest.approx(0.55)  # half way
     assert rates[-1] == pytest.approx(0.1)
     assert lr_factor(25, cosine, steps=20) == pytest.approx(0.1)
+    share = OptimConfig(schedule="cosine", warmup_ratio=0.16, min_lr_ratio=0.1)
+    assert [lr_factor(step, share, steps=20) for step in range(20)] == rates
     assert {lr_factor(step, OptimConfig(), steps=20) for step in range(20)} == {1.0}
 
 
-def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(train_module, "usable_cores", lambda: 8)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    set_threads(load_recipe().train)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    set_threads(load_recipe().train)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    for ranks, threads, torchrun in (("3", "", ""), ("16", "", ""), ("1", "3", ""), ("2", "1", "by default")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        if torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        machine.share_of_cores.cache_clear()
+        set_threads(load_recipe().train)
     set_threads(load_recipe(overrides=["train.threads=5"]).train)
-    assert chosen == [2, 1, 5]
+    machine.share_of_cores.cache_clear()
+    assert chosen == [2, 1, 3, 4, 5]
 
 
 def two_ranks_train(folder: str) -> tuple[float, bool, list[float], list[int]]:

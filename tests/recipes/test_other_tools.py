@@ -127,6 +127,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "train.epochs": 2.0, "train.steps": None, "train.batch_size": 2, "train.accumulate": 4,
         "optim.lr": 2e-4, "optim.min_lr_ratio": 0.0, "optim.weight_decay": 0.0, "train.dtype": "auto",
         "lora.target_modules": (), "model.stored_as": None, "run.dir": "./out",
+        "optim.warmup_ratio": 0.1,
     },
     "llamafactory.yaml": {
         "lora.rank": 8, "lora.alpha": 16.0, "lora.target_modules": (), "model.seq_len": 1024,
@@ -137,7 +138,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "data.streaming": True,
     },
     "training_args.json": {
-        "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_steps": 6,
+        "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_ratio": 0.03,
         "train.dtype": "fp16", "train.eval_every": None, "checkpoint.every": None,
         "optim.max_grad_norm": None,
     },
@@ -156,7 +157,7 @@ NOT_IN_IT = {
     "ds_config.json": ["train_micro_batch_size_per_gpu", "zero_optimization.stage", "aio",
                        "curriculum_learning"],
     "accelerate.yaml": ["num_processes", "fsdp_config.fsdp_offload_params", "model.path", "data.files"],
-    "axolotl.yml": ["warmup_ratio", "quantization", "flash_attention",
+    "axolotl.yml": ["quantization", "flash_attention",
                     "datasets[].split", "datasets[].shards", "datasets[].ds_type", "test_datasets[].split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
     "llamafactory.yaml": ["template", "max_samples", "report_to", "buffer_size", "data.files=mine",

@@ -8,7 +8,7 @@ import pytest
 
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
-from infinity.recipes.loading import load_recipe
+from infinity.recipes.loading import load_recipe, named_keys
 from infinity.recipes.models import GPTConfig
 from infinity.recipes.other_tools import KNOWN_AS
 from infinity.recipes.recipe import Recipe, RunConfig, keys_of, recipe_table
@@ -131,6 +131,18 @@ def test_a_run_is_as_long_as_its_steps_or_its_epochs(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, epochs.to_yaml())) == epochs
     with pytest.raises(RecipeError, match=r"train\.epochs=2\.5: the data says how many steps those are"):
         _ = epochs.steps
+    file = write(tmp_path, "train: {steps: 200, evals_per_epoch: 2}")
+    given = load_recipe(file, ["train.epochs=3", "train.eval_every=7"]).train
+    assert (given.steps, given.epochs, given.eval_every, given.evals_per_epoch) == (None, 3, 7, None)
+    assert named_keys(file, ["train.epochs=3"]) == {"train.epochs", "train.evals_per_epoch"}
+    file = write(tmp_path, "train: {epochs: 3}")
+    assert load_recipe(file, ["train.steps=20"]).steps == 20
+    assert load_recipe(file, ["train.steps=null"]).train.epochs == 3
+    file = write(tmp_path, "optim: {warmup_steps: 10}")
+    assert load_recipe(file, ["optim.warmup_ratio=0.1"]).optim.warmup_steps == 0
+    assert "got 0.1; wanted 0, or warmup_steps=0" in refused(
+        file, "optim.warmup_ratio=0.1", "optim.warmup_steps=3"
+    )
     said = refused(None, "train.epochs=2", "train.steps=10")
     assert "train.epochs on the command line: got 2.0; wanted null, since train.steps=10: one of both" in said
 
