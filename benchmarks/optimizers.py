@@ -7,8 +7,10 @@ Tables, each from one run in turns:
    many bytes.
 2. Seconds of a step of 134 M parameters, all on NVMe, its bytes, and their rate beside what fio reaches
    at the same mix: near 1 the drive binds. With Muon, beside torch's in memory.
-3. The last training loss of the quickstart, and its held-out loss, after some steps in fp32.
+3. The last training loss of the quickstart, and its held-out loss, after some steps.
 4. ``infinity plan`` for a GPT of 70 B on 8 H100 with drives.
+
+A rule may have another master: ``adamw+kahan``, ``adamw+bf16-stochastic`` (losses: ``--loss-dtype bf16``).
 
     python benchmarks/optimizers.py [--quick] [--json FILE] [--rules adamw,adamw8bit] [--parts update,step]
 """
@@ -35,7 +37,10 @@ from infinity.core.nbytes import aligned
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import store_master
 
-RULES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd", "muon")
+RULES = (
+    "adamw", "adamw+kahan", "adamw+bf16-stochastic", "adamw8bit", "adamw8bit+bf16-stochastic", "adamw4bit",
+    "adam", "lion", "sgd", "schedulefree", "adafactor", "muon",
+)  # fmt: skip
 PARTS = ("update", "step", "loss", "plan")
 FUSED = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 DTYPE = torch.bfloat16
@@ -43,7 +48,16 @@ DTYPE = torch.bfloat16
 TRAINED = {
     "lion": ["optim.lr=1e-4", "optim.betas=[0.9,0.99]"],
     "sgd": ["optim.lr=0.1", "optim.weight_decay=0", "optim.options={momentum: 0.9}"],
+    "schedulefree": ["optim.lr=3e-3", "optim.schedule=constant"],
+    "adafactor": ["optim.lr=3e-3"],
+    "muon": ["optim.lr=3e-3"],
 }
+
+
+def chosen(name: str) -> list[str]:
+    """What a recipe says of a rule, and of its master after a plus."""
+    rule, _, master = name.partition("+")
+    return [f"optim.name={rule}", *([f"optim.master={master}"] if master else [])]
 
 
 def ours(name: str, numel: int) -> Callable[[], None]:
@@ -84,7 +98,7 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
     numel = aligned(2_000_000 if quick else 32_000_000, 2**18)
     rows, claims, own = [], [], find_rule("adamw").layout(DTYPE).bytes_per_element
     for name in names:
-        if len(find_rule(name).elementwise) > 1:  # a rule of matrices has no update of elements alone
+        if not find_rule(name).in_one_pass:  # a rule of matrices has no update of elements alone
             continue
         contenders = {"ours": ours(name, numel), "copy": copy(name, numel)}
         if name in FUSED:
@@ -121,7 +135,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                 where = [
                     f"memory.nvme=[{folder}]", "memory.host=160MiB", "memory.resident=false",
                     f"memory.device={device}", "memory.activations=keep", f"run.dir={folder / 'runs'}",
-                    f"optim.name={name}",
+                    *chosen(name),
                 ]  # fmt: skip
                 job = Job(
                     way="infinity", shape=shape.as_dict(), phases=[asdict(Phase(each)) for each in tokens],
@@ -156,19 +170,21 @@ def _fio_s(folder: Path, step: Measured) -> float:
     return (step.read + step.written) / rate
 
 
-def losses(names: list[str], quick: bool, root: Path, batch: int, seeds: list[int]) -> list[Claim]:
+def losses(
+    names: list[str], quick: bool, root: Path, batch: int, seeds: list[int], dtype: str
+) -> list[Claim]:
     found: dict[str, tuple[float, float]] = {}
     count = 20 if quick else 300
     with folder_on(root, "optimizers") as folder:
         for name in names:
-            each = [_loss(name, folder, count, batch, seed) for seed in seeds]
+            each = [_loss(name, folder, count, batch, seed, dtype) for seed in seeds]
             found[name] = tuple(sum(column) / len(seeds) for column in zip(*each, strict=True))  # type: ignore[assignment]
     base = found.get("adamw", found[names[0]])
     rows = [
         [name, f"{last:.4f}", f"{last / base[0] - 1:+.2%}", f"{held:.4f}", f"{held / base[1] - 1:+.2%}"]
         for name, (last, held) in found.items()
     ]
-    print(f"\nThe quickstart after {count} steps of {batch} x 256 tokens, fp32, seeds {seeds}")
+    print(f"\nThe quickstart after {count} steps of {batch} x 256 tokens, {dtype}, seeds {seeds}")
     print_table(["rule", "loss (mean of 20 steps)", "to adamw", "held-out loss", "to adamw"], rows)
     if "adamw8bit" not in found:
         return []
@@ -176,13 +192,13 @@ def losses(names: list[str], quick: bool, root: Path, batch: int, seeds: list[in
     return [Claim.at_most("adamw8bit: held-out loss apart from AdamW's", apart, 0.005)]
 
 
-def _loss(name: str, folder: Path, count: int, batch: int, seed: int) -> tuple[float, float]:
+def _loss(name: str, folder: Path, count: int, batch: int, seed: int, dtype: str) -> tuple[float, float]:
     """Return the mean training loss of the last 20 steps of the quickstart, and its held-out loss."""
     given = [
         f"train.steps={count}", f"run.dir={folder / f'{name}-{seed}'}", f"train.eval_every={count}",
-        "train.dtype=fp32", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
-        f"optim.name={name}", f"run.seed={seed}", f"data.seed={seed}", f"train.batch_size={batch}",
-        *TRAINED.get(name, []),
+        f"train.dtype={dtype}", "memory.nvme=[]", "memory.host=1GiB", "memory.resident=true",
+        f"run.seed={seed}", f"data.seed={seed}", f"train.batch_size={batch}", "train.threads=1",
+        *chosen(name), *TRAINED.get(name.partition("+")[0], []),
     ]  # fmt: skip
     command = [sys.executable, "-m", "infinity", "train", "configs/quickstart.yaml", *given]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -198,9 +214,7 @@ def plans(names: list[str], quick: bool) -> list[Claim]:
     """A GPT of 80 layers of 8,192 (4 if ``quick``), all on NVMe, 2,048 tokens on each of 8 GPUs."""
     rows, layers, steps_s, params = [], (4 if quick else 80), {}, 0
     for name in names:
-        planned = papers.plan(
-            "hgx-h100", 8, layers, 8192, 64, 1, f"optim.name={name}", "train.dtype=bf16", seq=2048
-        )
+        planned = papers.plan("hgx-h100", 8, layers, 8192, 64, 1, *chosen(name), "train.dtype=bf16", seq=2048)
         cost, params = planned.cost, planned.run.params
         steps_s[name] = cost.step_s
         ratio = cost.step_s / steps_s.get("adamw", cost.step_s)
@@ -219,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="512,2048", help="of a step")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the quickstart")
     parser.add_argument("--seeds", default="0", help="of the quickstart's runs")
+    parser.add_argument("--loss-dtype", default="fp32", help="of the quickstart; bf16 has other masters")
     options = parser.parse(None, rounds=1)
     seeds = [*map(int, options.seeds.split(","))]
     names, parts, claims = options.rules.split(","), options.parts.split(","), list[Claim]()
@@ -229,7 +244,7 @@ def main() -> None:
             names, options.quick, options.nvme, options.rounds, [*map(int, options.tokens.split(","))]
         )
     if "loss" in parts:
-        claims += losses(names, options.quick, options.nvme, options.batch, seeds)
+        claims += losses(names, options.quick, options.nvme, options.batch, seeds, options.loss_dtype)
     if "plan" in parts:
         claims += plans(names, options.quick)
     print_claims(claims, options.json, wanted="")

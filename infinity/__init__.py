@@ -78,6 +78,8 @@ __version__ = version("infinity-offload")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("infinity.optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "from_pretrained":

@@ -25,7 +25,7 @@ CHANGES = {
     ("adamw", "lion"): ("exp_avg", "all"),
     ("lion", "adamw"): ("", "none"),
     ("adamw", "muon"): ("exp_avg, exp_avg_sq", "all"),
-    ("muon", "adamw"): ("exp_avg", "none"),
+    ("muon", "adamw"): ("exp_avg, exp_avg_sq", "some"),
     ("muon", "lion"): ("exp_avg", "all"),
     ("lion", "muon"): ("exp_avg", "some"),
     ("adamw", "schedulefree"): ("exp_avg_sq", "all"),

@@ -274,25 +274,25 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 633,
+    "": 635,
     "activations": 2459,
-    "api": 4564,
+    "api": 4569,
     "app": 2599,
     "checkpoint": 4462,
     "comm": 861,
-    "core": 2326,
+    "core": 2294,
     "data": 2732,
     "device": 1068,
     "engine": 3999,
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 2658,
+    "optim": 2633,
     "partition": 2645,
     "planner": 2378,
     "predict": 5492,
     "recipes": 2105,
-    "shards": 4488,
+    "shards": 4496,
 }
 
 

@@ -299,6 +299,10 @@ class Optimizer(torch.optim.Optimizer):
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
         state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name, "sums": self.sums}
+        state["kept"] = {
+            self._name_of(param): kept for group in self.param_groups for param in group["params"]
+            if (kept := self.rule.kept(group, param.shape)) != self.rule.kept({}, param.shape)
+        }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 

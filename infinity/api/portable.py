@@ -548,7 +548,7 @@ class PortableValues:
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
         )
-        numbers, before = _numbers(self._checkpoint, prefix, self._rule), self._rule_before()
+        numbers = _numbers(self._checkpoint, prefix, before := self._rule_before())
         for options, group, found in zip(groups, members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
@@ -558,7 +558,8 @@ class PortableValues:
                 wanted = *self._moments, *self._rule.sums(param.shape)
                 missing = [name for name in wanted if state + name not in self._checkpoint]
                 way = self._rule.way(options, 0, param.shape)
-                if before.name != self._rule.name and not way.goes_on_from(before.lasting):
+                had = before.kept(numbers.get(held[0], {}), param.shape)
+                if before.name != self._rule.name and not way.goes_on_from(had):
                     continue
                 if before.name == self._rule.name and missing not in ([], [OFFSET]):
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -122,24 +122,6 @@ def around(piece: Piece) -> Piece:
     return Piece(piece.file, offset, aligned(piece.offset + piece.nbytes) - offset)
 
 
-class Span(NamedTuple):
-    """Describes what lies in elements ``[start, stop)`` of a unit's flat buffer or a row-major parameter."""
-
-    source: Hashable
-    start: int
-    stop: int
-
-
-class ShardPiece(NamedTuple):
-    """Describes elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``."""
-
-    unit: int
-    rank: int
-    start: int
-    stop: int
-    target: int  # their place in the range that was asked for, counted from its first element
-
-
 class Box(NamedTuple):
     """Describes an N-dimensional part of a tensor."""
 
@@ -155,27 +137,13 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
 
-def shard_pieces(
-    start: int, stop: int, new: Sequence[Span], old: Mapping[Hashable, tuple[int, int]], numels: Sequence[int]
-) -> Iterator[ShardPiece]:
-    """Yield in order the pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer.
-
-    Args:
-        new: Parameters of the new unit, where they lie in its flat buffer, ascending; padding is left out.
-        old: The old unit of each parameter, by the same sources, and its first element there.
-        numels: Elements of one rank's shard, by old unit.
-    """
-    for source, first, last in new:
-        low, high = max(start, first), min(stop, last)
-        if low >= high:
-            continue
-        unit, offset = old[source]
-        shift, numel = offset - first, numels[unit]
-        while low < high:
-            rank, begin = divmod(low + shift, numel)
-            end = min(numel, begin + high - low)
-            yield ShardPiece(unit, rank, begin, end, low - start)
-            low += end - begin
+def shard_ranges(start: int, stop: int, shard_numel: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rank, first and last element there of each part of ``[start, stop)`` of a flat buffer."""
+    while start < stop:
+        rank, begin = divmod(start, shard_numel)
+        end = min(shard_numel, begin + stop - start)
+        yield rank, begin, end
+        start += end - begin
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> Iterator[Box]:

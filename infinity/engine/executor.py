@@ -119,7 +119,7 @@ class StepExecutor:
             )  # fmt: skip
             tiers.on_device = self.host = None
             if ranks.on_accelerator:
-                tiers.on_device = DeviceShards(storage.rule, storage.layout, device)
+                tiers.on_device = DeviceShards(storage.layout, device)
                 stack.callback(tiers.on_device.close)
                 self.host = HostPools(*(HostPool(0, device=device) for _ in HostPools._fields))
                 for each in self.host:

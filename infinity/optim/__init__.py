@@ -6,31 +6,23 @@ Those are of :mod:`infinity.api`, which this room does not know: a name is looke
 from importlib import import_module
 from typing import Any
 
-#: Public names of this room, by module; the others are optimizers, by the class of their rule.
-_HOMES = {
-    "Form": "state", "MatrixRule": "matrix", "Moment": "state", "Quantized": "state", "Rule": "rule",
-    "root": "formula", "sign": "formula", "where": "formula",
-}  # fmt: skip
-_OPTIMIZERS = {
-    "Adafactor": "adafactor", "Adam": "adam", "AdamW4bit": "adamw4bit", "AdamW8bit": "adamw8bit",
-    "Lion": "lion", "Muon": "muon", "SGD": "sgd", "ScheduleFree": "schedulefree",
-}  # fmt: skip
+from infinity.optim import rules as rules  # defines each of them
+from infinity.optim.formula import root, sign, where
+from infinity.optim.matrix import MatrixRule
+from infinity.optim.rule import RULES, Rule
+from infinity.optim.state import Form, Moment, Quantized
 
-__all__ = ["AdamW", "Optimizer", *sorted(_OPTIMIZERS), *sorted(_HOMES)]
+_RULES = {type(rule).__name__.removesuffix("Rule"): rule for rule in RULES.values()}
+
+__all__ = [
+    "Form", "MatrixRule", "Moment", "Optimizer", "Quantized", "Rule", "root", "sign", "where",
+    *sorted(_RULES),
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    else:
-        optimizers = import_module("infinity.api.optimizer")
-        rule = _OPTIMIZERS.get(name)
-        value = getattr(optimizers, name) if rule is None else optimizers.optimizer_of(find(rule))
-    globals()[name] = value
-    return value
-
-
-def find(name: str) -> Any:
-    return import_module(f"{__name__}.rules").find_rule(name)
+    optimizers = import_module("infinity.api.optimizer")
+    made = getattr(optimizers, name, None) or optimizers.optimizer_of(_RULES[name])
+    return globals().setdefault(name, made)

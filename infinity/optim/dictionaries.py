@@ -73,7 +73,7 @@ def fitted(
 def carried(before: Rule, now: Rule, count: int, of: int) -> str:
     """Return a line on what carries over of a state: the moments of ``count`` parameters."""
     names = {moment.name for moment in now.moments}
-    kept = ", ".join(name for name in before.lasting if name in names)
+    kept = ", ".join(moment.name for moment in before.moments if moment.name in names)
     dropped = ", ".join(moment.name for moment in before.moments if moment.name not in names)
     found = [f"{kept} of {count} of {of} parameters carry over"] if count and kept else []
     others = ["other moments begin at zero" if found else "moments begin at zero"] if count < of else []
@@ -85,12 +85,14 @@ def _carried(
     before: Rule, rule: Rule, packed: Mapping[str, Any], params: Sequence[Parameter]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     place = {name: i for i, name in enumerate(packed[NAMES])}
+    group_of = {i: group for group in packed["param_groups"] for i in group["params"]}
     for i, param in enumerate(params):
         each = packed["state"].get(place.get(param.name, -1))
         if each is None and param.trained:
             raise StateError(f"optimizer state has no entry for {param.name}, which is trained")
         if each is not None:
-            goes_on, shapes = param.way.goes_on_from(before.lasting), _shapes(rule, param)
+            kept = before.kept(group_of[place[param.name]], param.shape)
+            goes_on, shapes = param.way.goes_on_from(kept), _shapes(rule, param)
             given = each if goes_on else {}
             moments = {n: given.get(n, torch.zeros(*of, device="cpu")) for n, of in shapes.items()}
             _check_state(rule, i, moments, shapes)

@@ -10,20 +10,7 @@ import numpy as np
 
 from infinity.optim import kernels
 from infinity.optim.formula import Formula
-from infinity.optim.kernels import (
-    compensated,
-    decoded,
-    encoded,
-    inlined,
-    jit,
-    join,
-    packed,
-    rounded_as,
-    split,
-    stochastic,
-    unpacked,
-    widen,
-)  # fmt: skip
+from infinity.optim.kernels import inlined, jit
 from infinity.optim.state import Quantized, StateLayout
 
 #: By :attr:`StateLayout.master`: the master of element i, and how a new one is stored.
@@ -74,16 +61,10 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         f"    if in_place:\n        {loop}({taken.replace('out', 'weight', 1)})\n"
         f"    else:\n        {loop}({taken})\n"
     )
-    known: dict[str, Any] = {
-        "__name__": kernels.__name__,
-        "sqrt": np.sqrt,
-        "f32": np.float32,
-        "i32": np.int32,
-        "int32": np.int32,
-    }
-    known |= {"empty": np.empty, "i8": np.int8, "u8": np.uint8}
-    known |= {each.__name__: each for each in (join, split, widen, rounded_as, compensated, stochastic)}
-    known |= {each.__name__: each for each in (decoded, encoded, unpacked, packed)}
+    known = vars(kernels) | {
+        "sqrt": np.sqrt, "f32": np.float32, "i32": np.int32, "int32": np.int32, "i8": np.int8, "u8": np.uint8,
+        "empty": np.empty,
+    }  # fmt: skip
     known["step"] = inlined(_function(source[0], known))
     for text in source[1:-1]:
         known[text[4 : text.index("(")]] = _always(_function(text, known))

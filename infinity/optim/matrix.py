@@ -166,9 +166,11 @@ class MatrixRule(WholeRule):
     def averaged(self) -> Rule:
         return super().averaged.like(companion=self.companion.averaged)
 
-    @property
-    def lasting(self) -> tuple[str, ...]:
-        return tuple(moment.name for moment in self.matrix_moments)
+    def kept(self, group: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
+        moments = (
+            self.matrix_moments if self.takes({**self.defaults, **group}, shape) else self.companion.moments
+        )
+        return [moment.name for moment in moments]
 
     def takes(self, group: Mapping[str, Any], shape: Sequence[int]) -> bool:
         """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""

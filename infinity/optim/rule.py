@@ -166,10 +166,9 @@ class Rule(ABC):
         plain = self.name.removesuffix(f"+{self.master}")
         return self.like(name=plain if master == EXACT else f"{plain}+{master}", master=master)
 
-    @property
-    def lasting(self) -> tuple[str, ...]:
-        """Names of the moments that it keeps of every parameter."""
-        return tuple(moment.name for moment in self.moments)
+    def kept(self, group: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
+        """Return the names of the moments that it keeps of a parameter of a group."""
+        return [moment.name for moment in self.moments]
 
     @property
     def averages(self) -> bool:

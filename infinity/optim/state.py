@@ -43,7 +43,7 @@ much.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -222,23 +222,22 @@ class StateLayout:
         """Return the fields of moments among those of a whole state."""
         return tuple(state[len(self.exact) :])
 
+    def _by_moment(self, state: Sequence[Tensor]) -> Iterator[tuple[Form, list[Tensor]]]:
+        rest = iter(self.moments_of(state))
+        return ((moment.form, [next(rest) for _ in moment.fields]) for moment in self.moments)
+
     def load_moments(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         """Return each moment as fp32, ``(n,)``; views where they are stored so."""
-        rest, values = list(self.moments_of(state)), list[Tensor]()
-        for moment in self.moments:
-            fields, rest = rest[: len(moment.fields)], rest[len(moment.fields) :]
-            values.append(moment.form.load(fields, numel))
-        return tuple(values)
+        return tuple(form.load(fields, numel) for form, fields in self._by_moment(state))
 
     def store_moments(self, state: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
         """Write each moment into the fields of a whole state; None: zeros."""
-        rest = list(self.moments_of(state))
-        for number, moment in enumerate(self.moments):
-            fields, rest = rest[: len(moment.fields)], rest[len(moment.fields) :]
-            if values is not None:
-                moment.form.store(values[number], fields)
-            for field in fields if values is None else ():
+        if values is None:
+            for field in self.moments_of(state):
                 field.zero_()
+            return
+        for (form, fields), each in zip(self._by_moment(state), values, strict=True):
+            form.store(each, fields)
 
     def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the fp32 master and each moment as fp32, ``(n,)``; views where they are stored so."""

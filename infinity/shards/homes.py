@@ -41,7 +41,6 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, chained, rounded
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool, Lease
-from infinity.optim.rule import Rule
 from infinity.optim.rules import RESIDENT_NUMEL
 from infinity.optim.state import StateField, StateLayout
 from infinity.partition.unit import Chunk, Home, Unit
@@ -296,8 +295,8 @@ class HostHome(Home):
 class DeviceShards:
     """Shards of this rank in accelerator memory; see [Note: two places of one shard]."""
 
-    def __init__(self, rule: Rule, layout: StateLayout, device: torch.device) -> None:
-        self._rule, self._layout, self._device = rule, layout, device
+    def __init__(self, layout: StateLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
         self.chosen: frozenset[int] = frozenset()  # units whose gradients stay on the accelerator
         self.pool = DevicePool(0, device)
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
@@ -330,10 +329,11 @@ class DeviceShards:
             shard.home = None
 
             def update(run: Run, weight: Tensor, grad: Tensor) -> None:
-                part, rule = slice(run.start, run.stop), run.rule or self._rule
-                fields = layout.part(shard.fields[1:], run.start, run.stop)
-                fields = layout.select(fields, rule.layout(weight.dtype) if run.rule else layout)
-                rule.update_on_device(weight[part], grad[part], fields, run.hyper, piece_numel=RESIDENT_NUMEL)
+                part, fields = slice(run.start, run.stop), layout.part(shard.fields[1:], run.start, run.stop)
+                fields = layout.select(fields, run.rule.layout(weight.dtype))
+                run.rule.update_on_device(
+                    weight[part], grad[part], fields, run.hyper, piece_numel=RESIDENT_NUMEL
+                )
 
             def play() -> BaseException | None:
                 try:

@@ -41,7 +41,7 @@ class Run(NamedTuple):
     start: int
     stop: int
     hyper: Tensor
-    rule: Rule | None = None  # None: that of the model
+    rule: Rule
 
 
 class Runs(NamedTuple):
@@ -53,8 +53,8 @@ class Runs(NamedTuple):
     factor: float = 1.0  # of directions, before a transform
 
 
-#: Hyperparameters, and the rule that takes them; None: that of the model.
-Hyper = tuple[Tensor, Rule | None]
+#: Hyperparameters, and the rule that takes them.
+Hyper = tuple[Tensor, Rule]
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Hyper]) -> tuple[Run, ...]:
@@ -133,7 +133,7 @@ class StepHypers:
             if key not in self._tensors:
                 group = {**self._read[number], **more}  # type: ignore[index]
                 self._tensors[key] = rule.hyper(group, step=step, grad_scale=scale)
-            return self._tensors[key], None if rule is self._rule else rule
+            return self._tensors[key], rule
 
         with self._lock:
             for segment in used:

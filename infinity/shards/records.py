@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from infinity.core.errors import BEGIN_ANEW, DiskError, StateError
-from infinity.core.nbytes import ShardPiece, Span, Transfer, shard_pieces
+from infinity.core.nbytes import Transfer, shard_ranges
 from infinity.nvme.volume import open_own
 from infinity.optim.adamw import ADAMW
 from infinity.optim.dictionaries import carried
@@ -364,7 +364,8 @@ def restore(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
     before = find_rule(any_rank.layout.get("rule", ADAMW.name))
-    anew, layout = _anew(units, before, storage.rule, way, note), before.layout(tiers.layout.dtype)
+    kept = unpack(any_rank.record.state).get("kept", {})
+    anew, layout = _anew(units, before, storage.rule, way, kept, note), before.layout(tiers.layout.dtype)
     likes = {
         u.index for u in units
         if own is not None and layout == tiers.layout and anew.isdisjoint(u.segments)
@@ -441,13 +442,17 @@ def _is_like(unit: Unit, saved: Sequence[SavedUnit], chunk_numel: int) -> bool:
 
 def _anew(
     units: UnitIndex, before: Rule, now: Rule, way: Callable[[Segment], Way | None],
-    note: Callable[[str], object],
+    kept: Mapping[str, Sequence[str]], note: Callable[[str], object],
 ) -> set[Segment]:  # fmt: skip
-    """Return the parameters that another rule than before updates, and cannot go on from its moments."""
+    """Return the parameters that another rule than before updates, and cannot go on from its moments.
+
+    ``kept`` has the names of these, by that of the parameter, where they are not as its shape says.
+    """
     if before.name == now.name:
         return set()
     ways = [(segment, way(segment)) for _, segment in units.segments() if segment.whole.requires_grad]
-    anew = {segment for segment, each in ways if each and not each.goes_on_from(before.lasting)}
+    had = {s: kept.get(s.whole_name, before.kept({}, s.whole_shape)) for s, _ in ways}
+    anew = {segment for segment, each in ways if each and not each.goes_on_from(had[segment])}
     note(carried(before, now, len(ways) - len(anew), len(ways)))
     return anew
 
@@ -462,28 +467,20 @@ def _add_others(saved: SavedRun, tiers: Tiers, firsts: dict[int, int]) -> None:
 
 
 def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader", anew: Container[Segment]) -> None:
-    spans: list[Span] = []
-    old: dict[Hashable, tuple[int, int]] = {}
     for s in unit.segments:
         for place in reader.find(s):
             s.steps = 0 if s in anew else place.steps
-            start, stop = max(s.first, place.first), min(s.first + s.numel, place.stop)
-            source, shift = (s.whole_name, start), s.offset - s.first
-            spans.append(Span(source, start + shift, stop + shift))
-            old[source] = (place.unit, place.offset + start - place.first)
     for start, weight, state in tiers.make_anew(unit):
-        fields = (weight, *state)
-        for values in fields:
+        for values in (weight, *state):
             values.zero_()
         first = unit.shard_start + start
-        for piece in shard_pieces(first, first + len(weight), spans, old, reader.shard_numels):
-            stop = piece.target + piece.stop - piece.start
-            into = weight[piece.target : stop], *tiers.layout.part(state, piece.target, stop)
-            reader.read(piece, into)
-        for s in filter(anew.__contains__, unit.segments):
-            low, high = max(0, s.offset - first), min(len(weight), s.stop - first)
+        for s in unit.segments:
+            low, high = max(first, s.offset), min(first + len(weight), s.stop)
             if low < high:
-                tiers.layout.store_moments(tiers.layout.part(state, low, high), None)
+                into = _part(tiers.layout, (weight, *state), low - first, high - first)
+                reader.read(s, low - s.offset, into)
+                if s in anew:
+                    tiers.layout.store_moments(into[1:], None)
 
 
 def _part(layout: StateLayout, fields: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
@@ -517,7 +514,7 @@ class _Reader:
                 first = row * math.prod(inner)
                 place = _Place(index, offset, inner, steps, first, first + math.prod(shape))
                 self._places.setdefault(name, []).append(place)
-        self.shard_numels = [unit.numel // saved.world_size for unit in units]
+        self._shard_numels = [unit.numel // saved.world_size for unit in units]
         self._held = contextlib.ExitStack()
         self._chunk: ChunkExtents | None = None
         self._fields: tuple[Tensor, ...] = ()
@@ -538,18 +535,29 @@ class _Reader:
         stop = segment.first + segment.numel
         return [place for place in places if place.first < stop and segment.first < place.stop]
 
-    def read(self, piece: ShardPiece, into: tuple[Tensor, ...]) -> None:
-        unit, at = self._saved.ranks[piece.rank].units[piece.unit], piece.start
+    def read(self, segment: Segment, start: int, into: tuple[Tensor, ...]) -> None:
+        """Read elements from ``start`` of a parameter or tile on, as many as ``into`` has."""
+        at, stop = segment.first + start, segment.first + start + len(into[0])
+        for place in self.find(segment):
+            low, high, shift = max(at, place.first), min(stop, place.stop), place.offset - place.first
+            for rank, begin, end in shard_ranges(low + shift, high + shift, self._shard_numels[place.unit]):
+                self._read_shard(
+                    rank, place.unit, begin, _part(self._tiers.layout, into, low - at, low - at + end - begin)
+                )
+                low += end - begin
+
+    def _read_shard(self, rank: int, index: int, at: int, into: tuple[Tensor, ...]) -> None:
+        unit, first, stop = self._saved.ranks[rank].units[index], at, at + len(into[0])
         if not unit.versions:
             raise _differs(f"loads {unit.segments[0][0]} from a checkpoint, frozen")
-        while at < piece.stop:
+        while at < stop:
             chunk = next(c for c in unit.committed.chunks if c.start <= at < c.start + c.numel)
             if self._chunk is not chunk:
                 self.close()
-                here = chunk.shifted(self._firsts[piece.rank])
+                here = chunk.shifted(self._firsts[rank])
                 self._chunk, self._fields = chunk, self._held.enter_context(self._store.reading(here))
-            end = min(piece.stop, chunk.start + chunk.numel)
-            targets = _part(self._tiers.layout, into, at - piece.start, end - piece.start)
+            end = min(stop, chunk.start + chunk.numel)
+            targets = _part(self._tiers.layout, into, at - first, end - first)
             found = _part(self._layout, self._fields, at - chunk.start, end - chunk.start)
             self._tiers.layout.copy(targets, found, self._layout)
             at = end

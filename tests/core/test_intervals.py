@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.nbytes import Box, Span, boxes, flat_offset, overlap, shard_pieces
+from infinity.core.nbytes import Box, boxes, flat_offset, overlap, shard_ranges
 from tests.helpers.cases import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -77,55 +77,13 @@ def test_a_tensor_without_elements_has_no_boxes():
     assert list(boxes((3, 0, 2), 0, 0)) == []
 
 
-@st.composite
-def _layouts(draw, sizes):
-    """Parameters in units: for each unit, ``(parameter, offset)`` and the length of a rank's shard."""
-    ranks = draw(st.integers(1, 4))
-    left = draw(st.permutations(range(len(sizes))))
-    units = []
-    while left:
-        count = draw(st.integers(1, len(left)))
-        spans, at = [], 0
-        for each in left[:count]:
-            at += draw(st.integers(0, 3))  # alignment
-            spans.append(Span(each, at, at + sizes[each]))
-            at += sizes[each]
-        units.append((spans, max(1, -(-at // ranks)) + draw(st.integers(0, 2))))
-        left = left[count:]
-    return ranks, units
-
-
 @examples(200)
-@given(st.data())
-def test_shards_of_any_layout_are_made_of_those_of_any_other(data):
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-    values = [100 * i + np.arange(size) for i, size in enumerate(sizes)]
-    old_ranks, old_units = data.draw(_layouts(sizes))
-    new_ranks, new_units = data.draw(_layouts(sizes))
-
-    def flat(spans, numel):
-        line = np.full(numel, -1)
-        for span in spans:
-            line[span.start : span.stop] = values[span.source]
-        return line
-
-    shards = [flat(spans, old_ranks * n).reshape(old_ranks, n) for spans, n in old_units]
-    homes = {s.source: (unit, s.start) for unit, (spans, _) in enumerate(old_units) for s in spans}
-    shard_numel = [numel for _, numel in old_units]
-    for spans, numel in new_units:
-        wanted = flat(spans, new_ranks * numel)
-        start = data.draw(st.integers(0, len(wanted)))
-        stop = data.draw(st.integers(start, len(wanted)))
-        made, last = np.full(stop - start, -1), 0
-        for piece in shard_pieces(start, stop, spans, homes, shard_numel):
-            assert last <= piece.target  # in order, without overlap
-            last = piece.target + piece.stop - piece.start
-            made[piece.target : last] = shards[piece.unit][piece.rank, piece.start : piece.stop]
-        assert np.array_equal(made, wanted[start:stop])
-
-
-def test_gaps_and_empty_spans_give_nothing():
-    have = [Span("a", 0, 4), Span("b", 4, 4), Span("c", 6, 10)]
-    old = {"a": (0, 10), "c": (1, 0)}
-    assert list(shard_pieces(2, 8, have, old, (20, 20))) == [(0, 0, 12, 14, 0), (1, 0, 0, 2, 4)]
-    assert list(shard_pieces(4, 6, have, old, (20, 20))) == []
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
+def test_the_parts_of_shards_make_up_a_range_in_order(start, more, numel):
+    found = [
+        rank * numel + place
+        for rank, begin, end in shard_ranges(start, start + more, numel)
+        for place in range(begin, end)
+    ]
+    assert found == [*range(start, start + more)]
+    assert all(begin < end <= numel for _, begin, end in shard_ranges(start, start + more, numel))

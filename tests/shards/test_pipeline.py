@@ -94,7 +94,7 @@ def make_shard(
     if gradient.pieces:
         engine.put(gradient, raw(grad))
     ends = Ends()
-    job_runs = tuple(Run(a, b, HYPERS[i % 2]) for i, (a, b) in enumerate(runs))
+    job_runs = tuple(Run(a, b, HYPERS[i % 2], ADAMW) for i, (a, b) in enumerate(runs))
     job = UpdateJob(
         name=name, weight=weight.clone() if at_hand else None, grad=grad if grad_at_hand else None,
         source=ShardSource(Version(tuple(reads)), gradient, grad.dtype), writes=Version(tuple(writes)),

@@ -111,7 +111,7 @@ def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype)
         for at, shard in enumerate(shards):
             grad = torch.randn(NUMEL).to(dtype)
             at_hand = shard.weight.clone() if (step + at) % 2 else None
-            runs = (Run(3, 5000, hyper), Run(5000, NUMEL - 7, hyper))
+            runs = (Run(3, 5000, hyper, ADAMW), Run(5000, NUMEL - 7, hyper, ADAMW))
             done: list[BaseException | None] = []
             pipeline.submit(
                 shard.job((step - 1) % 2, at_hand, grad, runs=runs, priority=-at, on_done=done.append)
@@ -145,7 +145,7 @@ def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypa
 
     monkeypatch.setattr(disk.engine, "write", faulty)
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, HostRule(ADAMW, torch.bfloat16))
-    run = Run(0, NUMEL, ADAMW.hyper({**ADAMW.idle, "lr": 1e-2}))
+    run = Run(0, NUMEL, ADAMW.hyper({**ADAMW.idle, "lr": 1e-2}), ADAMW)
     pipeline.submit(shard.job(0, None, torch.ones(NUMEL), runs=(run,)))
     with pytest.raises(OSError, match="lost"):
         pipeline.drain()
