@@ -261,7 +261,7 @@ def _load(
                 lines = lines or [line]
             values = make_values(checkpoint)
             runtime.construction.late = values
-            model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
+            model = build_model(config, auto_class, runtime.dtype)
             values.prepare(model)
             base = _open_base(checkpoint, values, runtime) if frozen else None
             if base is not None:

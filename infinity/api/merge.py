@@ -198,7 +198,7 @@ class MergedModel:
             if quantization is not None:
                 decode_checkpoint(checkpoint, quantization, self.dtype)
             with torch.device("meta"):
-                self.model = build_model(config, auto_class, self.dtype, len(checkpoint))
+                self.model = build_model(config, auto_class, self.dtype)
                 for param in self.model.parameters():
                     param.data = param.data.to(self.dtype)
                 values = CheckpointValues(checkpoint, new=["*"], ignore=["*"])

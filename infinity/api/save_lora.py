@@ -30,9 +30,6 @@ from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.engine.runtime import runtime_of
 
-#: More tensors than a checkpoint has.
-_MANY_TENSORS = 10**6
-
 
 def save_lora(
     model: Any, directory: str | Path, *, per_expert: bool = False, name: str | None = None,
@@ -125,7 +122,7 @@ def split_experts(folder: Path, config: Any) -> None:
         saved = SavedAdapters(folder)
         opened.callback(saved.close)
         with torch.device("meta"):
-            model = build_model(config, None, torch.float32, _MANY_TENSORS)
+            model = build_model(config, None, torch.float32)
             named = dict(named_targets(model))
             projections = _projections(saved_tensors(model, named), named)
             names = {id(tensor): name for name, tensor in named.items()}

@@ -3,7 +3,8 @@
 [Note: what is executed]
 The metadata is a pickle, and torch's own reader would run whatever it names. Here a pickle may name only the
 format's classes, for which there are stand-ins. Every number that comes out is checked before it is used:
-types, boxes inside their tensor, ranges inside their file, files beside the metadata.
+types, boxes inside their tensor, ranges inside their file, files beside the metadata. Records are read by
+torch's restricted unpickler.
 
 [Note: records]
 A value is a record of ``torch.save``: a zip archive without compressed members. torch reads a tensor's record
@@ -13,14 +14,11 @@ without its values and says where they lie, so a range is read from its place, w
 import io
 import os
 import pickle
-import pickletools
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short  # also of what holds itself a million times
-from types import NoneType
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -41,8 +39,8 @@ from infinity.core.files import read_file
 from infinity.core.nbytes import Box, boxes, flat_offset, overlap
 
 METADATA = ".metadata"
-#: Limits of the metadata, of a value that is no tensor, and of a tensor's description (bytes).
-_MOST_METADATA_NBYTES, _MOST_OBJECT_NBYTES, _MOST_PICKLE_NBYTES = 2**31, 2**26, 2**16
+#: Limits of the metadata and of a value that is no tensor (bytes).
+_MOST_METADATA_NBYTES, _MOST_OBJECT_NBYTES = 2**31, 2**26
 
 
 class DistributedCheckpoint(StoredTensors):
@@ -62,8 +60,6 @@ class DistributedCheckpoint(StoredTensors):
             library_errors(CheckpointError, f"{self.path}: {key} is no plain value"),
             io.BufferedReader(_Window(record)) as file,
         ):
-            described, _ = _members(file, _MOST_OBJECT_NBYTES)  # none is compressed
-            _Unpickler(described).load()  # its keys are plain
             return torch.load(file, map_location="cpu", weights_only=True)
 
     def _metadata(self) -> Any:
@@ -77,7 +73,7 @@ class DistributedCheckpoint(StoredTensors):
             raw = read_file(self.path / METADATA, _MOST_METADATA_NBYTES)
         what = f"{self.path / METADATA} is refused: it is damaged, or loading it would run code"
         with library_errors(CheckpointError, what):
-            return _MetadataUnpickler(raw).load()
+            return _Unpickler(io.BytesIO(raw)).load()
 
     def _parse(self, metadata: Any) -> None:
         try:
@@ -215,30 +211,21 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
     """Return the tensor of a record, or raise a CheckpointError if its type or shape is another."""
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
-        with io.BufferedReader(_Window(record)) as opened:
-            described, members = _members(opened, _MOST_PICKLE_NBYTES)
-            for opcode, name, _ in pickletools.genops(described):
-                known = opcode.name != "GLOBAL" or _ALLOWED.fullmatch(str(name))
-                if opcode.name not in _OPCODES or not known:
-                    raise ValueError(f"its description has {opcode.name} {str(name)[:100]}")
-            with FakeTensorMode():  # so nothing is read but the description
-                found = torch.load(opened, weights_only=True)
+        with io.BufferedReader(_Window(record)) as opened, FakeTensorMode():
+            archive = cast(Any, torch._C).PyTorchFileReader(opened)
+            if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
+                raise ValueError("its bytes are in the other order")
+            opened.seek(0)
+            found = torch.load(opened, weights_only=True)  # nothing is read but the description
         if not isinstance(found, Tensor) or (found.dtype, found.shape, found.layout) != (
             dtype, torch.Size(sizes), torch.strided
         ):  # fmt: skip
             held = (found.dtype, *found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"it holds {held}, wanted {dtype} of shape {sizes}")
         storage: Any = found.untyped_storage()
-        values = [member for name, member in members.items() if name.startswith("data/")]
-        if len(values) != 1:
-            raise ValueError(f"it has {len(values)} parts with values, wanted one")
-        [stored] = values
         start, nbytes = record.offset + storage._checkpoint_offset, storage.nbytes()
-        if nbytes != stored.file_size or not record.offset <= start < record.offset + record.nbytes - nbytes:
-            raise ValueError(f"{stored.file_size} bytes of values are stored, wanted {nbytes}")
-        follows = (b"PK\7\x08",) if stored.flag_bits & 8 else (b"PK\3\4", b"PK\1\2")
-        if bytes(file.read_bytes(start + nbytes, 4)) not in follows:
-            raise ValueError("its values end elsewhere than they should")
+        if not record.offset <= start <= record.offset + record.nbytes - nbytes:
+            raise ValueError(f"it has {record.nbytes} bytes, wanted {nbytes} of values")
         if found.is_contiguous():
             return FileTensor(file, dtype, found.shape, start + found.storage_offset() * dtype.itemsize)
         # A transposed parameter, for instance; mapped, not read as a whole.
@@ -247,46 +234,12 @@ def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key:
         return MemoryTensor(flat.as_strided(found.shape, found.stride(), found.storage_offset()))
 
 
-def _members(opened: BinaryIO, most: int) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
-    """Return an archive's description, and its members by name without the folder; none is compressed."""
-    members, read = {}, dict[str, bytes]()
-    with zipfile.ZipFile(opened) as archive:
-        for member in archive.infolist():
-            name = member.filename.partition("/")[2].lower()  # as torch looks for it
-            if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-                raise ValueError(f"{member.filename[:100]!r} is compressed")
-            if name in members:
-                raise ValueError(f"{member.filename[:100]!r} stands there twice")
-            members[name] = member
-            if name in ("data.pkl", "byteorder"):
-                if member.file_size > most:
-                    raise ValueError(f"its description has {member.file_size} bytes")
-                if not member.CRC:  # torch can be told to write none
-                    del member.CRC
-                read[name] = archive.read(member)
-        if read.get("byteorder", b"little") != b"little":
-            raise ValueError("its bytes are in the other order")
-    opened.seek(0)
-    return read["data.pkl"], members
-
-
-#: All that describing a tensor takes: no dictionary, whose keys could hash for ever, and no bytearray.
-_OPCODES = {
-    "PROTO", "GLOBAL", "BINPUT", "LONG_BINPUT", "BINGET", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
-    "EMPTY_TUPLE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINPERSID", "NEWTRUE", "NEWFALSE",
-    "REDUCE", "STOP",
-}  # fmt: skip
-_ALLOWED = re.compile(
-    r"torch\._utils _rebuild_tensor_v[23]|collections OrderedDict|torch\.storage UntypedStorage"
-    r"|torch (\w+Storage|[a-z]+\d\w*)"
-)
-
 #: What a metadata may name; stand-ins replace it.
 _NAMED = re.compile(
     r"torch\.distributed\.checkpoint\.metadata (Metadata|MetadataIndex|TensorStorageMetadata|TensorProperties"
     r"|BytesStorageMetadata|ChunkStorageMetadata|StorageMeta|_MEM_FORMAT_ENCODING)"
     r"|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
-    r"|torch\.serialization _get_layout|pathlib(\._local)? PosixPath"
+    r"|torch\.serialization _get_layout|pathlib(\._local)? PosixPath|collections OrderedDict"
 )
 
 
@@ -298,51 +251,17 @@ class _StandIn:
         vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})  # of TensorProperties
 
 
-class _Unpickler(cast(Any, pickle)._Unpickler):  # type: ignore[misc]  # in Python
-    """Makes stand-ins of what a pickle names; keys have no parts, which could take for ever to hash."""
+class _Unpickler(pickle.Unpickler):
+    """Makes stand-ins of the format's classes, which are all that a metadata may name."""
 
-    dispatch: ClassVar[Any] = dict(cast(Any, pickle)._Unpickler.dispatch)
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(io.BytesIO(raw))
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
         # A pickle can set attributes of what it names, so this one has a class of its own.
         self._stand_in = type("StandIn", (_StandIn,), {})
 
     def find_class(self, module: str, name: str) -> Any:
-        return _empty if (module, name) == ("collections", "OrderedDict") else self._stand_in
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
-
-
-def _empty() -> dict[Any, Any]:
-    return {}
-
-
-def _with_plain_keys(code: int, keys: slice) -> None:
-    """Let an opcode check the keys that it takes from these places of the stack."""
-    load = _Unpickler.dispatch[code]
-
-    def checked(self: Any) -> None:
-        for key in self.stack[keys]:
-            if not isinstance(key, (str, int, float, bytes, NoneType, self._stand_in)):
-                raise pickle.UnpicklingError(f"it has the key {short(key)}; wanted a text or a number")
-        load(self)
-
-    _Unpickler.dispatch[code] = checked
-
-
-for _code, _keys in (
-    (pickle.SETITEM, slice(-2, -1)), (pickle.SETITEMS, slice(0, None, 2)), (pickle.ADDITEMS, slice(None)),
-    (pickle.FROZENSET, slice(None)),
-):  # fmt: skip
-    _with_plain_keys(_code[0], _keys)
-
-
-class _MetadataUnpickler(_Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict") or _NAMED.fullmatch(f"{module} {name}"):
-            return super().find_class(module, name)
+        if _NAMED.fullmatch(f"{module} {name}"):
+            return dict if name == "OrderedDict" else self._stand_in
         found = getattr(torch, name, None) if module == "torch" else None
         if found is torch.Size or isinstance(found, torch.dtype):
             return found

@@ -9,8 +9,7 @@ it: :func:`offline`.
 
 [Note: sizes]
 A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels make as many names. So
-implausible counts are refused before a config is made of them, and a model is refused while it is built if it
-has many more parameters than the checkpoint has tensors.
+implausible counts are refused before a config is made of them.
 """
 
 import inspect
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.forms import read_quantization
@@ -37,8 +34,6 @@ _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 #: Keys that count modules or labels, keys that do not, and the most that is believed of a count.
 _COUNTS, _SIZES = re.compile("layer|block|depth|expert|stage|label"), re.compile("size|dim|length|position")
 _MOST_COUNTED = 100_000
-#: The most parameters per stored tensor, since some are cut into several, and the most besides.
-_PARAMETERS_PER_TENSOR, _MOST_BESIDE = 8, 2_000
 
 
 class Architecture(NamedTuple):
@@ -173,11 +168,11 @@ def model_class(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
-def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) -> Any:
+def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     """Build the model of ``config``, its parameters in fp32 and not initialized, with tied weights tied.
 
     ``auto_class`` may be a model's own class; None: the one that the config names, else
-    ``AutoModelForCausalLM``. One with many more parameters than the checkpoint has ``tensors`` is refused.
+    ``AutoModelForCausalLM``.
     """
     for ours in ARCHITECTURES.values():
         if isinstance(config, ours.config):
@@ -186,22 +181,21 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) 
                     f"{getattr(auto_class, '__name__', auto_class)} cannot build a {type(config).__name__}; "
                     "leave auto_class out"
                 )
-            with bounded_by(tensors, Path("config.json")), torch.random.fork_rng(devices=[]), _fp32():
+            with torch.random.fork_rng(devices=[]), _fp32():
                 return ours.model(config)
     import transformers
     from transformers import initialization
 
-    path = Path(config.name_or_path)
     with library_errors(CheckpointError, f"{type(config).__name__} of config.json"):
         _note_dtype(config, dtype)
         with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights(), offline():
-            with bounded_by(tensors, path / "config.json"):
-                make: Any = auto_class or model_class(config) or transformers.AutoModelForCausalLM
-                if not (inspect.isclass(make) and issubclass(make, transformers.PreTrainedModel)):
-                    make = partial(make.from_config, dtype=torch.float32, trust_remote_code=False)
-                model = make(config)
+            make: Any = auto_class or model_class(config) or transformers.AutoModelForCausalLM
+            if not (inspect.isclass(make) and issubclass(make, transformers.PreTrainedModel)):
+                make = partial(make.from_config, dtype=torch.float32, trust_remote_code=False)
+            model = make(config)
             model.tie_weights()
         _note_dtype(model.config, dtype)
+    path = Path(config.name_or_path)
     file = path / "generation_config.json"
     if model.can_generate() and file.is_file():
         read_json_object(file)  # of a size that can be read
@@ -298,24 +292,3 @@ def _is_installed(attention: str) -> bool:
     if version != attention:
         return bool(getattr(utils, f"is_flash_attn_{version}_available", lambda: False)())
     return "/" not in attention and "|" not in attention
-
-
-@contextmanager
-def bounded_by(tensors: int, where: Path) -> Iterator[None]:
-    """Limit the parameters of a model that is built inside by the checkpoint's number of ``tensors``."""
-    most, count = _PARAMETERS_PER_TENSOR * tensors + _MOST_BESIDE, 0
-
-    def register(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        nonlocal count
-        count += 1
-        if count > most:
-            raise CheckpointError(
-                f"{where} describes a model of more than {most} parameters, but the weights beside it are "
-                f"{tensors} tensors: the number of its layers, or the like, is not that of these weights"
-            )
-
-    handle = register_module_parameter_registration_hook(register)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -335,7 +335,7 @@ def template(
             raise CheckpointError(f"{source}: stored_as={form} is for models of transformers")
         config = read_config(source, dict(config_overrides or {}))
         with torch.device("meta"), library_errors(CheckpointError, f"building the model of {source}"):
-            model = build_model(config, auto_class, torch.bfloat16, len(plain))
+            model = build_model(config, auto_class, torch.bfloat16)
         weights = _weights(model, plain)
         packed = any(not weight.is_matrix for keys in weights.values() for weight in keys.values())
         made = form if isinstance(form, _Form) else FORMS[form]

@@ -34,7 +34,7 @@ from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record, play
 from infinity.predict.repeats import record as record_micro_batch
 from infinity.predict.step import StepTrace
-from infinity.predict.unwritten import UNKNOWN_TENSORS, form_of, unwritten
+from infinity.predict.unwritten import form_of, unwritten
 from infinity.recipes.models import GPT
 from infinity.recipes.objectives import loaded_as
 from infinity.recipes.recipe import Recipe
@@ -70,8 +70,7 @@ class _NoValues:
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
         self.base: CheckpointValues | None = None  # says what the checkpoint of a frozen base has
-        self.sizes: Sequence[int] = ()  # of its files (bytes),
-        self.tensors = 0  # and how many these have
+        self.sizes: Sequence[int] = ()  # of its files (bytes)
         #: Of units in stored form: the form, bytes that a rank reads, bytes and operators of decoding.
         self.stored: dict[int, tuple[StoredForm, int, int, int]] = {}
         #: Units that are read where they lie, and not quantized, and whether nothing is beside their weights.
@@ -237,10 +236,10 @@ class ModelWithoutValues:
         config, auto_class, given = _config_of(path, recipe)
         if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-            model = build_model(config, auto_class, dtype, UNKNOWN_TENSORS)
+            model = build_model(config, auto_class, dtype)
         else:
             with Checkpoint(stored_in) as stored:
-                model = build_model(config, auto_class, dtype, len(stored))
+                model = build_model(config, auto_class, dtype)
                 if recipe.trains_adapters and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
                     quantization = read_quantization(stored_in)
@@ -250,7 +249,6 @@ class ModelWithoutValues:
                     self.values.base = CheckpointValues(stored, how["new"], how["ignore"])
                     self.values.base.prepare(model)
                     self.values.sizes = [os.fstat(file.fd).st_size for file in stored.files]
-                    self.values.tensors = len(stored)
         if isinstance(given, dict) and self.values.base is None:
             method = given.get("quant_method", "by its config")
             note = f"the checkpoint is quantized ({method}): planned as if its weights were {dtype}"
@@ -261,8 +259,8 @@ class ModelWithoutValues:
         """Build the model of ``path`` anew, with the sources of values that ``like`` found."""
         config, auto_class, _ = _config_of(path, recipe)
         self.notes += like.notes
-        self.values.sizes, self.values.tensors = like.values.sizes, like.values.tensors
-        model = build_model(config, auto_class, DTYPES[self.dtype], self.values.tensors)
+        self.values.sizes = like.values.sizes
+        model = build_model(config, auto_class, DTYPES[self.dtype])
         self.values.base = base.again(model)
         return model
 

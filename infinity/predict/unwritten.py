@@ -20,9 +20,6 @@ from infinity.api.saved import saved_specs
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantize import published, template, write_holes
 
-#: Assumed number of tensors in a checkpoint without weights.
-UNKNOWN_TENSORS = 10**6
-
 
 def form_of(quantization: Mapping[str, Any]) -> Any:
     """Return the form that a ``quantization_config`` speaks of, for :func:`template`; None: it is unknown."""
@@ -68,9 +65,7 @@ def unwritten(path: Path, form: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
         plain = Path(folder)
         with torch.device("meta"):
-            model = build_model(
-                read_config(path, {"quantization_config": None}), None, torch.bfloat16, UNKNOWN_TENSORS
-            )
+            model = build_model(read_config(path, {"quantization_config": None}), None, torch.bfloat16)
         dtype = getattr(model.config, "dtype", None) or torch.bfloat16
         specs = saved_specs(model, model.state_dict(keep_vars=True))
         write_holes(plain, [replace(spec, dtype=dtype) for spec in specs], {})
