@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.comm import collectives
+from infinity.comm import peers
 from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.engine import runtime as runtime_module
@@ -276,7 +276,7 @@ ALIKE = (
 def play_all(folder: str, scenarios: list[Callable[[Path, bool], None]]) -> dict[str, Outcome]:
     import torch.distributed as dist
 
-    collectives.BEAT_S = 0.2  # learn sooner of each other's end
+    peers.BEAT_S = 0.2  # learn sooner of each other's end
     outcomes = {}
     for scenario in scenarios:
         place = Path(folder) / scenario.__name__
@@ -387,7 +387,7 @@ def test_after_a_disk_error_a_whole_committed_step_can_be_read(tmp_path, on, cli
 
 def endless(folder: str, how: str) -> None:
     """Train until something happens to rank 1; says at each step that it lives."""
-    collectives.BEAT_S = 0.2  # as in play_all
+    peers.BEAT_S = 0.2  # as in play_all
     rank, world = rank_and_world()
 
     def stop_here(*args: Any) -> None:

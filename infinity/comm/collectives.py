@@ -1,22 +1,20 @@
-"""Collectives of weights and gradients, a check that every rank does the same, and a watch for lost ranks.
+"""Collectives of weights and gradients, and a check that every rank does the same.
 
 [Note: one thread, one order] Every rank must issue its collectives in the same order. The training thread
 queues them in the order of the trace; one thread takes each, waits for what it needs (its shard's fetch), and
 issues it on process groups of its own. So gathers ahead of their use overlap compute in a fixed order.
 
-[Note: the header] Before each collective the ranks exchange a few integers: kind, unit, step, number of the
-collective, and whether this rank has failed, as when its shard's fetch did. Where they differ, every rank
-raises an error that says who wanted what, instead of a hang or a sum of unrelated numbers.
-
-[Note: why beside] A rank that fails outside a collective cannot tell its peers through one in which they do
-not take part. So each rank keeps an entry in the store through which torch.distributed made its groups, on a
-connection of its own. A thread writes it every second, with a growing beat, and looks whether another rank
-ended. Waiting ranks then raise within about two seconds, and say which rank is silent, and whether its
-process still exists.
+[Note: the header] Before a collective that not all ranks expect (:mod:`infinity.comm.order`) they exchange
+a few integers: kind, unit, step, number of the collective, and whether this rank has failed, as when its
+shard's fetch did. Where they differ, every rank raises an error that says who wanted what, instead of a hang
+or a sum of unrelated numbers. Headers have a group of their own, since a rank that leaves the order alone
+asks while others have begun a collective that it never begins. If they do not come soon, it says in the store
+that it asks, and at which collective. Whoever waits in one looks there now and then, and joins the exchange.
 
 [Note: which parameters were used] The header of a reduction has a digest of the set of parameters that have
 gradients on this rank. Only where digests differ, in few steps, do the ranks exchange the sets; without any
-gradient nothing is reduced.
+gradient nothing is reduced. On an accelerator, where a reduction is not over when its thread goes on, each is
+asked for.
 
 [Note: reduction] Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the
 order of ranks. A ring would move as many bytes, but the order of its additions depends on where an element
@@ -37,49 +35,33 @@ forked child, which lacks the threads that the destructor would wait for.
 
 import ctypes
 import hashlib
-import itertools
-import json
 import os
 import pickle
 import queue
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
+from infinity.comm.order import KINDS, KnownOrder, Want
+from infinity.comm.peers import FAREWELL_S, Peers, how_it_ended
+from infinity.core.errors import DivergenceError, InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 T = TypeVar("T")
-_KINDS = ("gather", "reduce", "sum", "least", "any", "check", "share")
 _SLICE_S = 0.25
 #: An accelerator's collective in flight for this long makes this rank check, this often, on the others (s).
 _LOOK_S = 2.0
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
-
-#: How often a rank shows that it lives, and looks for others that ended (s).
-BEAT_S = 1.0
-#: How long a rank looks for what silenced another (s).
-_SILENCE_S = 3.5 * BEAT_S
-#: How long the store may take to answer (s).
-_PATIENCE_S = 10.0
-#: A collective that a rank took part in before it left ends within this time after that (s).
-FAREWELL_S = 5.0
-
-_ALL_ALIVE = "every rank is alive, so one of them is busy elsewhere: in its own code, or with its data"
-_made = itertools.count()  # every rank makes its Peers in the same order
 
 #: ``all_gather_into_tensor``, under the name that newer releases of torch want.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,191 +90,6 @@ class Pending(StreamTransfer):
     def _while_waiting(self) -> None:
         if (failure := self._failure(self._what)) is not None:  # the thread may be stuck in a collective
             raise copied(failure)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One rank's entry in the store."""
-
-    rank: int
-    pid: int
-    host: str
-    machine: str  # whose process numbers can be looked up here
-    beat: int = 0  # grows while the process runs
-    end: str = ""  # the way in which it ended
-    failed: bool = False  # it ended by an error of its own
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-class Peers:
-    """Watches the ranks of a group, and keeps the first error of any, after which no collective ends well.
-
-    ``on_failure`` is called once with it, on any thread. A rank may be silent for ``timeout_s``. Any thread
-    may call.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, timeout_s: float, on_failure: Callable[[BaseException], None]
-    ) -> None:
-        self.world_size, self.timeout_s, self._on_failure = world_size, timeout_s, on_failure
-        self.error: BaseException | None = None  # the first one
-        self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store: Any = PrefixStore(f"infinity/{next(_made)}", store.clone())  # others may block theirs
-        self._store.set_timeout(timedelta(seconds=_PATIENCE_S))
-        self._here: list[int] | None = None  # ranks of this machine, once they were looked for
-        self._me = Entry(rank=rank, pid=os.getpid(), host=socket.gethostname(), machine=_machine())
-        self._publish(self._me)
-        self._closed = threading.Event()
-        self._lock, self._error_lock = threading.Lock(), threading.Lock()  # guard the entry, and the error
-        self._thread = threading.Thread(target=self._main, name="infinity-peers", daemon=True)
-        self._thread.start()
-
-    def tell(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on; they raise at their next wait."""
-        self._fail(error)
-        self._end(how_it_ended(error), failed=not isinstance(error, PeerError | DivergenceError))
-
-    def overdue(self, what: str) -> BaseException | None:
-        """Return the error that a wait for ``what`` must raise; None: it may go on."""
-        left = self._left
-        if self.error is None and left is not None and time.monotonic() > left[1] + FAREWELL_S:
-            self._fail(self.peer_error(left[0], what))
-        return self.error
-
-    def explained(self, what: str, error: BaseException | None = None) -> PeerError:
-        """Return why ``what`` did not end, or ended with ``error``; blocks some seconds to find the cause."""
-        until, why = time.monotonic() + _SILENCE_S, f" ({first_line(error)})" if error is not None else ""
-        first: list[Entry] = []
-        while True:
-            try:
-                entries = self._others()
-            except RuntimeError:
-                told = "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended"
-                break
-            first = first or entries
-            told = _told(entries) or _gone(entries, self._me.machine)
-            if not told and time.monotonic() > until:
-                # some rank's beat stands still, or all are alive and one is busy elsewhere
-                beats = {entry.rank: entry.beat for entry in first}
-                still = ", ".join(str(entry) for entry in entries if beats.get(entry.rank) == entry.beat)
-                how = f"gave no sign of life for {_SILENCE_S:g} s: dead, stopped, or cut off from the network"
-                told = f"{still} {how}" if still else _ALL_ALIVE
-            if told:
-                break
-            time.sleep(0.2)
-        return self.peer_error(told, what, why)
-
-    def dead(self) -> str:
-        """Describe local ranks whose processes ended without a word; all must have written entries."""
-        try:
-            entries = self._others(self._here)
-        except RuntimeError:
-            return ""  # the store is gone: explained() says so
-        self._here = [entry.rank for entry in entries if entry.machine == self._me.machine]
-        return _gone([entry for entry in entries if not entry.end], self._me.machine, "ZX")
-
-    def peer_error(self, told: str, what: str = "", why: str = "") -> PeerError:
-        """Return this rank's error when others ended as ``told`` while it waited for ``what``."""
-        waited = f" while this one waited for it in: {what}" if what else ""
-        return PeerError(
-            f"rank {self._me.rank} stops: {told}{waited}. The first error of the ranks that it names is "
-            f"the cause: mend that, then start the run again; if a rank is only slow, raise "
-            f"partition.timeout_s ({self.timeout_s:g} s){why}"
-        )
-
-    def close(self) -> None:
-        """Tell the others that this rank ended, unless it failed, and end the thread; the entry stays."""
-        self._end("closed its model", failed=False)
-        self._closed.set()
-        self._thread.join(_PATIENCE_S)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._error_lock:
-            first, self.error = self.error is None, self.error or error
-        if first:
-            self._on_failure(error)
-
-    def _main(self) -> None:
-        heard = 0, 0
-        while not self._closed.wait(BEAT_S):
-            others: list[Entry] = []
-            with suppress(RuntimeError):  # the store is gone; waits for collectives say why
-                with self._lock:
-                    self._publish(replace(self._me, beat=self._me.beat + 1))
-                ends = self._store.add("failed", 0), self._store.add("ended", 0)
-                if ends != heard:
-                    heard, others = ends, self._others()
-            if not (told := _told(others)):
-                continue
-            if any(entry.failed for entry in others):
-                self._fail(self.peer_error(told))
-            elif self._left is None:
-                self._left = (told, time.monotonic())
-
-    def _publish(self, entry: Entry) -> None:
-        self._me = entry
-        self._store.set(f"{entry.rank}", json.dumps(asdict(entry)))
-
-    def _end(self, end: str, *, failed: bool) -> None:
-        """Publish how this rank ended; the first word stays, but a failure replaces a clean end."""
-        with self._lock, suppress(RuntimeError):  # the store may be gone: its keeper ended before us
-            if not self._me.failed and (failed or not self._me.end):
-                self._publish(replace(self._me, end=end, failed=failed))
-                self._store.add("failed" if failed else "ended", 1)
-
-    def _others(self, ranks: Iterable[int] | None = None) -> list[Entry]:
-        ranks = range(self.world_size) if ranks is None else ranks
-        keys = (f"{rank}" for rank in ranks if rank != self._me.rank)
-        return [Entry(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
-
-
-def how_it_ended(error: BaseException) -> str:
-    """Return how a rank ended, in words for the others."""
-    if isinstance(error, KeyboardInterrupt):
-        return "was interrupted (Ctrl-C)"
-    if isinstance(error, SystemExit):
-        return f"left with exit code {error.code}"
-    if isinstance(error, PeerError | DivergenceError):
-        return f"stopped because of other ranks: {error}"
-    return f"failed with {type(error).__name__}: {error}"
-
-
-def _told(entries: list[Entry]) -> str:
-    failed = any(entry.failed for entry in entries)
-    return "; ".join(f"rank {each.rank} {each.end}" for each in entries if each.end and each.failed is failed)
-
-
-def _gone(entries: list[Entry], machine: str, states: str = "ZXTt") -> str:
-    """Describe ranks of this machine whose processes are in one of ``states``: ended or stopped."""
-    words = []
-    for entry in entries:
-        state = _process_state(entry.pid) if entry.machine == machine else "R"
-        if state in states:
-            how = "is stopped: SIGSTOP or a debugger"
-            if state in "ZX":
-                how = "was killed or crashed: see its own output, and dmesg for the kernel's word on memory"
-            words.append(f"{entry} {how}")
-    return "; ".join(words)
-
-
-def _machine() -> str:
-    """Return a name that two processes share if they see the same process numbers."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return ""
-
-
-def _process_state(pid: int) -> str:
-    """Return the kernel's letter for a local process: Z or X when it ended, T or t when stopped."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return "X"
-    return stat.rpartition(")")[2].split()[0]
 
 
 class DataGroup:
@@ -346,7 +143,9 @@ class Collectives:
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._headers, self._control = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2)
+        )
         group = self._control
         if device.type != "cpu":
             group = dist.new_group(
@@ -356,7 +155,10 @@ class Collectives:
         self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
         self._data = DataGroup(group, device, self.peers)
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
-        self.step = self._count = 0  # calls of the optimizer's step, equal on all ranks; collectives
+        self.step = 0  # calls of the optimizer's step, equal on all ranks
+        self._count = self._asked = 0  # collectives, and those that were asked for
+        self._order = KnownOrder(asks_reductions=device.type != "cpu")
+        self._doing: _Doing | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
@@ -400,6 +202,8 @@ class Collectives:
                 return by_any
             (full, spare, out), group = buffers(), self._data.group
             self._end(dist.all_to_all_single(spare, full, group=group, async_op=True), group)
+            if self._doing is not None and self._doing.used_by_any:  # see :meth:`_join`
+                by_any = self._doing.used_by_any
             arrived = spare.view(self.world_size, -1)
             out.copy_(arrived[0])
             for other in arrived[1:]:
@@ -407,8 +211,7 @@ class Collectives:
             out.div_(self.world_size)
             return by_any
 
-        digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
-        return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
+        return self._submit("reduce", index, where, issue, ready, then=then, used=used)
 
     def exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
         """Return all ranks' values (below 2**53), float64, ``(world_size, len(values))``; blocks."""
@@ -463,9 +266,11 @@ class Collectives:
     def _submit(
         self, kind: str, index: int, where: str, issue: Callable[[Any, bool], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
-        digest: int = 0,
+        used: bytes = b"",
     ) -> Pending:  # fmt: skip
-        name, header = f"{kind} {where} (step {self.step + 1})", (_KINDS.index(kind), index, self.step)
+        name, step = f"{kind} {where} (step {self.step + 1})", self.step
+        digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest()) if any(used) else 0
+        doing = _Doing(Want(KINDS.index(kind), index, digest), step, name, used)
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
         pending = Pending(name, self.peers.overdue)
@@ -473,7 +278,7 @@ class Collectives:
         def job() -> None:
             try:
                 if self.peers.error is None:
-                    pending.result = self._attempt(name, header, issue, ready, digest)
+                    pending.result = self._attempt(doing, issue, ready)
                     if then is not None:
                         then(pending.result)
                     pending.record(self._data.device)
@@ -487,9 +292,8 @@ class Collectives:
         return pending
 
     def _attempt(
-        self, name: str, header: tuple[int, ...], issue: Callable[[Any, bool], Any],
-        ready: Callable[[], object] | None, digest: int,
-    ) -> Any:  # fmt: skip
+        self, doing: "_Doing", issue: Callable[[Any, bool], Any], ready: Callable[[], object] | None
+    ) -> Any:
         """Return the result of one collective; raise what ``ready`` raised, after telling the others."""
         local: BaseException | None = None
         prepared: object = None
@@ -500,25 +304,41 @@ class Collectives:
             local = error
             self.peers.tell(error)
         try:
-            return issue(prepared, self._agree((*header, self._count), digest, name, local))
+            return issue(prepared, self._agree(doing, local))
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             # whose message keeps torch's first line; the others are its C++ stack
-            raise local or self.peers.error or self.peers.explained(name, error) from None
+            raise local or self.peers.error or self.peers.explained(doing.name, error) from None
 
-    def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
-        """Exchange headers and return whether all ranks have this ``digest``: see [Note: the header]."""
-        mine = torch.tensor([*what, int(failure is not None), digest], device="cpu")
-        # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
-        headers = self._of_all_ranks(mine).tolist()
+    def _agree(self, doing: "_Doing", failure: BaseException | None) -> bool:
+        """Return whether all ranks have the same digest, once it is certain that they want the same."""
         self._count += 1
-        failed = [rank for rank, header in enumerate(headers) if header[-2]]
-        if not failed and all(header[:-1] == headers[0][:-1] for header in headers):
-            return all(header[-1] == digest for header in headers)
+        self._doing = doing
+        self._order.begin(doing.step)
+        doing.follows = self._order.expects(doing.want)
+        if not doing.follows:
+            return self._ask(doing, failure)
+        if failure is not None:
+            raise failure  # the others, which do not ask, were told
+        return True
+
+    def _ask(self, doing: "_Doing", failure: BaseException | None = None) -> bool:
+        """Exchange headers and return whether all ranks have the same digest: see [Note: the header]."""
+        want, order = doing.want, self._order.digest
+        mine = [want.kind, want.item, doing.step, self._count, int(failure is not None), order, want.digest]
+        # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
+        headers = self._of_all_ranks(torch.tensor(mine, device="cpu"), self._headers).tolist()
+        self._asked += 1
+        failed = [rank for rank, header in enumerate(headers) if header[4]]
+        if not failed and all(header[:4] == mine[:4] for header in headers):
+            same = all(header[6] == want.digest for header in headers)
+            known = order > 0 and all(header[5] == order for header in headers)
+            self._order.agreed(want, same=same, known=known)
+            return same
         wanted: list[Any] = [None] * self.world_size
-        told = where if failure is None else how_it_ended(failure)
-        dist.all_gather_object(wanted, told, group=self._control)
+        told = doing.name if failure is None else how_it_ended(failure)
+        dist.all_gather_object(wanted, told, group=self._headers)
         if failed:
             raise self.peers.peer_error("; ".join(f"rank {r} {wanted[r]}" for r in failed))
         wants = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
@@ -528,29 +348,52 @@ class Collectives:
             "name the class of the module that branches (experts, say) in partition.leaf"
         )
 
+    def _join(self) -> None:
+        """Exchange headers in a collective that was not asked for, if another rank asks."""
+        doing = self._doing
+        if doing is not None and doing.follows and self.peers.asks(self._asked, self._count):
+            doing.follows = False
+            self._order.retract()
+            if not self._ask(doing):  # the other one will begin the reduction, too
+                doing.used_by_any = self._unite(doing.used)
+
     def _unite(self, used: bytes) -> bytes:
         """Return 1 where ``used`` is 1 on any rank: see [Note: which parameters were used]."""
         mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
-        return self._of_all_ranks(mine).amax(0).numpy().tobytes()
+        return self._of_all_ranks(mine, self._headers).amax(0).numpy().tobytes()
 
-    def _of_all_ranks(self, mine: Tensor) -> Tensor:
+    def _of_all_ranks(self, mine: Tensor, group: Any = None) -> Tensor:
         """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
+        group = group or self._control
         everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
-        self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
+        self._end(_all_gather(everyone, mine, group=group, async_op=True), group)
         return everyone.view(self.world_size, -1)
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""
-        while group in (self._control, self._exchanges) and not work.is_completed():
+        if group not in (self._headers, self._control, self._exchanges):
+            work.wait()  # the stream of this thread does
+            self._data.watch(work)
+            return
+        asked = False
+        while not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
-            if not work.is_completed() and self.peers.overdue("its last collectives") is not None:
+            if work.is_completed():
+                break
+            try:
+                if self.peers.overdue("its last collectives") is not None:
+                    raise RuntimeError("given up")
+                if group is self._control:
+                    self._join()
+                elif group is self._headers and not asked:
+                    self.peers.ask(self._asked, self._count)
+                    asked = True
+            except BaseException:
                 _never_destroy(group)
                 _never_destroy(work)
-                raise RuntimeError("given up")
-        work.wait()  # the stream of this thread does, where the group's work is an accelerator's
-        if group not in (self._control, self._exchanges):
-            self._data.watch(work)
+                raise
+        work.wait()
 
     def _run(self) -> None:
         use_own_stream(self._data.device)  # gathers beside compute
@@ -568,6 +411,22 @@ class Collectives:
                 return self._queue.get(timeout=_SLICE_S if self._data.in_flight() else None)
             except queue.Empty:
                 self._data.look_after()
+                try:
+                    self._join()
+                except BaseException as error:  # nothing may end this thread
+                    self.peers.tell(error)
+
+
+@dataclass(slots=True)
+class _Doing:
+    """Describes the collective that the thread is at."""
+
+    want: Want
+    step: int
+    name: str  # for people
+    used: bytes
+    follows: bool = False  # nobody was asked
+    used_by_any: bytes = b""  # by any rank, if another one has asked meanwhile, and they differ
 
 
 def _never_destroy(what: Any) -> None:

@@ -43,8 +43,9 @@ from infinity.recipes.loading import load_sections
 _RATE = Valid(least=1.0, most=1e18)
 _COUNT = Valid(least=0, most=10**6)
 _PRICE = Valid(0, 10**7)
-#: Time from submitting a transfer to its first byte; of a collective, for its header and launch (s).
-LATENCY_S, COLLECTIVE_S = 1e-4, 5e-5
+#: Time from submitting a transfer to its first byte; of a collective, for its launch; of the header by which
+#: ranks agree on one, for each rank beside this one (s).
+LATENCY_S, COLLECTIVE_S, HEADER_S = 1e-4, 5e-5, 2.5e-5
 
 
 @dataclass(frozen=True, kw_only=True)

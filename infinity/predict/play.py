@@ -34,7 +34,7 @@ from infinity.core.lifecycle import UpdateState
 from infinity.planner.prefetch_plan import Actions, Event, Kind
 from infinity.planner.simulator import Channel
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Do, Job, Move, Moves, ShardUpdate
-from infinity.predict.machines import COLLECTIVE_S
+from infinity.predict.machines import COLLECTIVE_S, HEADER_S
 from infinity.predict.step import (
     DECODE,
     LINKS,
@@ -195,8 +195,8 @@ class _Player:
 
         self._clock.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
-        if setup.on_accelerator:
-            self._clock.serve(LINKS, time_s, reduced)
+        if setup.on_accelerator:  # where reductions are asked for
+            self._clock.serve(LINKS, time_s + self._header_s, reduced)
             return
         self._clock.serve(LINKS, time_s, _nothing, setup.rates.link_threads)
         # The same thread adds up what has arrived, divides it, and takes its norm.
@@ -266,12 +266,18 @@ class _Player:
                 break
         return marks[-1].plus(marks[-2], -1.0)
 
+    @property
+    def _header_s(self) -> float:
+        return HEADER_S * (self.setup.ranks - 1)
+
     def _mark(self) -> StepCost:
         return self._clock.mark(self._memory.peak_nbytes)
 
     def _play(self, first: int) -> None:
         """Play a step from the beginning of its micro-batch ``first`` to its commit."""
         script = self.script
+        if self.setup.ranks > 1:
+            self._clock.serve(LINKS, self._header_s, _nothing)  # of the first collective
         for unit in script.plan.begin if first == 0 else ():
             if unit not in self._ready or unit in self._staying:
                 self._start(unit)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from infinity.comm import collectives
+from infinity.comm import collectives, peers
 from infinity.comm.ranks import open_ranks
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.limits import HANG_S
@@ -128,8 +128,8 @@ stores: list[Store] = []
 
 def look_for_the_dead(no_process: int) -> list[tuple[str, list[str]]]:
     """On rank 0 of four: who is dead, and whose entries were asked for, before and after one is alive."""
-    collectives.PrefixStore = Store
-    here = collectives.Peers(0, 4, HANG_S, lambda error: None)
+    peers.PrefixStore = Store
+    here = peers.Peers(0, 4, HANG_S, lambda error: None)
     [store], found = stores, []
     mine = json.loads(store.get("0"))
     gone = {**mine, "pid": no_process, "host": "a"}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.comm import collectives
+from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
 from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
@@ -461,7 +461,7 @@ class Expected:
 
 def play(folder: str, trials: Sequence[Trial], allowed: Sequence[str] = ()) -> list[Outcome]:
     """The nursery: runs trials one after the other."""
-    collectives.BEAT_S = 0.2  # of the lives: who survives learns sooner
+    peers.BEAT_S = 0.2  # of the lives: who survives learns sooner
     prepare(ADAMW, torch.float32, torch.float32)
     here = Path(folder)
     expected = Expected(here)
