@@ -33,7 +33,7 @@ from infinity.core.choice import Choice
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import FOLDER, save_measured
+from infinity.core.plan import FOLDER
 from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
 from infinity.device.accelerator import memory_nbytes
@@ -549,7 +549,7 @@ class ActivationView(View):
             self._log(planning.describe())
 
     def result(self) -> metrics.ActivationSummary | None:
-        """Return the figures so far and write ``measured.json``; None: all activations were kept."""
+        """Return the figures so far and write the measured ones; None: all activations were kept."""
         activations, planning = self._activations, self._activations.planning
         if activations.policy == "keep":
             return None
@@ -566,7 +566,7 @@ class ActivationView(View):
         measured = activations.measured()
         if measured is not None:
             measured = replace(measured, stall_s=stall_s / self._accumulate)
-            save_measured(self._folder, planning.predicted, measured)
+            replace(planning, measured=measured).save(self._folder)
         return replace(
             summary,
             plan=planning.describe().removeprefix("activations: "),

@@ -1,4 +1,4 @@
-"""The measured saved tensors of a step, the plan for them that runtime and simulator follow, and their files.
+"""The measured saved tensors of a step, the plan for them that runtime and simulator follow, and their file.
 
 The planner reads nothing else of a model. Positions are indices of operators.
 
@@ -10,8 +10,7 @@ ordinal there: the same in every micro-batch.
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -21,13 +20,12 @@ from infinity.core.errors import RecipeError
 from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
 
-#: The longest profile or plan that is read, a hundred times that of a large model (bytes).
+#: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28
 #: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
-_VERSION = 2
-#: Names of the files in a run's folder.
-FOLDER = "activations"
-PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
+_VERSION = 3
+#: The file in a run's folder.
+FOLDER, PLAN = "activations", "plan.json"
 
 
 class SlotKey(NamedTuple):
@@ -129,24 +127,6 @@ class Profile:
         shrink = min(1.0, step_s / operators_s) if operators_s else 1.0
         operators = tuple(replace(operator, time_s=operator.time_s * shrink) for operator in self.operators)
         return replace(self, step_s=step_s, operators=operators)
-
-    def save(self, path: Path) -> None:
-        """Write JSON that :meth:`load` reads on any machine."""
-        write_file(path, json.dumps({"version": _VERSION, **asdict(self)}))
-
-    @classmethod
-    def load(cls, path: Path) -> "Profile":
-        """Read what :meth:`save` wrote; raise a RecipeError if there is no such file, or no profile in it."""
-        with _reading(path, "profile"):
-            given = json.loads(read_file(path, _MOST_NBYTES))
-            version = given.pop("version")
-            found: Profile | None = _built(cls, given) if version == _VERSION else None
-        if found is None:
-            raise RecipeError(
-                f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
-                f"reads version {_VERSION}. Use that release, or train again for a new plan"
-            )
-        return found
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
@@ -265,27 +245,31 @@ class Planning:
     kept: Outcome  # predicted if everything is kept
     predicted: Outcome  # of the plan
     planning_s: float  # time that planning took
+    measured: Outcome | None = None  # cost of the plan; None: the run did not get that far
 
     def save(self, folder: Path) -> None:
-        """Write ``profile.json`` and ``plan.json`` into ``folder``."""
+        """Write ``plan.json`` into ``folder``, which :meth:`load` reads on any machine."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.profile.save(folder / PROFILE)
-        given = {
-            "plan": json.loads(self.plan.to_json()),
-            "hardware": asdict(self.hardware),
-            "kept": asdict(self.kept),
-            "predicted": asdict(self.predicted),
-            "planning_s": self.planning_s,
-        }
+        given = {"version": _VERSION, **asdict(self), "plan": json.loads(self.plan.to_json())}
         write_file(folder / PLAN, json.dumps(given))
 
     @classmethod
     def load(cls, folder: Path) -> "Planning":
         """Read what :meth:`save` wrote; raise a RecipeError for a file that is missing or another one."""
-        profile = Profile.load(folder / PROFILE)
-        with _reading(folder / PLAN, "plan"):
-            given = json.loads(read_file(folder / PLAN, _MOST_NBYTES))
-            return cls(profile, **{name: _built(_hints(cls)[name], each) for name, each in given.items()})
+        path = folder / PLAN
+        try:
+            given = json.loads(read_file(path, _MOST_NBYTES))
+            if (version := given.pop("version")) == _VERSION:
+                found: Planning = _built(cls, given)
+                return found
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}; wanted a plan that infinity wrote") from error
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise RecipeError(f"{path}: not a plan that infinity wrote: {error}") from error
+        raise RecipeError(
+            f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
+            f"reads version {_VERSION}. Use that release, or train again for a new plan"
+        )
 
     def describe(self) -> str:
         counts = count_blocks(self.profile, self.plan)
@@ -308,32 +292,3 @@ def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
     (first, words), rest = parts[0], parts[1:]
     named = f"{first} of {len(regions)} block{'s' if len(regions) > 1 else ''} {words}"
     return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
-
-
-def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
-    """Write ``measured.json``: the measured cost of the plan in ``folder``, beside the predicted one."""
-    given = {"predicted": asdict(predicted), "measured": asdict(measured)}
-    write_file(folder / MEASURED, json.dumps(given, indent=2) + "\n")
-
-
-def load_measured(folder: Path) -> Outcome | None:
-    """Return the measured cost of the plan in ``folder``; None: the run did not get that far.
-
-    Raises:
-        RecipeError: The file was not written by :func:`save_measured`.
-    """
-    if not (folder / MEASURED).exists():
-        return None
-    with _reading(folder / MEASURED, "cost of a plan"):
-        return Outcome(**json.loads(read_file(folder / MEASURED, _MOST_NBYTES))["measured"])
-
-
-@contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
-    """Turn errors inside into one that says that ``path`` is missing, or is no ``what``."""
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}; wanted a {what} that infinity wrote") from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecipeError(f"{path}: not a {what} that infinity wrote: {error}") from error

@@ -27,7 +27,6 @@ from infinity.core.plan import (
     Place,
     Planning,
     Profile,
-    load_measured,
 )
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 from infinity.planner.search import plan as make_plan
@@ -47,7 +46,6 @@ class ShownPlan(NamedTuple):
     """Holds a run's plan, or one for the same profile and another budget."""
 
     planning: Planning
-    measured: Outcome | None  # None: the run did not measure it, or had another budget
     picture: Path  # in the folder of the run's plan
 
 
@@ -86,7 +84,7 @@ def open_plan(run: str, budget: str | None) -> ShownPlan:
     folder = find_folder(user_path(run, "RUN"))
     planning = Planning.load(folder)
     if budget is None:
-        return ShownPlan(planning, load_measured(folder), folder / "plan.png")
+        return ShownPlan(planning, folder / "plan.png")
     try:
         nbytes = parse_nbytes(budget)
     except ValueError as error:
@@ -94,7 +92,8 @@ def open_plan(run: str, budget: str | None) -> ShownPlan:
     plan = make_plan(planning.profile, planning.hardware, nbytes)
     predicted = play(planning.profile, plan, planning.hardware)
     plan = replace(plan, capacity_nbytes=nbytes)  # it may be made for less
-    return ShownPlan(replace(planning, plan=plan, predicted=predicted), None, folder / f"plan_{nbytes}.png")
+    planning = replace(planning, plan=plan, predicted=predicted, measured=None)
+    return ShownPlan(planning, folder / f"plan_{nbytes}.png")
 
 
 def find_folder(run: Path) -> Path:
@@ -132,9 +131,9 @@ def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
     capacity, hardware = planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
     yield Alternative("the plan, predicted", planning.predicted, within)
-    if shown.measured is not None:
-        note = "recompute s as predicted" if shown.measured.recompute_s else ""
-        yield Alternative("the plan, measured", shown.measured, note)
+    if (measured := planning.measured) is not None:
+        note = "recompute s as predicted" if measured.recompute_s else ""
+        yield Alternative("the plan, measured", measured, note)
     for name, words in _SIMPLE.items():
         plan = simple_plan(name, planning.profile, hardware)
         stores = Place.NVME in plan.places.values()

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,14 +272,6 @@ def test_the_update_is_a_phase() -> None:
     touched = {profile.storages[i].kind for o in updates for i in (*o.inputs, *o.outputs)}
     assert {Kind.WEIGHT, Kind.GRADIENT} <= touched
     assert len(biggest(profile, Kind.GRADIENT)) == 2
-
-
-def test_a_file_holds_the_whole_profile(tmp_path: Path) -> None:
-    factory, batch = models.build("gpt", seed=0)
-    model = factory()
-    profile = profiled(model, list(model.blocks), **batch(0))
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
 
 
 def test_operators_never_take_longer_than_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from infinity.activations.controller import METERED
 from infinity.activations.tensor_cache import ActivationStats
 from infinity.app import runs
 from infinity.app.train import ActivationView, RecipeView, train
-from infinity.core.plan import FOLDER, Hardware, Planning, load_measured
+from infinity.core.plan import FOLDER, Hardware, Planning
 from infinity.engine import runtime
 from infinity.observe.metrics import (
     ActivationSummary,
@@ -67,7 +67,7 @@ def test_a_plan_is_saved_and_announced_once(tmp_path: Path) -> None:
     assert (result.nbytes_stored, result.nbytes_loaded, result.stall_s) == (100, 50, 0.5)  # under the plan
     assert result.predicted == PLANNING.predicted
     # Of a step's two micro-batches each waited half as long.
-    assert result.measured == replace(MEASURED, stall_s=0.25) == load_measured(tmp_path / FOLDER)
+    assert result.measured == replace(MEASURED, stall_s=0.25) == Planning.load(tmp_path / FOLDER).measured
 
 
 def test_a_policy_by_hand_has_figures_and_no_files(tmp_path: Path) -> None:
@@ -136,7 +136,8 @@ def test_a_run_saves_its_plan_and_the_measured_cost(
     )  # fmt: skip
     train(recipe)
     folder = tmp_path / "mine" / FOLDER
-    planning, measured = Planning.load(folder), load_measured(folder)
+    planning = Planning.load(folder)
+    measured = planning.measured
     assert len(planning.profile.blocks) == 2
     assert planning.describe() in capsys.readouterr().err
     given = json.loads((tmp_path / "mine" / "summary.json").read_text())["activations"]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.rok import SHARES, RokPoint, draw_rok, main, measure_all, rok_table, run_point
-from infinity.core.plan import FOLDER, Planning, load_measured
+from infinity.core.plan import FOLDER, Planning
 from infinity.planner.search import smallest_budget
 from infinity.recipes.loading import load_recipe
 from tests.helpers.profiles import hardware, transformer
@@ -110,7 +110,7 @@ def test_a_recipe_has_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert point["peak_nbytes"] <= 1.1 * point["budget_nbytes"]
     folder = tmp_path / "curve" / "batch8_plan" / FOLDER
     assert Planning.load(folder).predicted.peak_nbytes == pytest.approx(free["peak_nbytes"], rel=0.1)
-    assert load_measured(folder) is not None
+    assert Planning.load(folder).measured is not None
     assert (tmp_path / "curve" / "rok.png").exists()
 
 

@@ -1,15 +1,14 @@
 """What a run keeps of its plan for activations, and how it reads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infinity.core.errors import RecipeError
 from infinity.core.plan import (
-    MEASURED,
     PLAN,
-    PROFILE,
     ActivationPlan,
     Hardware,
     Phase,
@@ -18,8 +17,6 @@ from infinity.core.plan import (
     Profile,
     SlotKey,
     count_blocks,
-    load_measured,
-    save_measured,
 )
 from infinity.planner.lifetimes import operator_times
 from infinity.planner.search import plan as make_plan
@@ -39,39 +36,34 @@ def test_what_is_kept_is_read_back_equal(tmp_path: Path) -> None:
     planning = planning_for(transformer(layers=3), hardware(1.0))
     planning.save(tmp_path / "activations")
     assert Planning.load(tmp_path / "activations") == planning
-    assert load_measured(tmp_path / "activations") is None
-    save_measured(tmp_path / "activations", planning.predicted, planning.kept)
-    assert load_measured(tmp_path / "activations") == planning.kept
+    measured = replace(planning, measured=planning.kept)
+    measured.save(tmp_path / "activations")
+    assert Planning.load(tmp_path / "activations") == measured
 
 
-@pytest.mark.parametrize("name", [PROFILE, PLAN, MEASURED])
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}'])
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, text: str) -> None:
-    planning = planning_for(transformer(layers=1), hardware())
-    planning.save(tmp_path)
-    save_measured(tmp_path, planning.predicted, planning.kept)
-    (tmp_path / name).write_text(text)
-    read = load_measured if name == MEASURED else Planning.load
-    with pytest.raises(RecipeError, match=name):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "key"), [(PLAN, "waits"), (PLAN, "places"), (PROFILE, "slots")])
-def test_a_record_without_a_key_is_an_error_that_names_it(tmp_path: Path, name: str, key: str) -> None:
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
     planning_for(transformer(layers=1), hardware()).save(tmp_path)
-    given = json.loads((tmp_path / name).read_text())
-    record = given["plan"] if name == PLAN else given
-    del record[key]
-    (tmp_path / name).write_text(json.dumps(given))
-    with pytest.raises(RecipeError, match=rf"{name}: not a .*'{key}'"):
+    (tmp_path / PLAN).write_text(text)
+    with pytest.raises(RecipeError, match=PLAN):
+        Planning.load(tmp_path)
+
+
+@pytest.mark.parametrize(("record", "key"), [("plan", "waits"), ("plan", "places"), ("profile", "slots")])
+def test_a_record_without_a_key_is_an_error_that_names_it(tmp_path: Path, record: str, key: str) -> None:
+    planning_for(transformer(layers=1), hardware()).save(tmp_path)
+    given = json.loads((tmp_path / PLAN).read_text())
+    del given[record][key]
+    (tmp_path / PLAN).write_text(json.dumps(given))
+    with pytest.raises(RecipeError, match=rf"{PLAN}: not a .*'{key}'"):
         Planning.load(tmp_path)
 
 
 def test_a_plan_of_another_release_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     planning_for(transformer(layers=1), hardware()).save(tmp_path)
-    given = json.loads((tmp_path / PROFILE).read_text())
-    (tmp_path / PROFILE).write_text(json.dumps({**given, "version": 1}))
-    with pytest.raises(RecipeError, match=r"profile.json: another release .* or train again for a new plan"):
+    given = json.loads((tmp_path / PLAN).read_text())
+    (tmp_path / PLAN).write_text(json.dumps({**given, "version": 1}))
+    with pytest.raises(RecipeError, match=r"plan.json: another release .* or train again for a new plan"):
         Planning.load(tmp_path)
 
 
@@ -132,11 +124,3 @@ def test_a_model_without_blocks_has_rows_too() -> None:
     rows = plan_rows(profile, ActivationPlan("keep"))
     assert [row.name for row in rows] == ["before the blocks", "after the blocks"]
     assert sum(row.saved_nbytes for row in rows) == sum(slot.nbytes for slot in profile.slots)
-
-
-def test_measured_lies_beside_predicted_as_json(tmp_path: Path) -> None:
-    planning = planning_for(transformer(layers=1), hardware())
-    save_measured(tmp_path, planning.predicted, planning.kept)
-    given = json.loads((tmp_path / MEASURED).read_text())
-    assert given["predicted"]["peak_nbytes"] == planning.predicted.peak_nbytes
-    assert given["measured"]["peak_nbytes"] == planning.kept.peak_nbytes

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.plan import FOLDER, Outcome, Planning, save_measured
+from infinity.core.plan import FOLDER, Outcome, Planning
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import (
     Alternative,
@@ -35,9 +35,8 @@ PROFILE, DRIVE = transformer(layers=3), hardware(1.0)
 def run(tmp_path: Path) -> Path:
     """A run's folder with a plan in it."""
     planning = planning_for(PROFILE, DRIVE)
-    planning.save(tmp_path / "mine" / FOLDER)
     measured = replace(planning.predicted, step_s=0.345)
-    save_measured(tmp_path / "mine" / FOLDER, planning.predicted, measured)
+    replace(planning, measured=measured).save(tmp_path / "mine" / FOLDER)
     return tmp_path / "mine"
 
 
@@ -76,7 +75,7 @@ def test_another_budget_is_planned_for_without_training(run: Path) -> None:
     budget_nbytes = (least + Planning.load(run / FOLDER).kept.peak_nbytes) // 2
     found = open_plan(str(run), str(budget_nbytes))
     assert found.planning.predicted.peak_nbytes <= budget_nbytes
-    assert found.measured is None  # of another plan
+    assert found.planning.measured is None  # of another plan
     notes = {row.name: row.note for row in alternatives(found)}
     assert notes["keep all"] == "over the budget"
     assert notes["the plan, predicted"].startswith("within ")
