@@ -4,18 +4,6 @@
 queues them in the order of the trace; one thread takes each, waits for what it needs (its shard's fetch), and
 issues it on process groups of its own. So gathers ahead of their use overlap compute in a fixed order.
 
-[Note: the header] Before a collective that not all ranks expect (:mod:`infinity.comm.order`) they exchange
-a few integers: kind, unit, step, number of the collective, and whether this rank has failed, as when its
-shard's fetch did. Where they differ, every rank raises an error that says who wanted what, instead of a hang
-or a sum of unrelated numbers. Headers have a group of their own, since a rank that leaves the order alone
-asks while others have begun a collective that it never begins. If they do not come soon, it says in the store
-that it asks, and at which collective. Whoever waits in one looks there now and then, and joins the exchange.
-
-[Note: which parameters were used] The header of a reduction has a digest of the set of parameters that have
-gradients on this rank. Only where digests differ, in few steps, do the ranks exchange the sets; without any
-gradient nothing is reduced. On an accelerator, where a reduction is not over when its thread goes on, each is
-asked for.
-
 [Note: reduction] Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the
 order of ranks. A ring would move as many bytes, but the order of its additions depends on where an element
 lies in the unit, and for the same exactness it would send fp32.
@@ -34,7 +22,6 @@ forked child, which lacks the threads that the destructor would wait for.
 """
 
 import ctypes
-import hashlib
 import os
 import pickle
 import queue
@@ -43,7 +30,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,9 +37,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.comm.order import KINDS, KnownOrder, Want
-from infinity.comm.peers import FAREWELL_S, Peers, how_it_ended
-from infinity.core.errors import DivergenceError, InfinityError, StateError, copied
+from infinity.comm.agreement import Agreement, Call, Want
+from infinity.comm.peers import FAREWELL_S, Peers
+from infinity.core.errors import InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 T = TypeVar("T")
@@ -143,9 +129,7 @@ class Collectives:
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._headers, self._control = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2)
-        )
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         group = self._control
         if device.type != "cpu":
             group = dist.new_group(
@@ -154,11 +138,9 @@ class Collectives:
             )
         self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
         self._data = DataGroup(group, device, self.peers)
+        self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
         self.step = 0  # calls of the optimizer's step, equal on all ranks
-        self._count = self._asked = 0  # collectives, and those that were asked for
-        self._order = KnownOrder(asks_reductions=device.type != "cpu")
-        self._doing: _Doing | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
@@ -171,7 +153,7 @@ class Collectives:
         ``(numel,)``, with the shard in its own slice; it may raise.
         """
 
-        def issue(full: Tensor, _: bool) -> Tensor:
+        def issue(full: Tensor) -> Tensor:
             shard = full.chunk(self.world_size)[self.rank]
             group = self._data.group
             self._end(_all_gather(full, shard, group=group, async_op=True), group)
@@ -196,20 +178,17 @@ class Collectives:
             ready: Waits for what every rank must have done before any goes on; may raise.
         """
 
-        def issue(_: object, same: bool) -> bytes:
-            by_any = used if same else self._unite(used)
-            if not any(by_any):
-                return by_any
+        def issue(_: object) -> bytes:
+            if not any(self._agreement.used):
+                return self._agreement.used
             (full, spare, out), group = buffers(), self._data.group
             self._end(dist.all_to_all_single(spare, full, group=group, async_op=True), group)
-            if self._doing is not None and self._doing.used_by_any:  # see :meth:`_join`
-                by_any = self._doing.used_by_any
             arrived = spare.view(self.world_size, -1)
             out.copy_(arrived[0])
             for other in arrived[1:]:
                 out.add_(other)
             out.div_(self.world_size)
-            return by_any
+            return self._agreement.used  # another rank may have told more of them meanwhile
 
         return self._submit("reduce", index, where, issue, ready, then=then, used=used)
 
@@ -264,13 +243,12 @@ class Collectives:
         self.peers.close()
 
     def _submit(
-        self, kind: str, index: int, where: str, issue: Callable[[Any, bool], Any],
+        self, kind: str, index: int, where: str, issue: Callable[[Any], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
         used: bytes = b"",
     ) -> Pending:  # fmt: skip
-        name, step = f"{kind} {where} (step {self.step + 1})", self.step
-        digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest()) if any(used) else 0
-        doing = _Doing(Want(KINDS.index(kind), index, digest), step, name, used)
+        name = f"{kind} {where} (step {self.step + 1})"
+        call = Call(Want.of(kind, index, used), self.step, name, used)
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
         pending = Pending(name, self.peers.overdue)
@@ -278,7 +256,7 @@ class Collectives:
         def job() -> None:
             try:
                 if self.peers.error is None:
-                    pending.result = self._attempt(doing, issue, ready)
+                    pending.result = self._attempt(call, issue, ready)
                     if then is not None:
                         then(pending.result)
                     pending.record(self._data.device)
@@ -291,9 +269,7 @@ class Collectives:
         self._queue.put(job)
         return pending
 
-    def _attempt(
-        self, doing: "_Doing", issue: Callable[[Any, bool], Any], ready: Callable[[], object] | None
-    ) -> Any:
+    def _attempt(self, call: Call, issue: Callable[[Any], Any], ready: Callable[[], object] | None) -> Any:
         """Return the result of one collective; raise what ``ready`` raised, after telling the others."""
         local: BaseException | None = None
         prepared: object = None
@@ -304,63 +280,13 @@ class Collectives:
             local = error
             self.peers.tell(error)
         try:
-            return issue(prepared, self._agree(doing, local))
+            self._agreement.reach(call, local)
+            return issue(prepared)
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             # whose message keeps torch's first line; the others are its C++ stack
-            raise local or self.peers.error or self.peers.explained(doing.name, error) from None
-
-    def _agree(self, doing: "_Doing", failure: BaseException | None) -> bool:
-        """Return whether all ranks have the same digest, once it is certain that they want the same."""
-        self._count += 1
-        self._doing = doing
-        self._order.begin(doing.step)
-        doing.follows = self._order.expects(doing.want)
-        if not doing.follows:
-            return self._ask(doing, failure)
-        if failure is not None:
-            raise failure  # the others, which do not ask, were told
-        return True
-
-    def _ask(self, doing: "_Doing", failure: BaseException | None = None) -> bool:
-        """Exchange headers and return whether all ranks have the same digest: see [Note: the header]."""
-        want, order = doing.want, self._order.digest
-        mine = [want.kind, want.item, doing.step, self._count, int(failure is not None), order, want.digest]
-        # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
-        headers = self._of_all_ranks(torch.tensor(mine, device="cpu"), self._headers).tolist()
-        self._asked += 1
-        failed = [rank for rank, header in enumerate(headers) if header[4]]
-        if not failed and all(header[:4] == mine[:4] for header in headers):
-            same = all(header[6] == want.digest for header in headers)
-            known = order > 0 and all(header[5] == order for header in headers)
-            self._order.agreed(want, same=same, known=known)
-            return same
-        wanted: list[Any] = [None] * self.world_size
-        told = doing.name if failure is None else how_it_ended(failure)
-        dist.all_gather_object(wanted, told, group=self._headers)
-        if failed:
-            raise self.peers.peer_error("; ".join(f"rank {r} {wanted[r]}" for r in failed))
-        wants = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
-        raise DivergenceError(
-            f"the ranks took different paths at collective {self._count}: {wants}. Every rank must run "
-            "the same modules in the same order; feed every rank a batch that takes the same branches, or "
-            "name the class of the module that branches (experts, say) in partition.leaf"
-        )
-
-    def _join(self) -> None:
-        """Exchange headers in a collective that was not asked for, if another rank asks."""
-        doing = self._doing
-        if doing is not None and doing.follows and self.peers.asks(self._asked, self._count):
-            doing.follows = False
-            self._order.retract()
-            if not self._ask(doing):  # the other one will begin the reduction, too
-                doing.used_by_any = self._unite(doing.used)
-
-    def _unite(self, used: bytes) -> bytes:
-        """Return 1 where ``used`` is 1 on any rank: see [Note: which parameters were used]."""
-        mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
-        return self._of_all_ranks(mine, self._headers).amax(0).numpy().tobytes()
+            raise local or self.peers.error or self.peers.explained(call.name, error) from None
 
     def _of_all_ranks(self, mine: Tensor, group: Any = None) -> Tensor:
         """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
@@ -371,11 +297,10 @@ class Collectives:
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""
-        if group not in (self._headers, self._control, self._exchanges):
+        if group not in (self._agreement.group, self._control, self._exchanges):
             work.wait()  # the stream of this thread does
             self._data.watch(work)
             return
-        asked = False
         while not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
@@ -385,10 +310,9 @@ class Collectives:
                 if self.peers.overdue("its last collectives") is not None:
                     raise RuntimeError("given up")
                 if group is self._control:
-                    self._join()
-                elif group is self._headers and not asked:
-                    self.peers.ask(self._asked, self._count)
-                    asked = True
+                    self._agreement.join()
+                elif group is self._agreement.group:
+                    self._agreement.call_others()
             except BaseException:
                 _never_destroy(group)
                 _never_destroy(work)
@@ -412,21 +336,9 @@ class Collectives:
             except queue.Empty:
                 self._data.look_after()
                 try:
-                    self._join()
+                    self._agreement.join()
                 except BaseException as error:  # nothing may end this thread
                     self.peers.tell(error)
-
-
-@dataclass(slots=True)
-class _Doing:
-    """Describes the collective that the thread is at."""
-
-    want: Want
-    step: int
-    name: str  # for people
-    used: bytes
-    follows: bool = False  # nobody was asked
-    used_by_any: bytes = b""  # by any rank, if another one has asked meanwhile, and they differ
 
 
 def _never_destroy(what: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.comm.order import KINDS, KnownOrder, Want
+from infinity.comm.agreement import KINDS, KnownOrder, Want
 from infinity.comm.ranks import open_ranks
 from tests.helpers.cases import examples
 from tests.helpers.launch import RanksError, run_ranks
@@ -94,7 +94,7 @@ def steps_of(kinds: str) -> tuple[list[int], list[bytes]]:
     assert ours is not None
     full, spare, out, asked, used = torch.zeros(4), torch.zeros(4), torch.zeros(2), list[int](), list[bytes]()
     for kind in kinds:
-        before = ours._asked
+        before = ours._agreement.asked
         mine = b"\1\0" if kind != "u" or ranks.rank == 0 else b"\0\1"
         for unit in range(2):
             full.chunk(2)[ranks.rank].fill_(unit + ranks.rank)
@@ -106,7 +106,7 @@ def steps_of(kinds: str) -> tuple[list[int], list[bytes]]:
         if kind == "e":
             assert ranks.least(ranks.rank, "another") == 0
         ours.step += 1
-        asked.append(ours._asked - before)
+        asked.append(ours._agreement.asked - before)
     ours.close()
     return asked, used
 
