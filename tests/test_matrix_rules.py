@@ -227,17 +227,30 @@ def test_weights_of_another_master_have_the_same_bits_in_every_place(tmp_path, m
     assert not same(host, trained(tmp_path, "host", **how))
 
 
-def play(folder: str, cases: list[tuple[str, str, float | None]]) -> list[dict[str, Tensor]]:
-    return [trained(folder, where, dtype=dtype, clip=clip) for where, dtype, clip in cases]
+def play(folder: str, cases: list[tuple[str, str, float | None, str]]) -> list[dict[str, Tensor]]:
+    return [trained(folder, where, dtype=d, clip=c, name=name) for where, d, c, name in cases]
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, [("host", "fp32", 0.5), ("nvme", "fp32", None)]),
+        (
+            2,
+            [
+                ("host", "fp32", 0.5, "muon"),
+                ("nvme", "fp32", None, "muon"),
+                ("nvme", "fp32", 0.5, "adafactor"),
+            ],
+        ),
         pytest.param(
             4,
-            [(w, d, c) for w in ("host", "nvme") for d in ("fp32", "bf16") for c in (None, 0.5)],
+            [(w, d, c, "muon") for w in ("host", "nvme") for d in ("fp32", "bf16") for c in (None, 0.5)]
+            + [
+                (w, "fp32", c, n)
+                for w in ("host", "nvme")
+                for c in (None, 0.5)
+                for n in ("adafactor", "schedulefree", "adamw8bit")
+            ],
             marks=pytest.mark.slow,
         ),
     ],
@@ -261,6 +274,26 @@ def test_a_killed_run_goes_on_bitwise(tmp_path):
     assert run(model, optimizer, range(2, 4)) == losses[2:]
     assert same(state(model, optimizer), final)
     infinity.close(model)
+
+
+@pytest.mark.parametrize("name", few(["muon"], ["muon", "adafactor"]))
+def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
+    how: dict[str, Any] = {"dtype": "bf16", "clip": 1.0, "name": name}
+    model, optimizer = begin(tmp_path, "nvme", **how)
+    run(model, optimizer, range(2))
+    infinity.save_checkpoint(model, optimizer, tmp_path / "saved")
+    saved = optimizer.state_dict()
+    losses, final = run(model, optimizer, range(2, 4)), state(model, optimizer)
+    infinity.close(model)
+    for way in ("checkpoint", "dictionary"):
+        model, optimizer = begin(tmp_path, "host", **how)
+        if way == "checkpoint":
+            assert infinity.load_checkpoint(model, optimizer, tmp_path / "saved") == 2
+        else:
+            optimizer.load_state_dict(saved)
+        assert run(model, optimizer, range(2, 4)) == losses
+        assert same(state(model, optimizer), final)
+        infinity.close(model)
 
 
 def test_chunks_with_only_matrices_do_not_move_second_moments(tmp_path, monkeypatch):

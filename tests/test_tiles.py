@@ -92,6 +92,19 @@ def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
     assert_bitwise(train(factory, batch, ["memory.host=1GiB", tiled], **options), plain)
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_rules_of_matrices_have_the_bits_of_whole_experts(tmp_path, name):
+    """Experts in tiles are whole matrices; only a matrix in tiles of its rows is refused."""
+    factory, batch = zoo.build("mixtral", seed=4)
+    how: dict[str, Any] = {"dtype": "fp32", "steps": 3, "rule": Rule(name=name, lr=1e-2, numbers=())}
+    whole, tiled = (
+        train(factory, batch, streaming(tmp_path, tile), **how)
+        for tile in ("partition.tile=never", TILED["fp32"])
+    )
+    assert whole.losses == tiled.losses
+    assert [name for name in whole.weights if not torch.equal(whole.weights[name], tiled.weights[name])] == []
+
+
 def test_tiles_that_stay_in_host_memory_may_follow_tiles_that_come_and_go(tmp_path, monkeypatch):
     place = Tiers.place
 

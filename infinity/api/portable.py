@@ -532,13 +532,13 @@ class PortableValues:
 
     def _take(self, tensor: Tensor, key: str) -> None:
         """Append an entry to the fields of ``tensor``: its values first, then its moments, or None."""
-        if key not in self._checkpoint:
-            self._fields[id(tensor)].append(None)
-            return
-        shape = tuple(self._checkpoint[key].shape)
-        if shape != tuple(tensor.shape):
-            self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
-        self._fields.setdefault(id(tensor), []).append(self._checkpoint[key])
+        found = self._of_shape(key, tensor.shape) if key in self._checkpoint else None
+        self._fields.setdefault(id(tensor), []).append(found)
+
+    def _of_shape(self, key: str, shape: Sequence[int]) -> Stored:
+        if tuple((stored := self._checkpoint[key]).shape) != tuple(shape):
+            self._complaints.append(f"{key} has shape {tuple(stored.shape)}, the model {tuple(shape)}")
+        return stored
 
     def _find_state(self, groups: Sequence[dict[str, Any]], note: Callable[[str], object]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}
@@ -566,8 +566,8 @@ class PortableValues:
                     continue
                 for moment in self._moments:
                     self._take(param, state + moment)  # an average that is missing begins with the weights
-                kept = {n: self._checkpoint[state + n] for n in self._rule.sums(param.shape)}
-                self.sums[id(param)] = {name: each.read(dtype=torch.float32) for name, each in kept.items()}
+                sums = {n: self._of_shape(state + n, s) for n, s in self._rule.sums(param.shape).items()}
+                self.sums[id(param)] = {n: s.read(dtype=torch.float32).view(s.shape) for n, s in sums.items()}
                 self.steps[id(param)] = self._count(state + "step")
                 theirs = numbers.get(held[0], {}) if before.name == self._rule.name else {}
                 if any(name in found and found[name] != value for name, value in theirs.items()):
