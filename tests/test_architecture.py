@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "optim": 2633,
     "partition": 2645,
     "planner": 2378,
-    "predict": 5491,
+    "predict": 4831,
     "recipes": 2105,
     "shards": 4496,
 }

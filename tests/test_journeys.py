@@ -18,7 +18,7 @@ MOST_FILES = {
     "end": 30,
     "resume": 20,
     "activation": 30,
-    "plan": 57,
+    "plan": 56,
     "train": 71,
 }
 

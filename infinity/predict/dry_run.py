@@ -254,10 +254,15 @@ class DryRun(Layout):
         return self._profile()
 
     def changed(self, recipe: Recipe, machine: Machine) -> "DryRun":
-        """Return the same model under another recipe, or on a machine with as many devices."""
+        """Return the same model under another recipe, or on a machine with as many devices.
+
+        Another number of sequences in a micro-batch is scaled from those that were recorded, but where
+        activations are planned, whose true sizes count.
+        """
         if recipe.memory.device != self.recipe.memory.device:  # sizes of units may follow from it
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
-        return DryRun(self.model, recipe, machine)
+        planned = recipe.memory.policy in ("plan", "offload")
+        return DryRun(self.model, recipe, machine, None if planned else self._sequences)
 
     def least_host_nbytes(self) -> int:
         """Return the least ``memory.host`` with which the model can be trained (bytes)."""

@@ -30,9 +30,9 @@ from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
+from infinity.predict.fakes import FakeTensors
 from infinity.predict.operators import OperatorTimes
-from infinity.predict.recording import Batch, Record, play
-from infinity.predict.repeats import record as record_micro_batch
+from infinity.predict.recording import Batch, Record, play, record_step
 from infinity.predict.step import StepTrace
 from infinity.predict.unwritten import form_of, unwritten
 from infinity.recipes.models import GPT
@@ -138,7 +138,7 @@ class ModelWithoutValues:
         self.notes: list[str] = []  # for people, about what is taken for granted
         self.key: tuple[object, CutSizes] = (), sizes  # what the model follows from, and its units
         self.ranks, self.dtype, self.times = ranks, dtype, times
-        self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
+        self._mode, self._is_fake = FakeTensors(), False
         self.values = _NoValues(None if on_accelerator else self._mode)
         self._made: dict[object, Any] = {}  # records and their traces, by what they follow from
         masters: Any = SimpleNamespace(
@@ -201,7 +201,7 @@ class ModelWithoutValues:
         everything = plan.policy == "recompute" and not plan.recomputed
         key = batch, everything, plan.recomputed
         if key not in self._made:
-            self._made[key] = record_micro_batch(
+            self._made[key] = record_step(
                 self.module, self.units, self.leaves, DTYPES[self.dtype], batch,
                 lambda region: everything or region in plan.recomputed,
             )  # fmt: skip

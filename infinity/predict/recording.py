@@ -25,7 +25,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.controller import NamedBlock, tracked
+from infinity.activations.controller import NamedBlock, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Profiler, Recording, nodes_made
+from infinity.activations.profiler import Profiler
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
@@ -82,17 +82,6 @@ class Batch(NamedTuple):
     timed: bool = False  # its operators can be timed, each alone
     together: bool = False  # one of several that go through a block together
     scored: bool = False  # the model's head scores documents, in place of next tokens
-
-
-class Cut(NamedTuple):
-    """Counts the rows of a record's tables, and the nodes that autograd has made, where a block begins."""
-
-    operators: int
-    commands: int
-    storages: int
-    slots: int
-    blocks: int
-    nodes: int
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -142,43 +131,10 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         #: Of each operator: flops, bytes, whether it computes in fp32, its call if that can be timed.
         self.rows: list[tuple[float, float, bool, Operation | None]] = []
         self.calls: list[Command] = []
-        self.cuts: list[Cut] = []  # where forwards of blocks begin
-        #: For which parameter each call uses a unit, or lets it go; None: not known.
-        self.served: list[Segment | None] = []
-        self.noted: tuple[Unit, Segment] | None = None  # the parameter that hooks looked at last
-        self._users: dict[int, list[Segment | None]] = {}  # of units in use
-
-    @property
-    def recorded(self) -> Recording:
-        """The operators, storages and marks of the step."""
-        return self._recorded
-
-    @recorded.setter
-    def recorded(self, recorded: Recording) -> None:
-        self._recorded = recorded
-
-    def cut(self) -> Cut:
-        made = self._recorded
-        lives, slots, regions = made.storages.lives, made.slots, made.regions
-        operators, commands = len(self.rows), len(self.calls)
-        return Cut(operators, commands, len(lives), len(slots), len(regions), nodes_made())
-
-    def enter_region(self, region: int, name: str) -> None:
-        self.cuts.append(self.cut())
-        super().enter_region(region, name)
 
     def tell(self, part: str, method: str, *args: Any, **options: Any) -> None:
         """Record that ``part.method(*args, **options)`` was called."""
         self.calls.append((len(self.rows), part, method, args, options))
-        unit = args[0] if args and isinstance(args[0], int) else -1
-        users = self._users.setdefault(unit, [])
-        if (part, method) == ("prefetcher", "unpin"):
-            self.served.append(users.pop() if users else None)
-            return
-        segment = self.noted[1] if self.noted is not None and self.noted[0].index == unit else None
-        self.served.append(segment)
-        if method == "use":
-            users.append(segment)
 
     def storage_of(self, tensor: Tensor) -> int:
         return self._recorded.storages.find(tensor, Kind.INPUT, "input")
@@ -358,20 +314,6 @@ class _Packed(NamedTuple):
     key: SlotKey | None = None
 
 
-class _NotingUnits(UnitIndex):
-    """Notes for a record which parameter hooks look at."""
-
-    def __init__(self, made: Record) -> None:
-        super().__init__()
-        self._made = made
-
-    def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
-        place = super().find(param)
-        if place is not None:
-            self._made.noted = place
-        return place
-
-
 class _RecordedHooks(Hooks):
     """Runs the runtime's hooks on fake tensors, whose storages have no addresses, and the tensor cache."""
 
@@ -381,9 +323,7 @@ class _RecordedHooks(Hooks):
     ) -> None:  # fmt: skip
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
-        noting = _NotingUnits(made)
-        noting.replace(units)
-        super().__init__(noting, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
+        super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._by_storage = {_storage(place[1].param): place for place in units.segments()}
@@ -411,7 +351,6 @@ class _RecordedHooks(Hooks):
 
     def unpack(self, packed: Any) -> Tensor:
         if packed.unit is not None:
-            self.profiler.noted = self._by_storage[_storage(packed.tensor)]
             self._enter_backward()
             self._use_in_backward(packed.unit)
         elif packed.key is not None:
@@ -429,25 +368,23 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def record_blocks(
+def record_step(
     model: Any, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], dtype: torch.dtype,
-    batch: Batch, recomputes: Callable[[int], bool], blocks: Sequence[NamedBlock],
-    watching: Callable[[Record], AbstractContextManager[None]] = lambda made: nullcontext(),
+    batch: Batch, recomputes: Callable[[int], bool],
 ) -> Record:  # fmt: skip
     """Run forward and backward of one micro-batch of a model on fake tensors.
 
-    ``recomputes`` tells whether a region, which is a call of one of ``blocks``, runs its forward again.
-    Meanwhile ``watching`` is open.
+    ``recomputes`` tells whether a region, which is a call of a block, runs its forward again.
 
     Raises:
         CheckpointError: The model's forward depends on values.
     """
     made, packing = Record([s.param for _, s in units.segments()], dtype, batch, recomputes), batch.packing
+    blocks = recomputable_blocks(model)
     with ExitStack() as stack:
         stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks)))
         for block in blocks if batch.together else ():
             stack.enter_context(_experts_in_parts(block.module))
-        stack.enter_context(watching(made))
         if gc.isenabled():  # storages end when nothing refers to them, not when Python collects cycles
             gc.disable()
             stack.callback(gc.enable)

@@ -217,7 +217,7 @@ def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch
         tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
     )
     planned = dry_run(recipe, MACHINE, 1)
-    monkeypatch.setattr("infinity.predict.model.record_micro_batch", None)  # it would be called
+    monkeypatch.setattr("infinity.predict.model.record_step", None)  # it would be called
     assert shapes_of(recipe, MACHINE, 1) == planned.units
 
 
