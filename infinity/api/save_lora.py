@@ -22,7 +22,7 @@ from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
 from infinity.api.lora import gathered_adapters, wrap, write_adapters
 from infinity.api.saved import SavedTensor, saved_tensors
 from infinity.api.several import DEFAULT, check_adapter
-from infinity.checkpoint.directory import FileTensor, ReadableFile
+from infinity.checkpoint.directory import FileTensor
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
 from infinity.checkpoint.writer import Publication, writing
@@ -38,13 +38,11 @@ def save_lora(
     """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
 
     The adapter called ``name`` is saved; None: all, and those with a name each in a directory of that name
-    inside ``directory``.
-    ``README.md`` has a digest of samples of each weight file of a base that is a directory. One unit of
-    adapters is gathered at a time. ``directory`` must not exist, or be empty; it appears on rank 0, whole or
-    not at all. With ``per_expert`` adapters of packed experts are those of one layer for each expert, as vLLM
-    and SGLang load them, and alphas of single layers are a factor of their values; a CheckpointError says
-    that checkpoints of this kind of model have no such layers. With ``ema`` they are the average that the
-    optimizer keeps.
+    inside ``directory``, which must not exist, or be empty; it appears on rank 0, whole or not at all. One
+    unit of adapters is gathered at a time. With ``per_expert`` adapters of packed experts are those of one
+    layer for each expert, as vLLM and SGLang load them, and alphas of single layers are a factor of their
+    values; a CheckpointError says that checkpoints of this kind of model have no such layers. With ``ema``
+    they are the average that the optimizer keeps.
     """
     out = user_path(directory, "directory")
     known = [*getattr(model, "peft_config", ())]
@@ -77,12 +75,6 @@ def _write(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, pe
     card = ModelCard.load(folder / "README.md")  # peft's form, whose text is replaced
     base = model.peft_config[name].base_model_name_or_path
     base = base or "the model that they were trained on"
-    if Path(base).is_dir():
-        samples = card.data["base_model_samples"] = {}
-        for path in sorted(Path(base).iterdir()):
-            if path.suffix in (".safetensors", ".bin"):
-                with contextlib.closing(ReadableFile(path)) as file:  # whole, it could take hours
-                    samples[path.name] = file.sample()
     card.text = _CARD.format(base=base, dtype=runtime_of(model).dtype)
     card.save(folder / "README.md")
 
@@ -90,9 +82,7 @@ def _write(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, pe
 _CARD = """
 # Adapters of {base}
 
-They change that model and no other. Where it was a directory, base_model_samples in the head of this file has
-a digest of each of its weight files: BLAKE2b (16 bytes) of the file's size in decimal digits and of 64 evenly
-spaced blocks of 4096 bytes. With transformers and peft:
+They change that model and no other. With transformers and peft:
 
     base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
     model = PeftModel.from_pretrained(base, "the directory of this file")

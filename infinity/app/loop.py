@@ -96,16 +96,16 @@ class Loop:
             reference = Reference(recipe, model, self.loss.log_probs, self._mean.total, views.log)
             reference.fill(parts, folder, step=self.step)
             optimizer.report()  # excludes its time and bytes from the first step's report
-        #: What follows a step, given its number and seconds; each returns whether it took time.
-        self._after: list[Callable[[int, float], bool]] = []
+        #: What follows a step, given its number; each returns whether it took time.
+        self._after: list[Callable[[int], bool]] = []
         if recipe.train.sample_every is not None:
             tasks = {task.name: partial(task.within, model) for task in self.tasks}
             samples = Samples(recipe, model, tasks, folder, after=self.step, agree=self._mean, say=views.log)
             self._after.append(samples.after)
         if folder is not None and recipe.checkpoint.every is not None:
             checkpoints = Checkpoints(
-                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.steps,
-                agree=self._mean, say=views.log,
+                recipe.checkpoint, optimizer, folder, step=self.step, steps=recipe.steps, agree=self._mean,
+                say=views.log,
             )  # fmt: skip
             self._after.append(checkpoints.after)
         self._scheduled: LayerSchedule | None = None
@@ -134,10 +134,8 @@ class Loop:
         """Continue at a place; refuse other data, or a division into other sequences per step."""
         self.step, self.before = int(state["step"]), Division(*state["division"])
         self.division.check(self.before)
-        names = {task.name for task in self.tasks}
-        places = state["data"] if state["data"].keys() == names else {"": state["data"]}  # of older versions
         for task in self.tasks:
-            task.data.train.load_state_dict(places[task.name])
+            task.data.train.load_state_dict(state["data"][task.name])
 
     def _load(self, path: Path) -> None:
         """Start from a portable checkpoint; the recipe's learning rate, weight decay and the like stay."""
@@ -165,7 +163,7 @@ class Loop:
                 self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == self._recipe.steps):
                 self._evaluate(step)
-            took = [after(step, report.step_s) for after in self._after]
+            took = [after(step) for after in self._after]
             if any(took):
                 self._optimizer.report()  # excludes their time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;

@@ -90,8 +90,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             _open_files(recipe, model, folder, views, after)
             totals.take_in(metrics.read_metrics(folder / runs.METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.micro_batches, views.log)
-            kept = RecipeView(recipe.with_dtype(runtime.config.dtype), folder, views.log)
-            views.add(totals, activations, kept)
+            views.add(totals, activations)
         loop.run()
         if _saves(recipe):
             out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
@@ -509,18 +508,6 @@ def _explained(run: runs.Run) -> Iterator[None]:
                 "it is, with room to write, until the run has ended"
             ) from error
         raise
-
-
-class RecipeView(View):
-    """View that writes the run's recipe again if it is removed: an interrupted run goes on by it."""
-
-    def __init__(self, recipe: Recipe, folder: Path, log: Callable[[str], object]) -> None:
-        self._recipe, self._folder, self._log = recipe, folder, log
-
-    def step(self, report: metrics.StepReport) -> None:
-        if not (self._folder / runs.RECIPE).exists():
-            runs.write_recipe(self._recipe, self._folder)
-            self._log(f"{self._folder / runs.RECIPE} was removed, and is written again")
 
 
 class ActivationView(View):

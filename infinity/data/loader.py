@@ -174,9 +174,8 @@ class Loader:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(f"data: the saved position has {key}={state.get(key)!r}, this run {value!r}")
-        before = [(state.get("epoch", 0), 0, state.get("position", 0), "")]  # of older versions
-        self._taken = int(state.get("taken", 0))
-        for stream, place in zip(self.streams, state.get("places", before), strict=True):
+        self._taken = int(state["taken"])
+        for stream, place in zip(self.streams, state["places"], strict=True):
             stream.place = place
 
 

@@ -6,16 +6,13 @@ before it with the template's generation prompt. The tokens that end a turn belo
 learns to stop.
 
 [Note: untrusted files] No code of a tokenizer's directory is run, and nothing is downloaded. A file is opened
-only if it is a regular file, of a size and with words that the library can take. A chat template is a program
-in a sandbox, which keeps it from other files but not from loops and memory, so rendering has a limit of both.
+only if it is a regular file, of a size that the library can take. A chat template is a program in a sandbox,
+which keeps it from all files.
 """
 
 import hashlib
-import resource
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +23,6 @@ from infinity.checkpoint.directory import TOKENIZER_FILES, read_json_object
 from infinity.checkpoint.model import check_counts, offline
 from infinity.core.errors import InfinityError, library_errors
 from infinity.core.files import read_file, user_path
-from infinity.core.nbytes import format_nbytes
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -34,11 +30,8 @@ _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TOKENIZER_FILES = (".json", ".jinja", ".txt", ".model")
 #: The largest file of a tokenizer that is read; those of a vocabulary of 250,000 have 30 MiB.
 _MOST_FILE_NBYTES = 2**27
-#: The longest run of text without a space, and the longest line or string in a tokenizer's file (characters).
-#: Libraries keep some hundred bytes for each character of it.
+#: The longest run of text without a space (characters): libraries keep some hundred bytes for each.
 _MOST_WORD_CHARS = 2**22
-#: What the template may take for one chat: processor time (s; more, if it has many messages), and memory.
-_MOST_RENDER_S, _MOST_RENDER_NBYTES = 10.0, 2**30
 
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
@@ -148,88 +141,45 @@ class BytesTokenizer(Tokenizer):
         return np.concatenate([given.tokens, self.encode(f"{ASSISTANT}: ")])
 
 
-class FileTokenizer(Tokenizer):
-    """Tokenizer of a ``tokenizer.json``, without a chat template."""
-
-    _ids: Callable[[str], list[int]]  # of a text
-    _text: Callable[[list[int]], str]  # of its tokens
+class HubTokenizer(Tokenizer):
+    """Tokenizer of a ``tokenizer.json``, or of a Hugging Face directory; see [Note: untrusted files]."""
 
     def __init__(self, path: Path) -> None:
         try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise DataError(f"{path}: reading it needs tokenizers: pip install tokenizers") from error
-        self._path, content = path, _read_checked(path)
-        with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
-            library = Library.from_str(content.decode())
-            self.vocab_size = library.get_vocab_size(with_added_tokens=True)
-            found = (library.token_to_id(token) for token in _SEPARATORS)
-            self.separator = next((each for each in found if each is not None), None)
-        self._ids = lambda text: library.encode(text, add_special_tokens=False).ids
-        self._text = lambda ids: library.decode(ids, skip_special_tokens=False)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-
-    def encode(self, text: str) -> NDArray[Any]:
-        _check_words(text)
-        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
-            return self._array(self._ids(text))
-
-    def decode(self, tokens: NDArray[Any]) -> str:
-        with library_errors(DataError, f"data.tokenizer: {self._path} cannot decode tokens"):
-            return self._text(tokens.tolist())
-
-    def _array(self, ids: list[int]) -> NDArray[Any]:
-        """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
-        return np.array(ids, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
-
-    def encode_question(self, chat: Chat) -> NDArray[Any]:
-        self.encode_chat(chat)  # raises: there is no template
-        raise NotImplementedError
-
-    def encode_chat(self, chat: Chat) -> list[Encoded]:
-        raise DataError(
-            f"data.tokenizer: {self._path} has no chat template; give the directory of a Hugging Face "
-            "tokenizer (tokenizer.json with tokenizer_config.json or chat_template.jinja)"
-        )
-
-
-class DirectoryTokenizer(FileTokenizer):
-    """Hugging Face tokenizer of a directory, none of whose code is run: see [Note: untrusted files]."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            from transformers import AutoTokenizer, __version__
+            from transformers import __version__
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
+        self._path, alone = path, not path.is_dir()
+        content = [_read_checked(path)] if alone else [b"", str(__version__).encode()]  # which decides, too
         for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
             _read_checked(file)
         if (path / "config.json").exists():  # which is read, too
             check_counts(read_json_object(path / "config.json"), path / "config.json")
-        self._path = path
-        what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
-        with library_errors(DataError, what), offline():
-            try:
-                library = self._library = AutoTokenizer.from_pretrained(
-                    str(path), local_files_only=True, trust_remote_code=False
-                )
-            except ValueError as error:
-                if "trust_remote_code" not in str(error):
-                    raise
-                raise DataError(
-                    f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity "
-                    "does not run; save it as a tokenizer.json"
-                ) from error
+        what = "not a tokenizer.json" if alone else "transformers finds no tokenizer there"
+        with library_errors(DataError, f"data.tokenizer: {path}: {what}"), offline():
+            library = self._library = _opened(path)
             self.vocab_size, self.separator = len(library), library.eos_token_id
-            self._ids = lambda text: library(text, add_special_tokens=False, verbose=False).input_ids
-            self._text = lambda ids: library.decode(ids, clean_up_tokenization_spaces=False)
             bos = library.bos_token_id
             self.opening = bos if bos is not None and library("").input_ids[:1] == [bos] else None
             self._array([each for each in (self.opening, self.separator) if each is not None])
-        digest = hashlib.sha256(str(__version__).encode())  # the library decides, too
-        for file in sorted(path.iterdir()):
+        for file in () if alone else sorted(path.iterdir()):
             if file.suffix in _TOKENIZER_FILES and file.is_file():
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
-        self.fingerprint = digest.hexdigest()
+                content += [file.name.encode(), file.read_bytes()]
+        self.fingerprint = hashlib.sha256(b"\0".join(content)).hexdigest()
+
+    def encode(self, text: str) -> NDArray[Any]:
+        _check_words(text)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            return self._array(self._library(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot decode tokens"):
+            text: str = self._library.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+            return text
+
+    def _array(self, ids: list[int]) -> NDArray[Any]:
+        """Return ``ids`` in the smallest dtype that holds the vocabulary; raise if one exceeds it."""
+        return np.array(ids, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
@@ -270,8 +220,7 @@ class DirectoryTokenizer(FileTokenizer):
     @contextmanager
     def _rendering(self, chat: Chat) -> Iterator[None]:
         try:
-            with _limited(self._path, _MOST_RENDER_S * max(1, len(chat.messages) / 30)):
-                yield
+            yield
         except (MalformedError, DataError):
             raise
         except Exception as error:  # a template is a program and may raise any type
@@ -309,9 +258,29 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     path = user_path(name, "data.tokenizer")
-    tokenizer = DirectoryTokenizer(path) if path.is_dir() else FileTokenizer(path)
+    tokenizer = HubTokenizer(path)
     tokenizer.name = str(path)
     return tokenizer
+
+
+def _opened(path: Path) -> Any:
+    """Return the tokenizer that transformers makes of a ``tokenizer.json`` or a directory."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not path.is_dir():
+        library = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        known = library.get_vocab()
+        library.eos_token = next((token for token in _SEPARATORS if token in known), None)
+        return library
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise DataError(
+            f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity does not "
+            "run; save it as a tokenizer.json"
+        ) from error
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
@@ -337,11 +306,12 @@ def render_turns(
     system message to the last question). Then every turn becomes a text of its own that ends with it, the
     context that the model will see when it answers.
     """
-    turns = []
+    turns, whole = [], ""
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
         before, text, begin = messages[:number], render(messages[: number + 1], False), 0
+        whole = text if number + 1 == len(messages) else ""
         if before:
             prompt = render(before, True)
             differ = (at for at, (a, b) in enumerate(zip(prompt, text)) if a != b)
@@ -353,7 +323,7 @@ def render_turns(
                     "{% generation %}"
                 )
         turns.append(Rendered(text, [(begin, len(text))]))
-    whole = render(messages, False)
+    whole = whole or render(messages, False)
     if all(whole.startswith(turn.text) for turn in turns):
         return [Rendered(whole, [span for turn in turns for span in turn.spans])]
     return turns
@@ -378,52 +348,8 @@ def _check_words(text: str) -> None:
 def _read_checked(path: Path) -> bytes:
     """Read a file of a tokenizer; see [Note: untrusted files]."""
     try:
-        content = read_file(path, _MOST_FILE_NBYTES)
+        return read_file(path, _MOST_FILE_NBYTES)
     except OSError as error:
         raise DataError(
             f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
         ) from error
-    if len(content) > _MOST_WORD_CHARS and path.suffix != ".model":
-        values = np.frombuffer(content, np.uint8)
-        ends = np.flatnonzero((values == ord("\n")) | (values == ord('"')))
-        longest = int(np.diff(ends, prepend=-1, append=len(values)).max()) - 1
-        if longest > _MOST_WORD_CHARS:
-            raise DataError(
-                f"data.tokenizer: {path}: a word has {longest} bytes; wanted at most {_MOST_WORD_CHARS}"
-            )
-    return content
-
-
-@contextmanager
-def _limited(template_of: Path, most_s: float) -> Iterator[None]:
-    """Limit the processor time and memory of the block, which renders a template.
-
-    The limit of time needs the main thread, where Python handles signals.
-    """
-
-    def fail(limit: str) -> DataError:
-        return DataError(
-            f"data.tokenizer: the chat template of {template_of} takes more than {limit} to render one chat; "
-            "use another tokenizer, or mend its template"
-        )
-
-    def end(number: int, frame: object) -> None:
-        raise fail(f"{most_s:g} s of the processor")
-
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
-            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-            # again and again: the sandbox asks for attributes in ways that swallow errors
-            signal.setitimer(signal.ITIMER_VIRTUAL, most_s, 0.1)
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-        most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
-        if soft == resource.RLIM_INFINITY or soft > most:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-            stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
-        try:
-            yield
-        except MemoryError as error:
-            # without its frames, which hold what was built
-            raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)

@@ -6,13 +6,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from infinity.core.config import shown
 from infinity.core.errors import first_line
 
-#: What YAML may contain: tags, levels, and values (as often as aliases repeat them).
-_KINDS = {"str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value"}
-_MOST_LEVELS, _MOST_VALUES = 16, 100_000
-_TOO_DEEP = f"nested deeper than {_MOST_LEVELS} levels"
 _MOST_PROBLEM_CHARS = 300
 
 
@@ -26,10 +21,9 @@ class ProblemError(ValueError):
 
 def parse(text: str) -> Any:
     """Parse YAML into plain values, or raise a ProblemError; ``${...}`` stays."""
-    line, problem = "", _TOO_DEEP
+    line, problem = "", "nested too deep"
     cause: Exception
     try:
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
         parsed = OmegaConf.from_dotlist([f"value={text}"])
         return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload, index]
     except yaml.YAMLError as error:
@@ -41,34 +35,6 @@ def parse(text: str) -> Any:
         key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
         problem, cause = f"{key}: {first_line(error)}" if key else first_line(error), error
     raise ProblemError(problem[:_MOST_PROBLEM_CHARS], line=line) from cause
-
-
-def _check_nodes(root: Any) -> None:
-    """Refuse YAML with more than a recipe may have; aliases count as often as they are used."""
-    left, count = [] if root is None else [(root, 0)], 0
-    while left:
-        (node, level), count = left.pop(), count + 1
-        kind, problem = _tag(node), ""
-        if level > _MOST_LEVELS:
-            problem = _TOO_DEEP
-        elif count > _MOST_VALUES:
-            problem = f"more than {_MOST_VALUES} values"
-        elif kind not in _KINDS:
-            problem = f"wanted text, numbers, true, false, null, lists and keys; got {kind[:50]}"
-        elif isinstance(node, yaml.SequenceNode):
-            left += [(item, level + 1) for item in node.value]
-        elif isinstance(node, yaml.MappingNode):
-            left += [(value, level + 1) for _, value in node.value]
-            wrong = next((key for key, _ in node.value if _tag(key) not in ("str", "merge")), None)
-            if wrong is not None:
-                got = shown(wrong.value) if isinstance(wrong, yaml.ScalarNode) else "a list, or keys"
-                node, problem = wrong, f"wanted the name of a key; got {got}"
-        if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-def _tag(node: Any) -> str:
-    return str(node.tag).removeprefix("tag:yaml.org,2002:")
 
 
 def resolved(given: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -367,12 +366,7 @@ def test_saved_adapters_are_loaded_by_peft_and_name_and_sample_their_base(tmp_pa
         assert torch.equal(again.eval()(**batch(99)).logits, ours)
     config = peft.PeftConfig.from_pretrained(str(tmp_path / "adapters"))
     assert (config.base_model_name_or_path, config.r, config.lora_alpha) == (str(base), RANK, ALPHA)
-    values = (base / "model.safetensors").read_bytes()
-    offsets = sorted({(len(values) - 4096) * number // 63 for number in range(64)})
-    blocks = b"".join(values[start : start + 4096] for start in offsets)
-    digest = hashlib.blake2b(str(len(values)).encode() + blocks, digest_size=16).hexdigest()
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
-    assert card.data["base_model_samples"] == {"model.safetensors": digest}
     assert card.text.strip().startswith(f"# Adapters of {base}\n")
     assert f'from_pretrained("{base}", dtype=torch.bfloat16)' in card.text
     assert "More Information Needed" not in card.content

@@ -11,8 +11,7 @@ import pytest
 import infinity
 from infinity.activations.controller import METERED
 from infinity.activations.tensor_cache import ActivationStats
-from infinity.app import runs
-from infinity.app.train import ActivationView, RecipeView, train
+from infinity.app.train import ActivationView, train
 from infinity.core.plan import FOLDER, Hardware, Planning
 from infinity.engine import runtime
 from infinity.observe.metrics import (
@@ -148,15 +147,3 @@ def test_a_run_saves_its_plan_and_the_measured_cost(
     # Less where backward wants a tensor before its store begins, which depends on times.
     assert 0 < planning.predicted.nbytes_stored <= placed
     assert 0 < given["nbytes_stored"] <= placed
-
-
-def test_the_recipe_of_a_run_is_written_again_if_it_is_removed_and_a_line_says_so(tmp_path: Path) -> None:
-    recipe, said = infinity.load_recipe(overrides=["train.steps=7"]), list[str]()
-    view = RecipeView(recipe, tmp_path, said.append)
-    runs.write_recipe(recipe, tmp_path)
-    view.step(REPORT)
-    assert not said
-    (tmp_path / runs.RECIPE).unlink()
-    view.step(REPORT)
-    assert said == [f"{tmp_path / runs.RECIPE} was removed, and is written again"]
-    assert runs.recipe_of(tmp_path).train.steps == 7

@@ -7,13 +7,13 @@ from infinity.checkpoint import codecs
 from tests.checkpoint.test_codecs import same
 
 ROWS, COLUMNS = 64, 128
-NO_BITSANDBYTES = "pip install -c constraints.txt bitsandbytes"
+NO_BITSANDBYTES = "make ecosystem"
 
 
 @pytest.fixture
 def compressed(request):
     """``decode(format, tensors, **scheme)`` of compressed-tensors."""
-    pytest.importorskip("compressed_tensors", reason="pip install -c constraints.txt compressed-tensors")
+    pytest.importorskip("compressed_tensors", reason="make ecosystem")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -200,7 +200,7 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_wanted(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: {steps: 3", ":1: not valid YAML"),
+        ("train: {steps: 3", ": not valid YAML"),
         ("train:\n  steps: 3\n  steps: 4\n", ":3: not valid YAML: found duplicate key"),
         ("- train\n", "wanted sections: run, model"),
         ("just words", "got 'just words'; wanted sections"),
