@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "integrations": 688,
     "nvme": 1228,
     "observe": 1005,
-    "optim": 2633,
+    "optim": 2647,
     "partition": 2645,
     "planner": 2378,
     "predict": 4831,

@@ -430,7 +430,7 @@ def test_recipes_say_true_and_false_of_matrices():
             "optim.options={momentom: 0.9}",
             r"optim\.options .*got {'momentom': 0\.9}; .*did you mean momentum",
         ),
-        ("optim.options={ns_steps: 2.5}", r"got {'ns_steps': 2\.5}; wanted a whole number of iterations"),
+        ("optim.options={ns_steps: 2.5}", r"got {'ns_steps': 2\.5}; wanted a whole number"),
         ("optim.groups={'*x*': {nesterof: 1}}", r"optim\.groups .*{'\*x\*': {'nesterof': 1\.0}.* nesterov"),
         ("optim.groups={'*x*': {nesterov: 0.5}}", r"{'\*x\*': {'nesterov': 0\.5}}; wanted true or false"),
         ("optim.name=muonn", r"optim\.name .*got 'muonn'; .*did you mean muon"),
@@ -496,7 +496,11 @@ def test_parts_are_matrices_of_their_own(tmp_path):
             r"parts: got 5; wanted a whole number that divides the rows",
         ),
         ((), {"momentum": -1.0}, "momentum"),
-        ((), {"ns_steps": 2.5}, "ns_steps: got 2.5; wanted a whole number of iterations"),
+        ((), {"ns_steps": 2.5}, "ns_steps: got 2.5; wanted a whole number"),
+        ((), {"ns_steps": 0}, "ns_steps: got 0; wanted 1 iteration or more"),
+        ((), {"momentum": 1.0}, "momentum: got 1.0; wanted a number < 1"),
+        ((), {"name": "adafactor", "clip_threshold": 0.0}, "clip_threshold: got 0; wanted a number > 0"),
+        ((), {"name": "schedulefree", "warmup_steps": 2.5}, "warmup_steps: got 2.5; wanted a whole number"),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, more, numbers, wanted):

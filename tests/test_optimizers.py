@@ -407,6 +407,12 @@ def test_the_state_of_torchs_sgd_is_loaded_and_that_of_another_rule_is_refused()
     )
     with pytest.raises(infinity.StateError, match="has exp_avg_sq, which sgd does not keep"):
         optimizer.load_state_dict(state)
+    own = optimizer.state_dict()
+    own["state"][1]["master"][0] = float("nan")
+    with pytest.raises(infinity.StateError, match="parameter 1: master has NaN; nothing was loaded"):
+        optimizer.load_state_dict(own)
+    with pytest.raises(infinity.StateError, match="the state is of lion, and has no 'names'"):
+        optimizer.load_state_dict({"rule": "lion", "state": {}, "param_groups": []})
     infinity.close(model)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Size, Tensor
 
+from infinity.core.config import SettingError
 from infinity.optim.matrix import WholeRule
 
 _ROW, _COLUMN, _OF_VECTORS = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
@@ -24,6 +25,11 @@ class AdafactorRule(WholeRule):
     defaults: Mapping[str, Any] = {
         "lr": 1e-3, "eps": 1e-30, "clip_threshold": 1.0, "decay_rate": 0.8, "weight_decay": 0.0,
     }  # fmt: skip
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        if group["clip_threshold"] == 0:
+            raise SettingError("clip_threshold", 0, "a number > 0: with 0 no update has a length")
 
     def sums(self, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
         if len(shape) < 2:

@@ -66,7 +66,7 @@ def fitted(
             f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
         )
     for i, each in ((i, state[i]) for i in range(len(params)) if i in state):
-        _check_state(rule, i, each, _shapes(rule, params[i]))
+        _check_state(rule, i, each, params[i])
     return Fitted(saved, state)
 
 
@@ -84,6 +84,8 @@ def carried(before: Rule, now: Rule, count: int, of: int) -> str:
 def _carried(
     before: Rule, rule: Rule, packed: Mapping[str, Any], params: Sequence[Parameter]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    if NAMES not in packed:
+        raise StateError(f"the state is of {before.name}, and has no {NAMES!r} of its parameters")
     place = {name: i for i, name in enumerate(packed[NAMES])}
     group_of = {i: group for group in packed["param_groups"] for i in group["params"]}
     for i, param in enumerate(params):
@@ -95,8 +97,9 @@ def _carried(
             goes_on, shapes = param.way.goes_on_from(kept), _shapes(rule, param)
             given = each if goes_on else {}
             moments = {n: given.get(n, torch.zeros(*of, device="cpu")) for n, of in shapes.items()}
-            _check_state(rule, i, moments, shapes)
-            yield i, {"step": each["step"] if goes_on else 0, "master": each["master"], **moments}
+            made = {"step": each["step"] if goes_on else 0, "master": each["master"], **moments}
+            _check_state(rule, i, made, param)
+            yield i, made
 
 
 def _plain(each: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
@@ -129,8 +132,9 @@ def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
     return {moment.name: param.shape for moment in rule.moments} | dict(rule.sums(param.shape))
 
 
-def _check_state(rule: Rule, i: int, each: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    for name, shape in shapes.items():
+def _check_state(rule: Rule, i: int, each: Mapping[str, Any], param: Parameter) -> None:
+    shapes = _shapes(rule, param)
+    for name, shape in (shapes | ({"master": param.shape} if "master" in each else {})).items():
         got = tuple(each[name].shape) if name in each else None
         if got != tuple(shape):
             how = "is missing" if got is None else f"has shape {got}"

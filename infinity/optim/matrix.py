@@ -191,7 +191,7 @@ class MatrixRule(WholeRule):
             return
         super().check_place(group, name, shape, tiled=tiled)
         parts, rows = group[PARTS], shape[-2]
-        if parts != int(parts) or parts < 1 or rows % int(parts):
+        if parts < 1 or rows % int(parts):
             raise SettingError(PARTS, parts, f"a whole number that divides the rows of {name}, {rows}")
 
     def way(

@@ -42,8 +42,10 @@ class MuonRule(MatrixRule):
 
     def check_numbers(self, group: Mapping[str, Any]) -> None:
         super().check_numbers(group)
-        if group["ns_steps"] < 1 or group["ns_steps"] % 1:
-            raise SettingError("ns_steps", group["ns_steps"], "a whole number of iterations, 1 or more")
+        if group["ns_steps"] < 1:
+            raise SettingError("ns_steps", group["ns_steps"], "1 iteration or more")
+        if group["momentum"] >= 1:
+            raise SettingError("momentum", group["momentum"], "a number < 1")
 
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""

@@ -199,6 +199,8 @@ class Rule(ABC):
                     raise SettingError(name, value, "true or false")
             elif not is_number(value, valid := beta if name == EMA else positive):
                 raise SettingError(name, value, f"a number {valid}")
+            elif isinstance(default, int) and value % 1:
+                raise SettingError(name, value, f"a whole number {valid}")
         for name in ("amsgrad", "maximize"):
             if group.get(name):
                 raise SettingError(name, group[name], f"False: infinity's {self.name} is plain")
