@@ -276,7 +276,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 635,
     "activations": 2459,
-    "api": 4496,
+    "api": 4498,
     "app": 2584,
     "checkpoint": 4354,
     "comm": 1056,
@@ -292,7 +292,7 @@ ROOM_BUDGETS = {
     "planner": 2378,
     "predict": 4831,
     "recipes": 2071,
-    "shards": 4496,
+    "shards": 4518,
 }
 
 

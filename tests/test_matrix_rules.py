@@ -1,5 +1,6 @@
 """Rules of whole matrices: Muon is torch's to rounding, with the same bits in every place, on any ranks."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
+from infinity.core.nbytes import rounded
 from infinity.engine.runtime import open_runtimes, runtime_of
 from infinity.optim.matrix import MatrixRule, embedded_in, owners
 from infinity.optim.rule import Place
@@ -510,6 +512,20 @@ def test_what_cannot_be_done_is_said(tmp_path, more, numbers, wanted):
     finally:
         for runtime in list(open_runtimes):
             runtime.close()
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_sums_over_rows_and_columns_are_in_the_host_budget(tmp_path, where):
+    model, optimizer = begin(tmp_path, where, name="adafactor", more=("optim.name=adafactor",))
+    storage, tiers = runtime_of(model).storage, runtime_of(model).tiers
+    shapes = [shape for p in model.parameters() for shape in optimizer.rule.sums(p.shape).values()]
+    nbytes = 4 * sum(map(math.prod, shapes))
+    assert storage.host_pool.held["sums of matrices"] == rounded(nbytes)
+    assert tiers.resident_nbytes == storage.resident_nbytes - nbytes
+    assert all(each.is_contiguous() for kept in optimizer.sums.values() for each in kept.values())
+    run(model, optimizer, range(1))
+    assert all(bool(each.any()) for kept in optimizer.sums.values() for each in kept.values())
+    infinity.close(model)
 
 
 def test_owners_have_even_work():

@@ -171,7 +171,8 @@ class Optimizer(torch.optim.Optimizer):
     def _connect(self) -> None:
         clips = any(limit is not None for limit in self._limits.values())
         executor = self.runtime.executor(clips=clips)
-        executor.updates.hypers.groups, executor.updates.hypers.sums = self.param_groups, {}
+        executor.updates.hypers.groups = self.param_groups
+        executor.updates.hypers.hold_sums(self.runtime.storage.host_pool)
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -321,8 +322,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_sums(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace :attr:`sums`, given by ``id`` of the parameter; others begin at zero."""
-        hypers = self.runtime.executor().updates.hypers
-        hypers.sums = {key: dict(each) for key, each in found.items() if each}
+        for key, kept in self.runtime.executor().updates.hypers.sums.items():
+            for name, values in kept.items():
+                values.copy_(found.get(key, {}).get(name, torch.zeros((), device="cpu")))
 
     def _written_buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers that were written since the optimizer was made."""

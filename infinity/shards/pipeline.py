@@ -12,6 +12,7 @@ segment has its own count, which grows when an update of it is committed. A shar
 segments with equal group and count: one run per group, as long as every step uses every parameter.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -90,10 +91,24 @@ class StepHypers:
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by rule, group, step count and gradient scale
-        self.sums: dict[
-            int, dict[str, Tensor]
-        ] = {}  # what the rule keeps of matrices, by id of the parameter
+        #: What the rule keeps of matrices, by id of the parameter; in memory that is leased.
+        self.sums: dict[int, dict[str, Tensor]] = {}
+        self._held: Lease | None = None
         self._lock = threading.Lock()
+
+    def hold_sums(self, pool: Pool) -> None:
+        """Let :attr:`sums` of all parameters be zeros in memory of ``pool``."""
+        if self._held is not None:
+            self._held.release()
+        params = (param for group in self.groups for param in group["params"])
+        shapes = {id(param): self._rule.sums(param.shape) for param in params}
+        sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
+        flat: Sequence[Tensor] = ()
+        if sizes:
+            self._held = pool.lease(4 * sum(sizes), who="sums of matrices")
+            flat = torch.split(self._held.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes)
+        left = iter(flat)
+        self.sums = {k: {n: next(left).view(*of) for n, of in each.items()} for k, each in shapes.items()}
 
     def begin_step(self) -> None:
         """Read the groups, unless this step has done so."""

@@ -11,6 +11,7 @@ has an optimizer (a reference, one that generates) lends that to its other froze
 needs the room. A unit that is thawed later gets its state then. All ranks must freeze the same units.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -84,6 +85,11 @@ class Tiers:
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
+    def _sums_nbytes(self, unit: Unit) -> int:
+        """Return the bytes of what the rule keeps of a unit's matrices in host memory, wherever it lives."""
+        kept = (self.storage.rule.sums(s.whole_shape) for s in unit.segments if not s.first)
+        return 4 * sum(math.prod(shape) for each in kept for shape in each.values())
+
     def _trainable_nbytes(self, unit: Unit) -> int:
         return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
 
@@ -111,6 +117,7 @@ class Tiers:
 
     def place(self, unit: Unit) -> None:
         """Give a new unit its home, with room for its weights and all that training needs."""
+        self.resident_nbytes -= self._sums_nbytes(unit)
         nbytes = self._trainable_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
