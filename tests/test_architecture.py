@@ -281,7 +281,7 @@ ROOM_BUDGETS = {
     "checkpoint": 4354,
     "comm": 1056,
     "core": 2249,
-    "data": 2657,
+    "data": 2674,
     "device": 1068,
     "engine": 3999,
     "integrations": 688,

@@ -173,7 +173,9 @@ class Loader:
         """Continue at a saved place, also with another number of ranks or batch size."""
         for key, value in self._identity.items():
             if state.get(key) != value:
-                raise DataError(f"data: the saved position has {key}={state.get(key)!r}, this run {value!r}")
+                why = "; the files, their sizes or contents, or settings have changed" * (key == "tokens")
+                was = f"the saved position has {key}={state.get(key)!r}"
+                raise DataError(f"data: {was}, this run {value!r}{why}")
         self._taken = int(state["taken"])
         for stream, place in zip(self.streams, state["places"], strict=True):
             stream.place = place

@@ -160,6 +160,13 @@ def files_of(source: Path) -> list[Path]:
     return sorted(source.iterdir()) if source.is_dir() else [source]
 
 
+def stamps(source: Path) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time of the last change (ns) of each file of a source."""
+    with readable(source):
+        stats = ((file, file.stat()) for file in files_of(source))
+        return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+
+
 def has_rows(source: Path) -> bool:
     """Return whether a source has rows; else it is text."""
     return _suffix(source) in READERS or source.is_dir()

@@ -28,26 +28,32 @@ from infinity.core.errors import InfinityError, LockedError
 from infinity.data.entries import Part
 from infinity.data.loader import Stream
 from infinity.data.sequences import BatchShape, Ints, Layout, Sequences
-from infinity.data.sources import Source
+from infinity.data.sources import Source, stamps
+from infinity.data.tokenizer import DataError
 from infinity.data.tokens import TokenCache, Tokens, joined
 
 
 class PartTokens:
     """Opens tokens of parts of files, while a process writes those of the parts that follow.
 
-    ``check`` returns tokens as they are trained on, or raises. Entries of ``kept`` parts stay in the cache.
+    ``check`` returns tokens as they are trained on, or raises. Of ``entries``, all parts that there are, the
+    first part of each stays in the cache.
     """
 
     def __init__(
         self, cache: TokenCache, shape: BatchShape, log: Callable[[str], object],
-        check: Callable[[Tokens], Tokens], kept: Sequence[Source] = (),
+        check: Callable[[Tokens], Tokens], entries: Sequence[Sequence[Source]],
     ) -> None:  # fmt: skip
         self._cache, self._shape, self._log, self._check = cache, shape, log, check
-        self._kept, self._opened = set(kept), set[Source]()
+        self._kept, self._opened = {parts[0] for parts in entries}, set[Source]()
+        self._stamps = {path: stamps(path) for path in {part.path for parts in entries for part in parts}}
         self._ahead: subprocess.Popen[bytes] | None = None
 
     def open(self, parts: Sequence[Source], following: Sequence[Source]) -> Tokens:
         """Return the tokens of ``parts``, in memory; those that were opened before leave the cache."""
+        for path in dict.fromkeys(part.path for part in parts):
+            if stamps(path) != self._stamps[path]:
+                raise DataError(f"{path} has changed since this run began to read it")
         own_first = self._own_first(parts)
         self._write_ahead(own_first[::-1])  # until both meet
         for part in own_first:

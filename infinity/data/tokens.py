@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from infinity.core.errors import LockedError, UnsafePathError
 from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
 from infinity.data.formats import Completion, Reading, Record, document_of
-from infinity.data.sources import Source, files_of, has_rows, read_pieces, readable, rows
+from infinity.data.sources import Source, has_rows, read_pieces, rows, stamps
 from infinity.data.tokenizer import Chat, DataError, Encoded, MalformedError, Tokenizer, encode_completion
 
 #: How supervised data is read, without other names of columns.
@@ -87,9 +87,8 @@ class TokenCache:
                 try:
                     own_directory(path)  # no other user writes or reads the tokens
                     return _read_entry(path, self.tokenizer.encode("").dtype)
-                except FileNotFoundError:
-                    if path.exists():
-                        raise  # else another run has removed it
+                except FileNotFoundError:  # another run has removed it, or something else a part of it
+                    self.remove(sources)
 
     def entry(self, sources: Sequence[Source]) -> Path:
         """Return where the tokens of ``sources`` are."""
@@ -97,11 +96,7 @@ class TokenCache:
         seen: list[object] = [_FORMAT, os.geteuid(), self.tokenizer.fingerprint, self.skip_malformed]
         seen += [self.reading.formats, dict(self.reading.fields), encode]
         for source in sources:
-            with readable(source.path):
-                for file in files_of(source.path):
-                    stat = file.stat()
-                    seen.append((str(file), stat.st_size, stat.st_mtime_ns))
-            seen += [source[1:]] if source.of > 1 else []
+            seen += [*stamps(source.path), *([source[1:]] if source.of > 1 else [])]
         return self.folder / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
     def make(

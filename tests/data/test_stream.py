@@ -170,13 +170,31 @@ def test_what_has_changed_since_a_place_was_saved_is_an_error(tmp_path: Path) ->
         next(changed)
 
 
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """Also one of the same size, and where rows that end early would be skipped as malformed."""
+    loader = opened(tmp_path, skip_malformed=True).train
+    next(loader)
+    file = tmp_path / "b.jsonl"
+    file.write_text(file.read_text().replace("0", "1"))
+    with pytest.raises(DataError, match=r"b\.jsonl has changed since this run began to read it"):
+        [*islice(loader, ROWS)]
+
+
+def test_entries_of_which_a_part_was_removed_are_made_again(tmp_path: Path) -> None:
+    first = next(opened(tmp_path).train)
+    for file in (tmp_path / "cache").glob("*/about.json"):
+        file.unlink()
+    assert torch.equal(next(opened(tmp_path, files=[str(tmp_path)]).train).tokens, first.tokens)
+
+
 def test_a_mixture_has_its_shares_in_every_batch_without_end(tmp_path: Path) -> None:
-    loader = opened(tmp_path, batch_size=8, weights=(3.0, 1.0)).train
+    how: dict[str, Any] = {"files": write(tmp_path), "batch_size": 8, "weights": (3.0, 1.0)}
+    loader = opened(tmp_path, **how).train
     batches = [*islice(loader, 60)]
     assert all(Counter(batch.tokens[:, 0].tolist()) == {ord("a"): 6, ord("b"): 2} for batch in batches)
     assert len({*documents(batches)}) == ROWS  # a small source repeats
     place = loader.state_dict()
-    again = opened(tmp_path, batch_size=8, weights=(3.0, 1.0)).train
+    again = opened(tmp_path, **how).train
     again.load_state_dict(place)
     assert torch.equal(next(again).tokens, next(loader).tokens)
 
