@@ -278,6 +278,19 @@ def test_a_killed_run_goes_on_bitwise(tmp_path):
     infinity.close(model)
 
 
+def test_states_in_host_memory_without_moments_are_committed_again_and_again(tmp_path):
+    how: dict[str, Any] = {"name": "adafactor", "more": ("memory.resident=true", "durability.every=1")}
+    losses = trained(tmp_path, "host", name="adafactor", steps=6)["losses"].tolist()
+    model, optimizer = begin(tmp_path, "nvme", **how)
+    assert run(model, optimizer, range(5)) == losses[:5]
+    optimizer.synchronize()
+    infinity.close(model, keep=True)
+    model, optimizer = begin(tmp_path, "nvme", **how)
+    assert infinity.resume(model, optimizer) == 5
+    assert run(model, optimizer, range(5, 6)) == losses[5:]
+    infinity.close(model)
+
+
 @pytest.mark.parametrize("name", few(["muon"], ["muon", "adafactor"]))
 def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
     how: dict[str, Any] = {"dtype": "bf16", "clip": 1.0, "name": name}

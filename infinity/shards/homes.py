@@ -69,7 +69,7 @@ class DiskHome(Home):
         if self.layout.moments:
             return all(chunk.moments.pieces for chunk in chunks)
         exact = not self.layout.exact or all(chunk.exact.pieces for chunk in chunks)
-        return exact and len(self.versions) >= self.store.versions
+        return exact and len(self.versions) >= min(2, self.store.versions)
 
     def at(self, place: int) -> Version:
         """Return the version in a place; a unit that was never trained has one."""
