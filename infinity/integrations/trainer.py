@@ -33,7 +33,7 @@ from torch import nn
 
 from infinity.activations.tensor_cache import patched
 from infinity.api.export import export
-from infinity.api.init import from_pretrained, is_served, no_sync, resume
+from infinity.api.init import ema, from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
 from infinity.api.optimizer import AdamW, Optimizer
 from infinity.api.portable import load_checkpoint
@@ -192,7 +192,8 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         if kind not in (torch.optim.AdamW, AdamW):
             raise ValueError(
                 f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} makes "
-                f"{getattr(kind, '__name__', kind)}; infinity has AdamW: optim='adamw_torch'"
+                f"{getattr(kind, '__name__', kind)}; infinity has AdamW: optim='adamw_torch', and others as "
+                "the Trainer's optimizers=(infinity.optim.Lion(model, lr=...), None)"
             )
         if wrong := sorted(name for name in _VARIANTS if given.get(name)):
             raise ValueError(f"{wrong[0]} in the optimizer's arguments: infinity.AdamW is plain AdamW")
@@ -219,6 +220,12 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         """Accumulate until the Trainer steps, also what an epoch of unknown length leaves over at its end."""
         with nullcontext() if self.accelerator.sync_gradients else no_sync(model):
             return super().training_step(model, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the average of the weights where the optimizer keeps one, as a run does."""
+        averages = self.optimizer is not None and self._own.rule.averages
+        with ema(self.model) if averages else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
 
     # --- going on ----------------------------------------------------------------------------------------
 

@@ -222,6 +222,25 @@ def test_what_is_refused(more: Any, error: Any, says: str, tmp_path: Path):
         make(tmp_path, **more).train()
 
 
+def test_a_rule_of_averages_is_evaluated_by_them(tmp_path: Path, closed: Any):
+    torch.manual_seed(0)
+    with infinity.Init(recipe(tmp_path)):
+        model = LlamaForCausalLM(CONFIG)
+    optimizer = infinity.optim.ScheduleFree(model, lr=3e-3, max_grad_norm=0.5)
+    given = {"train_dataset": rows(14), "eval_dataset": rows(4, 1), "optimizers": (optimizer, None)}
+    settings = arguments(tmp_path / "free", lr_scheduler_type="constant", warmup_steps=0, max_steps=3)
+    ours = closed(infinity.trainer(Trainer)(model, settings, **given))
+    ours.train()
+    model.eval()
+    batches = [{name: each[None] for name, each in row.items()} for row in rows(4, 1)]
+    with infinity.ema(model):
+        wanted = sum(model(**batch).loss.item() for batch in batches) / 4
+    with torch.no_grad():
+        other = sum(model(**batch).loss.item() for batch in batches) / 4
+    assert logged(ours)[-2]["eval_loss"] == pytest.approx(wanted, abs=1e-6)
+    assert abs(other - wanted) > 1e-5
+
+
 def test_a_model_that_is_not_served_is_refused_at_once(tmp_path: Path):
     with pytest.raises(infinity.StateError, match="got a LlamaForCausalLM made without them"):
         infinity.trainer(Trainer)(LlamaForCausalLM(CONFIG), arguments(tmp_path))
