@@ -28,7 +28,7 @@ CHANGES = {
     ("muon", "adamw"): ("exp_avg, exp_avg_sq", "some"),
     ("muon", "lion"): ("exp_avg", "all"),
     ("lion", "muon"): ("exp_avg", "some"),
-    ("adamw", "schedulefree"): ("exp_avg_sq", "all"),
+    ("adamw", "schedulefree"): ("", "none"),
     ("adamw", "adamw+ema"): ("exp_avg, exp_avg_sq", "all"),
     ("adamw", "adamw+kahan"): ("exp_avg, exp_avg_sq", "all"),
     ("sgd", "lion"): ("", "none"),
@@ -87,6 +87,30 @@ def test_a_run_a_checkpoint_and_a_dictionary_go_on_alike(tmp_path, before, now):
         infinity.close(model)
     same(found[0], found[1])
     same(found[0], found[2])
+
+
+def test_a_scheduler_goes_on_with_another_number_of_groups(tmp_path):
+    _, batch = models.build("gpt", seed=3)
+    found = []
+    for name in ("muon", "lion"):
+        model, optimizer = start(tmp_path, "nvme", name)
+        found.append(
+            (model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 / (1 + at)))
+        )
+        optimizer.follow(scheduler=found[-1][2])
+        if name == "muon":
+            run(model, optimizer, batch, range(1))
+            found[-1][2].step()
+            run(model, optimizer, batch, range(1, 2))
+            interrupt(model)
+    before, now = (scheduler for _, _, scheduler in found)
+    assert len(now.base_lrs) < len(before.base_lrs)
+    assert infinity.resume(model, optimizer) == 2
+    assert now.last_epoch == 1
+    run(model, optimizer, batch, range(2, 3))
+    now.step()
+    assert now.get_last_lr() == [rate / 3 for rate in now.base_lrs]
+    infinity.close(model)
 
 
 def test_a_line_says_what_carries_over():

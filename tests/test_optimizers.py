@@ -393,6 +393,9 @@ def test_the_state_of_torchs_sgd_is_loaded_and_that_of_another_rule_is_refused()
         other.zero_grad()
     with pytest.raises(infinity.StateError, match="not of sgd: its parameter groups have no dampening"):
         optimizer.load_state_dict(other.state_dict())
+    plainest = torch.optim.SGD(plain.parameters(), lr=0.1).state_dict()  # which keeps nothing
+    optimizer.load_state_dict(plainest)
+    assert not any(each["momentum_buffer"].any() for each in optimizer.state_dict()["state"].values())
     state = theirs.state_dict()
     optimizer.load_state_dict(state)
     got = optimizer.state_dict()["state"]

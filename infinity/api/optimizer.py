@@ -34,9 +34,9 @@ def _is_late(each: Stateful) -> bool:
 
 
 def _of_these_groups(each: Stateful, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a learning-rate scheduler with the rates of its own parameter groups."""
-    own = getattr(each, "scheduler", each)
-    return state | {name: getattr(own, name) for name in ("base_lrs", "_last_lr") if name in state}
+    """Return the state of a learning-rate scheduler with what it has of each of its own parameter groups."""
+    own = getattr(each, "scheduler", each).state_dict()
+    return state | {name: value for name, value in own.items() if isinstance(value, list)}
 
 
 class Optimizer(torch.optim.Optimizer):

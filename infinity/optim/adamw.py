@@ -28,9 +28,11 @@ class AdamWRule(Rule):
 
     def check_numbers(self, group: Mapping[str, Any]) -> None:
         super().check_numbers(group)
-        if group.get("decoupled_weight_decay") is False and group["weight_decay"] and self.decoupled:
-            wanted = "True, as in torch.optim.AdamW, or no weight_decay"
-            raise SettingError("decoupled_weight_decay", False, wanted)
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        if decoupled != self.decoupled and group["weight_decay"]:
+            of = "AdamW" if self.decoupled else "Adam"
+            wanted = f"{self.decoupled}, as in torch.optim.{of}, or no weight_decay"
+            raise SettingError("decoupled_weight_decay", decoupled, wanted)
 
     @staticmethod
     def update(

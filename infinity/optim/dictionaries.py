@@ -56,8 +56,8 @@ def fitted(
         state = {i: {OFFSET: zero.expand(params[i].shape), **each} for i, each in state.items()}
     _check_groups(rule, saved, groups)
     missing = [i for i, param in enumerate(params) if param.trained and i not in state]
-    if state and not any("master" in each for each in state.values()):
-        for i in missing:  # torch's AdamW begins a state with the first gradient
+    if RULE not in packed or (state and not any("master" in each for each in state.values())):
+        for i in missing:  # torch's rules begin a state with the first gradient
             shapes = _shapes(rule, params[i])
             state[i] = {"step": 0} | {name: torch.zeros(*of, device="cpu") for name, of in shapes.items()}
     elif missing:

@@ -87,9 +87,13 @@ class Way(NamedTuple):
     sums: Sequence[str] = ()  # names of what is kept of these
 
     def goes_on_from(self, names: Container[str]) -> bool:
-        """Return whether moments of these names are all that it needs; an average begins with the weight."""
+        """Return whether moments of these names are all that it needs.
+
+        The average of ``ema`` begins with the weight at any step; one that is the rule's own does not.
+        """
         moments = (*(self.first.moments if self.first is not None else ()), *self.last.moments)
-        needed = [moment.name for moment in moments if moment.name != OFFSET]
+        beside = {OFFSET} if EMA in self.last.defaults else set()
+        needed = [moment.name for moment in moments if moment.name not in beside]
         return all(name in names for name in (*needed, *self.sums))
 
 

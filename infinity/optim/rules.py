@@ -40,6 +40,8 @@ _DEVICE_NUMEL = 2**20
 _LEAST_BESIDE = 2**21
 #: Elements of a shard in an accelerator's memory that are updated at one time.
 RESIDENT_NUMEL = 2**22
+#: Numbers of rules that have keys of their own in a recipe.
+_OWN_KEYS = "lr", "betas", "eps", "weight_decay", "warmup_steps", EMA
 _MEASURED, _TRIES = 16, 3  # of so many: few would measure caches, and threads that wake up
 #: Rows and lanes of a sum of squares: see [Note: order of summation].
 ROW_NUMEL, LANES = 2**15, 128
@@ -98,6 +100,10 @@ class OptimConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if twice := {name: value for name, value in (self.options or {}).items() if name in _OWN_KEYS}:
+            name, value = next(iter(twice.items()))
+            wanted = f"numbers without a key of their own; set optim.{name}={value}"
+            raise SettingError("options", twice, wanted)
         for pattern, given in [(None, self.options or {}), *(self.groups or {}).items()]:
             try:
                 self.rule.check_numbers({**self.numbers, **self.rule.check_names(given)})
@@ -117,8 +123,8 @@ class OptimConfig(Config):
     @property
     def numbers(self) -> dict[str, Any]:
         """All numbers of the rule: its own, these keys where they are named, and the options."""
-        rule, keys = self.rule, ("lr", "betas", "eps", "weight_decay", "warmup_steps", EMA)
-        own = {key: getattr(self, key) for key in keys if key in rule.defaults}
+        rule = self.rule
+        own = {key: getattr(self, key) for key in _OWN_KEYS if key in rule.defaults}
         named = {key: value for key, value in own.items() if value is not None}
         return {**rule.defaults, **rule.recipe, **named, **(self.options or {})}
 

@@ -14,9 +14,10 @@ class ScheduleFreeRule(Rule):
     """AdamW as in The Road Less Scheduled (arXiv:2405.15682), algorithm 1; the learning rate is constant.
 
     The weight is y, at which gradients are taken. Beside it is x - y, where x is the average of the iterates
-    z, each with the square of its rate: ``infinity.ema(model)`` holds it, and evaluations and exports of a
-    run are of it. Since y = (1 - beta1) z + beta1 x, z follows from both. The rate rises in the first
-    ``warmup_steps`` updates of a parameter.
+    z: ``infinity.ema(model)`` holds it, and evaluations and exports of a run are of it. Since y =
+    (1 - beta1) z + beta1 x, z follows from both. The rate rises in the first ``warmup_steps`` updates of a
+    parameter, in which an iterate has the square of its rate as its weight. A scheduler may not raise it: the
+    average would not know.
     """
 
     name = "schedulefree"

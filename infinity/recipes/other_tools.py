@@ -71,8 +71,10 @@ def _optimizer(name: Any) -> Any:
     plain = re.sub(
         r"paged|torch|fused|apex|anyprecision|bnb|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
     )
+    if str(name).lower() == "torch.optim.adafactor":
+        return Missing("optim.name=adafactor is that of transformers: torch's scales its rate by the weights")
     try:
-        return find_rule(plain).name
+        return find_rule("schedulefree" if plain == "schedulefreeadamw" else plain).name
     except SettingError as error:
         return Missing(f"optim.name: got {name}; wanted {error.wanted}")
 

@@ -240,7 +240,8 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     assert given.observe.wandb
     assert "train.task is one of" in why(translated(LLAMA_FACTORY | {"stage": "ppo"}), "stage")
     assert translated(AXOLOTL | {"rl": "kto", "rl_beta": 0.3}).recipe.train.task == "kto"
-    for name, rule in {"paged_adamw_8bit": "adamw8bit", "adamw_torch_fused": "adamw", "lion": "lion"}.items():
+    rules = {"paged_adamw_8bit": "adamw8bit", "adamw_torch_fused": "adamw", "lion": "lion"}
+    for name, rule in (rules | {"schedule_free_adamw": "schedulefree"}).items():
         assert translated(AXOLOTL | {"optimizer": name}).recipe.optim.name == rule
     assert translated({"zero_optimization": 3, "optimizer": {"type": "Adam"}}).recipe.optim.name == "adamw"
     assert not translated(LLAMA_FACTORY | {"finetuning_type": "full"}).recipe.lora.active
@@ -256,6 +257,8 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     some = AXOLOTL | {"lora_target_modules": ["q_proj"]}
     assert translated(some).recipe.lora.target_modules == ()
     assert translated(some | {"lora_target_linear": False}).recipe.lora.target_modules == ("q_proj",)
+    adafactor = translated(TORCHTUNE | {"optimizer": {"_component_": "torch.optim.Adafactor", "lr": 1e-3}})
+    assert "scales its rate by the weights" in why(adafactor, "optimizer._component_")
     tune = TORCHTUNE | {"model": {"lora_rank": 8, "lora_attn_modules": ["q_proj", "output_proj"]}}
     assert translated(tune).recipe.lora.target_modules == ("q_proj", "o_proj")
     found = translated(LLAMA_FACTORY | {"eval_strategy": "epoch", "quantization_bit": 4})

@@ -367,3 +367,5 @@ def test_numbers_that_a_recipe_does_not_name_are_those_of_its_rule() -> None:
     own = ["optim.name=sgd", "optim.weight_decay=0.1", "optim.options={momentum: 0.9}"]
     named = load_recipe(overrides=own).optim.numbers
     assert (named["weight_decay"], named["momentum"]) == (0.1, 0.9)
+    with pytest.raises(RecipeError, match=r"numbers without a key of their own; set optim\.lr=0\.5"):
+        load_recipe(overrides=["optim.options={lr: 0.5}"])

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import infinity
 from infinity import CheckpointError, StateError
 from infinity.engine.runtime import runtime_of
+from infinity.optim.rules import find_rule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.lockstep import BOTH, NVME, TINY_UNIT, WIDTH, Lockstep, Toy, batch, lockstep, seeded, toy
@@ -167,6 +168,11 @@ def test_impossible_hyperparameters_are_refused_wherever_they_are_given(tmp_path
             state["param_groups"][0].update(wrong)
             with pytest.raises(ValueError, match=rf"^{name}: got .*; wanted "):
                 pair.optimizer.load_state_dict(state)
+        decoupled = {"decoupled_weight_decay": True}
+        with pytest.raises(ValueError, match=r"^decoupled_weight_decay: got True; wanted False, as in torch"):
+            find_rule("adam").check_numbers(
+                {"lr": 1, "betas": (0.9, 0.99), "eps": 0, "weight_decay": 1, **decoupled}
+            )
         for norm in (-1.0, 0, float("nan"), "1", True):
             with pytest.raises(ValueError, match=r"max_grad_norm: got .*; wanted a number > 0, or None"):
                 infinity.AdamW(pair.model, max_grad_norm=norm)
