@@ -461,9 +461,7 @@ class Optimizer(torch.optim.Optimizer):
         with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": [*groups]})
             self._connect()
-            self.load_sums(
-                {id(p): self.rule.sums_among(state[i], p.shape) for i, p in enumerate(params) if i in state}
-            )
+            self.load_sums(fields)
             self.runtime.values.load_optimizer_fields(fields)
             if self.scaler is not None and "loss_scaler" in state_dict:
                 self.scaler.load_state_dict(state_dict["loss_scaler"])

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import numba
 import numpy as np
@@ -66,8 +66,8 @@ def update_loop(formula: Formula, layout: StateLayout) -> Callable[..., object]:
         "empty": np.empty,
     }  # fmt: skip
     known["step"] = inlined(_function(source[0], known))
-    for text in source[1:-1]:
-        known[text[4 : text.index("(")]] = _always(_function(text, known))
+    for text in source[1:-1]:  # see [Note: in place] of kernels
+        known[text[4 : text.index("(")]] = numba.njit(_function(text, known), inline="always")
     return jit(_function(source[-1], known), "".join(source))
 
 
@@ -113,11 +113,6 @@ def _blocks(layout: StateLayout, quantized: Mapping[str, Quantized]) -> str:
         *(f"    {line}" for line in (*inner, f"elements({', '.join(given)})", *after)),
     ]
     return f"def blocks({', '.join(taken)}):\n" + "".join(f"    {line}\n" for line in lines)
-
-
-def _always(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function into each of its callers: see [Note: in place] of :mod:`infinity.optim.kernels`."""
-    return cast(Callable[..., Any], numba.njit(function, inline="always"))
 
 
 def _function(source: str, known: dict[str, Any]) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ class WholeRule(Rule):
         count, rows = math.prod(packed) * int(group.get(PARTS, 1)), rows // int(group.get(PARTS, 1))
         places = []
         for number in range(count):
-            step, sums = (1, {}) if kept is None else kept.of(number)
+            step, sums = (1, {}) if kept is None else kept(number)
             transform = partial(self._transform, group, step, sums)
             places.append(Place(start + number * rows * columns, rows, columns, transform, sums))
         return Way(self.last, {"shape": (rows, columns)}, self.first, places, tuple(self.sums(shape)))

@@ -63,18 +63,8 @@ class Place(NamedTuple):
         return max(0, min(high, self.stop) - max(low, self.start))
 
 
-class Kept(NamedTuple):
-    """What is kept of a parameter beside its elements: the number of this update, and :meth:`Rule.sums`."""
-
-    step: int
-    sums: Mapping[str, Tensor]
-    packed: int = 1  # matrices of the parameter;
-    first: int = 0  # that with which a tile of it begins
-
-    def of(self, number: int) -> tuple[int, Mapping[str, Tensor]]:
-        """Return the number of the update, and views of what is kept of a matrix."""
-        sums = {name: each.view(self.packed, -1)[self.first + number] for name, each in self.sums.items()}
-        return self.step, sums
+#: Of a matrix of a parameter or tile, by its number: that of this update, and views of :meth:`Rule.sums`.
+Kept = Callable[[int], tuple[int, Mapping[str, Tensor]]]
 
 
 class Way(NamedTuple):
@@ -230,10 +220,6 @@ class Rule(ABC):
     def sums(self, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
         """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name."""
         return {}
-
-    def sums_among(self, found: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
-        """Return those of a parameter's :meth:`sums` that are among its values, as fp32."""
-        return {n: found[n].detach().float().cpu().clone() for n in self.sums(shape) if n in found}
 
     def way(
         self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None

@@ -218,12 +218,8 @@ class StateLayout:
         """Return the layout of a part of the state."""
         return replace(self, exact=self.exact if exact else (), moments=self.moments if moments else ())
 
-    def moments_of(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the fields of moments among those of a whole state."""
-        return tuple(state[len(self.exact) :])
-
     def _by_moment(self, state: Sequence[Tensor]) -> Iterator[tuple[Form, list[Tensor]]]:
-        rest = iter(self.moments_of(state))
+        rest = iter(state[len(self.exact) :])
         return ((moment.form, [next(rest) for _ in moment.fields]) for moment in self.moments)
 
     def load_moments(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
@@ -233,7 +229,7 @@ class StateLayout:
     def store_moments(self, state: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
         """Write each moment into the fields of a whole state; None: zeros."""
         if values is None:
-            for field in self.moments_of(state):
+            for field in state[len(self.exact) :]:
                 field.zero_()
             return
         for (form, fields), each in zip(self._by_moment(state), values, strict=True):

@@ -97,12 +97,8 @@ class DiskHome(Home):
         if self.trains:
             return
         [first], store, name = self.versions, self.store, self._unit.name
-        places = [(chunk.start, chunk.numel) for chunk in first.chunks]
-        bare = [first, *(store.weights(places, name) for _ in range(1, count or store.versions))]
-        self._change(
-            Version(tuple(store.with_state(chunk, name, moments=True) for chunk in version.chunks))
-            for version in bare
-        )
+        chunks = (store.with_state(chunk, name, moments=True) for chunk in first.chunks)
+        self._change([Version(tuple(chunks)), *(self._new() for _ in range(1, count or store.versions))])
 
     def add_exact(self, number: int) -> ChunkExtents:
         """Make room, zeros, for what makes a chunk exact, of a shard that was never trained."""
@@ -114,6 +110,9 @@ class DiskHome(Home):
 
     def add_version(self) -> None:
         """Make room for another version of a trained shard; after a DiskError nothing has changed."""
+        self._change([*self.versions, self._new()])
+
+    def _new(self) -> Version:
         chunks: list[ChunkExtents] = []
         store, name = self.store, self._unit.name
         try:
@@ -124,7 +123,7 @@ class DiskHome(Home):
         except DiskError:
             store.free_versions([Version(tuple(chunks))])
             raise
-        self._change([*self.versions, Version(tuple(chunks))])
+        return Version(tuple(chunks))
 
     def free(self) -> None:
         self.store.free_versions(self.versions)

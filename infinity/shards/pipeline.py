@@ -28,7 +28,7 @@ from torch import Tensor
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
-from infinity.optim.rule import Kept, Place, Rule, Way
+from infinity.optim.rule import Place, Rule, Way
 from infinity.optim.rules import PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
 from infinity.partition.unit import Segment, Unit
@@ -123,16 +123,15 @@ class StepHypers:
         number, groups = self._group_of.get(id(segment.whole)), self._read or self.groups
         if number is None or number >= len(groups):
             return None
-        kept = self._kept(segment) if self._rule.in_turn else None
+        kept = partial(self._kept, segment) if self._rule.in_turn else None
         return self._rule.way(groups[number], segment.offset, segment.shape, kept)
 
-    def _kept(self, segment: Segment) -> Kept:
-        """Return what the rule keeps of a parameter's matrices, zeros at first."""
-        whole, shapes = segment.whole_shape, self._rule.sums(segment.whole_shape)
-        if id(segment.whole) not in self.sums:
-            self.sums[id(segment.whole)] = {n: torch.zeros(*s, device="cpu") for n, s in shapes.items()}
-        packed, each = whole[:-2].numel(), max(1, whole[-2:].numel())
-        return Kept(segment.steps + 1, self.sums[id(segment.whole)], packed, segment.first // each)
+    def _kept(self, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
+        whole, key = segment.whole_shape, id(segment.whole)
+        if key not in self.sums:  # of a group that came later
+            self.sums[key] = {n: torch.zeros(*s, device="cpu") for n, s in self._rule.sums(whole).items()}
+        packed, place = whole[:-2].numel(), segment.first // max(1, whole[-2:].numel()) + number
+        return segment.steps + 1, {n: each.view(packed, -1)[place] for n, each in self.sums[key].items()}
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.

@@ -5,7 +5,6 @@ import torch
 from transformers import Adafactor
 
 from infinity.core.config import SettingError
-from infinity.optim.rule import Kept
 from infinity.optim.rules import find_rule
 
 
@@ -25,7 +24,9 @@ def test_twenty_steps_are_those_of_transformers_to_rounding(shape):
         grad = torch.randn(shape, generator=generator) * 10.0 ** (step % 3)
         parameter.grad = grad.clone()
         theirs.step()
-        way = rule.way(group, 0, shape, Kept(step, sums, torch.Size(shape[:-2]).numel()))
+        packed = torch.Size(shape[:-2]).numel()
+        kept = [{name: each.view(packed, -1)[n] for name, each in sums.items()} for n in range(packed)]
+        way = rule.way(group, 0, shape, lambda n, step=step, kept=kept: (step, kept[n]))
         made = torch.empty(weight.numel())
         for place in way.matrices:
             matrix = grad.view(-1)[place.start : place.stop].view(place.rows, place.columns)
