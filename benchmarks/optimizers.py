@@ -122,7 +122,9 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
     return claims
 
 
-def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int]) -> list[Claim]:
+def steps(
+    names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int], count: int
+) -> list[Claim]:
     shape = llama.TINY if quick else llama.MEDIUM
     found = dict[tuple[str, int], Measured]()
     with folder_on(root, "optimizers") as folder:
@@ -139,7 +141,7 @@ def steps(names: list[str], quick: bool, root: Path, rounds: int, tokens: list[i
                 ]  # fmt: skip
                 job = Job(
                     way="infinity", shape=shape.as_dict(), phases=[asdict(Phase(each)) for each in tokens],
-                    warmup=3, steps=4, folder=str(folder), overrides=where, clip=None,
+                    warmup=min(3, count), steps=count, folder=str(folder), overrides=where, clip=None,
                 )  # fmt: skip
                 jobs = {name: job}
                 if name == "muon":
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", default="512,2048", help="of a step")
+    parser.add_argument("--steps", type=int, default=4, help="that are timed, of each rule, size and round")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the quickstart")
     parser.add_argument("--seeds", default="0", help="of the quickstart's runs")
     parser.add_argument("--loss-dtype", default="fp32", help="of the quickstart; bf16 has other masters")
@@ -241,7 +244,12 @@ def main() -> None:
         claims += updates(names, options.quick)
     if "step" in parts:
         claims += steps(
-            names, options.quick, options.nvme, options.rounds, [*map(int, options.tokens.split(","))]
+            names,
+            options.quick,
+            options.nvme,
+            options.rounds,
+            [*map(int, options.tokens.split(","))],
+            options.steps,
         )
     if "loss" in parts:
         claims += losses(names, options.quick, options.nvme, options.batch, seeds, options.loss_dtype)

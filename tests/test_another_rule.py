@@ -32,6 +32,8 @@ CHANGES = {
     ("adamw", "adamw+ema"): ("exp_avg, exp_avg_sq", "all"),
     ("adamw", "adamw+kahan"): ("exp_avg, exp_avg_sq", "all"),
     ("sgd", "lion"): ("", "none"),
+    ("adamw", "adafactor"): ("", "none"),
+    ("adafactor", "adamw8bit"): ("", "none"),
 }  # fmt: skip
 
 

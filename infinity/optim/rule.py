@@ -84,7 +84,7 @@ class Way(NamedTuple):
         moments = (*(self.first.moments if self.first is not None else ()), *self.last.moments)
         beside = {OFFSET} if EMA in self.last.defaults else set()
         needed = [moment.name for moment in moments if moment.name not in beside]
-        return all(name in names for name in (*needed, *self.sums))
+        return not self.sums and all(name in names for name in needed)
 
 
 class Rule(ABC):
