@@ -161,8 +161,6 @@ _HARDWARE = (
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a command; leave the process where they are wrong."""
-    if argv[:1] == ["rok"]:
-        _PARSER.error("infinity rok is now python benchmarks/rok.py, with the same arguments")
     args, more = _PARSER.parse_known_args(argv)
     if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
         _PARSER.error(f"unrecognized arguments: {' '.join(more)}")

@@ -281,10 +281,10 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 635,
+    "": 633,
     "activations": 2459,
     "api": 4496,
-    "app": 2584,
+    "app": 2574,
     "checkpoint": 4354,
     "comm": 1056,
     "core": 2249,
@@ -298,7 +298,7 @@ ROOM_BUDGETS = {
     "partition": 2645,
     "planner": 2378,
     "predict": 4831,
-    "recipes": 2073,
+    "recipes": 2067,
     "shards": 4516,
 }
 

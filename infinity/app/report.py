@@ -2,12 +2,15 @@
 
 import html
 import json
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
@@ -33,33 +36,20 @@ Points = list[tuple[float, float]]
 
 
 class Curves:
-    """Collects figures by step, in memory that does not grow with the run.
-
-    Where a curve gets too many points, each two neighbours become their mean, and later ones as many steps.
-    """
+    """Collects figures by step. A curve has few points, each the mean of as many neighbours."""
 
     def __init__(self) -> None:
-        self._points = defaultdict[str, list[tuple[float, float, int]]](list)  # step, mean, of how many
-        self._every = defaultdict[str, int](lambda: 1)
+        self._points = defaultdict[str, "array[float]"](lambda: array("d"))  # step, value, step, value ...
 
     def add(self, name: str, step: int, value: float | None) -> None:
-        points, every = self._points[name], self._every[name]
-        if value is None or finite(value) is None:
-            return
-        if points and points[-1][2] < every:
-            _, mean, count = points.pop()
-            points.append((step, (mean * count + value) / (count + 1), count + 1))
-        else:
-            points.append((step, value, 1))
-        if len(points) > 2 * _MOST_POINTS:
-            pairs = zip(points[::2], points[1::2])
-            self._points[name] = [
-                (b[0], (a[1] * a[2] + b[1] * b[2]) / (a[2] + b[2]), a[2] + b[2]) for a, b in pairs
-            ] + points[len(points) // 2 * 2 :]
-            self._every[name] = 2 * every
+        if value is not None and finite(value) is not None:
+            self._points[name].extend((step, value))
 
     def __getitem__(self, name: str) -> Points:
-        return [(step, value) for step, value, _ in self._points.get(name, [])]
+        points = np.array(self._points.get(name, ())).reshape(-1, 2)
+        count = -(-len(points) // _MOST_POINTS) or 1
+        groups = (points[at : at + count] for at in range(0, len(points), count))
+        return [(float(each[-1, 0]), float(each[:, 1].mean())) for each in groups]
 
     def names(self, begin: str) -> list[str]:
         return [name for name in self._points if name.startswith(begin)]

@@ -131,9 +131,9 @@ def _streamed(
         held = layout.of_part(tokens, Part(HELD_OUT, 0, len(tokens.values), tokens.documents))
         notes.append(f"held out: {len(apart):,} parts of files (data.eval_fraction={config.eval_fraction:g})")
     nbytes, window = sum(part.nbytes for part in chain(*entries)), config.shuffle_buffer
-    parts = PartTokens(train.cache, layout.shape, log, check, train.streamed)
+    parts = PartTokens(train.cache, layout, log, check, train.streamed)
     streams = [
-        Windows(name, each, layout, parts, window, first, (config.seed, number), shuffle=config.shuffle)
+        Windows(name, each, parts, window, first, (config.seed, number), shuffle=config.shuffle)
         for number, (name, each) in enumerate(zip(names, entries))
     ]
     seen: list[Any] = [train.cache.tokenizer.fingerprint, train.cache.reading.formats, layout.packing]

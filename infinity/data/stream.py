@@ -27,30 +27,30 @@ import numpy as np
 from infinity.core.errors import InfinityError, LockedError
 from infinity.data.entries import Part
 from infinity.data.loader import Stream
-from infinity.data.sequences import BatchShape, Ints, Layout, Sequences
+from infinity.data.sequences import Ints, Layout, Sequences
 from infinity.data.sources import Source, stamps
 from infinity.data.tokenizer import DataError
 from infinity.data.tokens import TokenCache, Tokens, joined
 
 
 class PartTokens:
-    """Opens tokens of parts of files, while a process writes those of the parts that follow.
+    """Opens sequences of parts of files, while a process writes tokens of the parts that follow.
 
     ``check`` returns tokens as they are trained on, or raises. Of ``entries``, all parts that there are, the
     first part of each stays in the cache.
     """
 
     def __init__(
-        self, cache: TokenCache, shape: BatchShape, log: Callable[[str], object],
+        self, cache: TokenCache, layout: Layout, log: Callable[[str], object],
         check: Callable[[Tokens], Tokens], entries: Sequence[Sequence[Source]],
     ) -> None:  # fmt: skip
-        self._cache, self._shape, self._log, self._check = cache, shape, log, check
+        self._cache, self._layout, self._log, self._check = cache, layout, log, check
         self._kept, self._opened = {parts[0] for parts in entries}, set[Source]()
         self._stamps = {path: stamps(path) for path in {part.path for parts in entries for part in parts}}
         self._ahead: subprocess.Popen[bytes] | None = None
 
-    def open(self, parts: Sequence[Source], following: Sequence[Source]) -> Tokens:
-        """Return the tokens of ``parts``, in memory; those that were opened before leave the cache."""
+    def open(self, name: str, parts: Sequence[Source], following: Sequence[Source]) -> tuple[Sequences, str]:
+        """Return the sequences of ``parts``, in memory, and a digest; the cache keeps no earlier ones."""
         for path in dict.fromkeys(part.path for part in parts):
             if stamps(path) != self._stamps[path]:
                 raise DataError(f"{path} has changed since this run began to read it")
@@ -66,11 +66,13 @@ class PartTokens:
             self._cache.remove([part])
         self._opened = {*parts, *following} - self._kept
         self._write_ahead(self._own_first(following))
-        return self._check(tokens)
+        checked = self._check(tokens)
+        whole = Part(name, 0, len(checked.values), checked.documents)
+        return self._layout.of_part(checked, whole), checked.digest
 
     def _own_first(self, parts: Sequence[Source]) -> list[Source]:
         """Return ``parts`` in an order that begins elsewhere on each rank."""
-        first = len(parts) * self._shape.rank // self._shape.world_size
+        first = len(parts) * self._layout.shape.rank // self._layout.shape.world_size
         return [*parts[first:], *parts[:first]]
 
     def _write_ahead(self, parts: list[Source]) -> None:
@@ -123,11 +125,11 @@ class Windows(Stream):
     """Stream of parts of files: see [Note: windows]."""
 
     def __init__(
-        self, name: str, parts: Sequence[Source], layout: Layout, tokens: PartTokens, nbytes: int,
-        first: Sequences, seed: tuple[int, ...], *, shuffle: bool,
+        self, name: str, parts: Sequence[Source], tokens: PartTokens, nbytes: int, first: Sequences,
+        seed: tuple[int, ...], *, shuffle: bool,
     ) -> None:  # fmt: skip
         super().__init__(name, first, seed, shuffle=shuffle)
-        self._parts, self._layout, self._tokens, self._nbytes = parts, layout, tokens, nbytes
+        self._parts, self._tokens, self._nbytes = parts, tokens, nbytes
         self._sizes = np.array([max(1, part.nbytes) for part in parts])
 
     def _windows(self) -> int:
@@ -136,9 +138,7 @@ class Windows(Stream):
     def _read(self) -> tuple[Any, ...]:
         places = (self._epoch, self._window), self._following
         parts = ([self._parts[at] for at in self._windows_of(epoch)[window]] for epoch, window in places)
-        tokens = self._tokens.open(*parts)
-        whole = Part(self.name, 0, len(tokens.values), tokens.documents)
-        return self._layout.of_part(tokens, whole), tokens.digest, self._window
+        return *self._tokens.open(self.name, *parts), self._window
 
     def _windows_of(self, epoch: int) -> list[Ints]:
         """Return the parts of each window of an epoch."""

@@ -22,10 +22,6 @@ _ALTERNATIVES = (
     ("train.eval_every", "train.evals_per_epoch"),
     ("optim.warmup_steps", "optim.warmup_ratio"),
 )
-#: Removed keys, and what to do about each.
-_REMOVED = {
-    "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
-}
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
@@ -145,8 +141,6 @@ def _wanted(got: object, wanted: str) -> str:
 
 def _unknown(key: str, cls: type) -> ProblemError:
     """Return an error that suggests a key: this name elsewhere, or a similar one here or anywhere."""
-    if key in _REMOVED:
-        return ProblemError(f"no longer a key; {_REMOVED[key]}", key=key)
     known = [*keys_of(cls)]
     siblings = [other for other in known if other.startswith(f"{key.rpartition('.')[0]}.")]
     names = [each.name for each in fields(cls)]

@@ -292,12 +292,6 @@ def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
             assert error.count("infinity: ") == 1 if code == 1 else "usage: infinity" in error
 
 
-def test_a_command_that_moved_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["rok", "recipe.yaml"])
-    assert "python benchmarks/rok.py" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids=" ".join)
 @pytest.mark.parametrize("given", ["--ranks=0", "--ranks=-3", "--tokens=-5", "--tokens=0.5", "--tokens=nan"])
 def test_a_plan_is_for_one_rank_and_one_token_at_least(

@@ -110,14 +110,6 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, key:
     assert refused(path) == f"{key} in {path}: unknown key; {near}"
 
 
-def test_a_key_that_recipes_had_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    wanted = "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
-    path = write(tmp_path, "optim: {compile: false}")
-    assert refused(path) == f"optim.compile in {path}: no longer a key; {wanted}"
-    said = refused(None, "optim.compile=true")
-    assert said == f"optim.compile on the command line: no longer a key; {wanted}"
-
-
 def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "lr: 3")).endswith("unknown key; did you mean optim.lr?")
     assert refused(write(tmp_path, "num_epochs: 3")).endswith("unknown key; did you mean train.epochs?")
