@@ -65,7 +65,7 @@ def test_a_run_a_checkpoint_and_a_dictionary_go_on_alike(tmp_path, before, now):
         if way == "run":
             assert infinity.resume(model, optimizer) == 2
         elif way == "checkpoint":
-            infinity.load_checkpoint(model, optimizer, tmp_path / "saved")
+            assert infinity.load_checkpoint(model, optimizer, tmp_path / "saved") == 2
         else:
             optimizer.load_state_dict(saved)
         [note] = [each for each in runtime_of(model).notes if "goes on with" in each]

@@ -325,6 +325,7 @@ def test_what_is_wrong_with_an_optimizer_is_said():
         (lambda: infinity.optim.Lion(model, momentun=0.9), r"momentun.*a number of lion: lr, betas"),
         (lambda: infinity.optim.SGD(model, momentun=0.9), r"did you mean momentum"),
         (lambda: infinity.optim.SGD(model, nesterov=3), r"nesterov.*true or false"),
+        (lambda: infinity.optim.SGD(model, nesterov=True), r"nesterov.*False, or a momentum > 0"),
         (lambda: infinity.optim.Adam(model, betas=(0.9, 1.0)), r"betas.*two numbers"),
         (
             lambda: infinity.optim.Lion(model, groups={"nothing.*": {"lr": 1}}),

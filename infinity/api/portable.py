@@ -26,7 +26,7 @@ import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from infinity.api.optimizer import Optimizer
 from infinity.checkpoint.directory import Stored
-from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import all_ranks_or_raise, gather
@@ -156,8 +156,8 @@ def load_checkpoint(
             if optimizer.scaler is not None and None not in scaler.values():
                 optimizer.scaler.load_state_dict(scaler)
             optimizer.load_sums(values.sums)
-            optimizer.restart(values.numbers, max(values.steps.values(), default=0))
-    return max(values.steps.values(), default=0)
+            optimizer.restart(values.numbers, values.done)
+    return values.done
 
 
 def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
@@ -494,6 +494,7 @@ class PortableValues:
         self._fields: dict[int, list[Stored | None]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
         self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
+        self.done = 0  # steps, also where another rule cannot go on with their states
         # the hyperparameters that the checkpoint has of each group
         self.numbers: list[dict[str, Any]] = [{} for _ in groups]
         self.sums: dict[int, dict[str, Tensor]] = {}  # as Optimizer.load_sums takes them
@@ -505,7 +506,7 @@ class PortableValues:
                     "model that was built under infinity.Init"
                 )
         every = [name for _, names in self._named for name in names]
-        prefix = _prefix(every, checkpoint)
+        prefix = common_prefix(every, checkpoint)
         for tensor, names in self._named:
             found = [name for name in names if prefix + name in checkpoint]
             if found:
@@ -543,18 +544,21 @@ class PortableValues:
     def _find_state(self, groups: Sequence[dict[str, Any]], note: Callable[[str], object]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}
         members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
-        first = f".{[*self._moments, 'step'][0]}"
-        prefix = _prefix(
+        before = self._rule_before()
+        first = f".{[*(moment.name for moment in before.moments), 'step'][0]}"
+        prefix = common_prefix(
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
         )
-        numbers = _numbers(self._checkpoint, prefix, before := self._rule_before())
+        numbers = _numbers(self._checkpoint, prefix, before)
         for options, group, found in zip(groups, members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
                 if not held or not param.requires_grad or id(param) not in self._sharded:
                     continue
                 state = f"{prefix}state.{held[0]}."
+                steps = self._count(state + "step")
+                self.done = max(self.done, steps)
                 wanted = *self._moments, *self._rule.sums(param.shape)
                 missing = [name for name in wanted if state + name not in self._checkpoint]
                 way = self._rule.way(options, 0, param.shape)
@@ -568,7 +572,7 @@ class PortableValues:
                     self._take(param, state + moment)  # an average that is missing begins with the weights
                 sums = {n: self._of_shape(state + n, s) for n, s in self._rule.sums(param.shape).items()}
                 self.sums[id(param)] = {n: s.read(dtype=torch.float32).view(s.shape) for n, s in sums.items()}
-                self.steps[id(param)] = self._count(state + "step")
+                self.steps[id(param)] = steps
                 theirs = numbers.get(held[0], {}) if before.name == self._rule.name else {}
                 if any(name in found and found[name] != value for name, value in theirs.items()):
                     self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
@@ -621,16 +625,6 @@ class PortableValues:
                     stored = self._fields[id(tensor)][0]
                     assert stored is not None
                     tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
-
-
-def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
-    """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
-    for name in names:
-        found = {key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")}
-        if found:  # all names have the same
-            counts = {each: sum(each + name in keys for name in names) for each in sorted(found)}
-            return min(counts, key=lambda each: (-counts[each], len(each)))
-    return ""
 
 
 def _numbers(checkpoint: DistributedCheckpoint, prefix: str, rule: Rule) -> dict[str, dict[str, Any]]:

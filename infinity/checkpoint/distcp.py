@@ -15,7 +15,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short  # also of what holds itself a million times
 from typing import Any, BinaryIO, cast
@@ -281,3 +281,13 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, tuple) or any(type(item) is not int or item < 0 for item in value):
         raise TypeError(f"wanted sizes or offsets, got {short(value)}")
     return tuple(value)
+
+
+def common_prefix(names: Sequence[str], keys: Collection[str]) -> str:
+    """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
+    for name in names:
+        found = {key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")}
+        if found:  # all names have the same
+            counts = {each: sum(each + name in keys for name in names) for each in sorted(found)}
+            return min(counts, key=lambda each: (-counts[each], len(each)))
+    return ""

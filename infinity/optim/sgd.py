@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from infinity.core.config import SettingError
 from infinity.optim.formula import where
 from infinity.optim.rule import Rule
 from infinity.optim.state import Moment
@@ -16,6 +17,11 @@ class SGDRule(Rule):
     defaults: Mapping[str, Any] = {
         "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
     }  # fmt: skip
+
+    def check_numbers(self, group: Mapping[str, Any]) -> None:
+        super().check_numbers(group)
+        if group["nesterov"] and (not group["momentum"] or group["dampening"]):
+            raise SettingError("nesterov", True, "False, or a momentum > 0 without dampening")
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         fresh = 1.0 if step == 1 else 1 - float(group["dampening"])
