@@ -284,7 +284,8 @@ def in_slices(
     try:
         run(0, min(size, numel))
     finally:
-        wait(others)
+        if others:
+            wait(others)
     for other in others:
         other.result()
 
