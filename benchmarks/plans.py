@@ -272,7 +272,8 @@ In a step each rank takes one sequence of 4,096 tokens, of the 70B model four. B
 gradients are not clipped, weights are bf16 with exact fp32 Adam (V100 of the DGX-2 multiply bf16 no faster
 than fp32); one node, with a rank on each device. Memory of a device is what units and activations take on one
 rank. Where a model does not fit, the page says what is missing; times, where there are any, are those of a
-machine that has it. Weights that a device cannot hold are computed in tiles; all experts are counted as used.
+machine that has it. Weights that a device cannot hold are computed in tiles; each token chooses all experts
+equally likely.
 
 {largest}
 

@@ -295,9 +295,9 @@ ROOM_BUDGETS = {
     "nvme": 1228,
     "observe": 1005,
     "optim": 2646,
-    "partition": 2838,
+    "partition": 2844,
     "planner": 2378,
-    "predict": 4827,
+    "predict": 4843,
     "recipes": 2067,
     "shards": 4516,
 }

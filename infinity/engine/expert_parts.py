@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from infinity.activations.recompute import recomputed, saving_hooks
 from infinity.partition.builder import is_packed
-from infinity.partition.tiles import TiledWeight, equal_stops, tiles_of
+from infinity.partition.tiles import TiledWeight, tiles_of
 from infinity.partition.unit import Unit
 
 #: The share of the room for tiles of one part that a tile takes.
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     begin: int
     end: int
     tiles: list[Unit]
-    experts: list[int]  # first and last but one; empty: all
+    experts: list[int]  # that have rows, on some rank; empty: all
 
 
 def weighs_rows(experts: nn.Module) -> bool:
@@ -149,13 +149,13 @@ def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
         return _of_whole(experts, chosen)
     common = set.intersection(*({segment.rows.stop for _, segment in each.places} for each in tiled))
     count = max(common)
-    if tiled[0].without_values:
-        ends = equal_stops(len(chosen), count)
-    else:
+
+    def counted() -> list[int]:
         each = torch.arange(count, device=chosen.device)
-        ends = torch.searchsorted(chosen, each, right=True).tolist()
+        return torch.searchsorted(chosen, each, right=True).tolist()
+
+    ends, hit = tiled[0].rows_of(len(chosen), count, counted)
     begins = [0, *ends[:-1]]
-    hit = tiled[0].unite([begin < end for begin, end in zip(begins, ends, strict=True)])
     parts: list[Part] = []
     first, taken = 0, 0.0
     for stop in sorted(common):
@@ -163,13 +163,13 @@ def _parts(experts: nn.Module, chosen: Tensor, share: Share) -> list[Part]:
             unit for weight in tiled for unit, segment in weight.places
             if first <= segment.rows.start < stop and any(hit[row] for row in segment.rows)
         ]  # fmt: skip
-        begin, end = begins[first], ends[stop - 1]
+        begin, end, own = begins[first], ends[stop - 1], [row for row in range(first, stop) if hit[row]]
         taken += sum(map(share, used))
         if used and parts and taken <= 1.0:
             before = parts[-1]
-            parts[-1] = Part(before.begin, end, before.tiles + used, [before.experts[0], stop])
+            parts[-1] = Part(before.begin, end, before.tiles + used, before.experts + own)
         elif used:
-            parts.append(Part(begin, end, used, [first, stop]))
+            parts.append(Part(begin, end, used, own))
             taken = sum(map(share, used))
         first = stop
     return parts or [Part(0, len(chosen), [], [])]

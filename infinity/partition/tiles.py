@@ -23,6 +23,7 @@ ranks. Tiles of the module's next packed parameter, which multiplies the same to
 the last ones of this are computed.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -74,9 +75,10 @@ class TiledWeight:
     unite: Unite
     after: Sequence[tuple[Unit, Segment]] = ()  # tiles of packed experts that the same module uses next
     several_ranks: bool = False  # have the same units
-    without_values: bool = False  # tensors have none: tokens are divided equally
+    #: Where tensors have no values: the experts to which some of so many rows are routed, of so many experts.
+    routed: Callable[[int, int], Sequence[int]] | None = None
     coming: list[Unit] = field(default_factory=list)  # tiles that are used after those of this product
-    within: list[int] = field(default_factory=list)  # experts [first, stop) that have tokens; empty: all
+    within: list[int] = field(default_factory=list)  # experts that have rows; empty: all
 
     @property
     def name(self) -> str:
@@ -102,7 +104,7 @@ class TiledWeight:
         rows, order = [], []
         for number, (unit, segment) in enumerate(self.places):
             first, stop = segment.rows.start, segment.rows.stop
-            if self.without_values:
+            if self.routed is not None:
                 parts = [len(flat) * each // len(self.places) for each in (number, number + 1)]
                 here = torch.arange(*parts, device=flat.device)
             else:
@@ -124,13 +126,9 @@ class TiledWeight:
         self, product: Callable[..., Tensor], inputs: Tensor, offs: Tensor, transposed: bool, **options: Any
     ) -> Tensor:
         """Compute ``F.grouped_mm`` of ``inputs``, ``(tokens, in)``; each expert's tokens end at ``offs``."""
-        if self.without_values:
-            stops = equal_stops(len(inputs), len(offs), *self.within)
-        else:
-            stops = offs.tolist()
+        stops, hit = self.rows_of(len(inputs), len(offs), offs.tolist)
         ends = [stops[segment.rows.stop - 1] for _, segment in self.places]
         begins = [0, *ends[:-1]]
-        hit = self.unite([begin < end for begin, end in zip([0, *stops], stops, strict=False)])
         used, coming = _hit(self.places, hit), [self.after[i][0] for i in _hit(self.after, hit)]
         numels = [ends[i] - begins[i] for i in used]
         *parts, rest = torch.split(inputs, [*numels, len(inputs) - sum(numels)])
@@ -145,6 +143,20 @@ class TiledWeight:
         if len(rest):
             outputs.append(outputs[0].new_zeros(len(rest), *outputs[0].shape[1:]))
         return torch.cat(outputs)
+
+    def rows_of(
+        self, rows: int, experts: int, ends: Callable[[], list[int]]
+    ) -> tuple[list[int], Sequence[bool]]:
+        """Return where each expert's rows end, as ``ends`` does, and which experts have some on some rank.
+
+        Without values ``rows`` are divided equally.
+        """
+        if self.routed is None:
+            stops = ends()
+            return stops, self.unite([begin < end for begin, end in zip([0, *stops], stops, strict=False)])
+        routed = self.within or self.routed(rows, experts)
+        before = [bisect_right(routed, each) for each in range(experts)]
+        return [rows * each // len(routed) for each in before], [each in routed for each in range(experts)]
 
     def with_expert(self, row: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
         if self.several_ranks:
@@ -174,12 +186,6 @@ def tiles_of(param: object) -> TiledWeight | None:
     if isinstance(param, TileView):
         return param.weight
     return param.tiled if isinstance(param, TiledParameter) else None
-
-
-def equal_stops(rows: int, experts: int, first: int = 0, stop: int | None = None) -> list[int]:
-    """Return where each expert's rows end if those of ``[first, stop)`` have all, divided equally."""
-    count = (experts if stop is None else stop) - first
-    return [rows * min(max(each + 1 - first, 0), count) // count for each in range(experts)]
 
 
 def used_after(units: UnitIndex, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:

@@ -44,7 +44,7 @@ from infinity.predict.machines import Machine, RankRates, rank_rates
 from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
 from infinity.predict.play import play_step
-from infinity.predict.recording import Batch, Record
+from infinity.predict.recording import MANY_TOKENS, Batch, Record
 from infinity.predict.step import (
     StepCost,
     StepSetup,
@@ -421,7 +421,11 @@ class DryRun(Layout):
         together = train.schedule == "layer" and model.has_experts
         timed = model.times is not None
         scored = OBJECTIVES[train.task].head
-        batch = Batch(tokens, logits, packing, self.machine.on_accelerator, timed, together, scored)
+        routed = self.recipe.rows * self.recipe.model.seq_len * (self.group if together else 1)
+        batch = Batch(
+            tokens, logits, packing, self.machine.on_accelerator, timed, together, scored,
+            routed=min(routed, MANY_TOKENS) if model.has_experts else MANY_TOKENS,
+        )  # fmt: skip
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
         trace = model.trace(record, streaming, self.divide().window)

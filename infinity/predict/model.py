@@ -40,7 +40,7 @@ from infinity.recipes.objectives import loaded_as
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 
-_IN_TILES = "experts are computed in tiles: planned as if each step used all of them"
+_IN_TILES = "experts are computed in tiles: planned as if all were equally likely for each token"
 
 
 class _Traffic(TorchDispatchMode):

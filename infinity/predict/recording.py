@@ -21,6 +21,7 @@ exists for all; in backward, too, from where they are recomputed. They are known
 import gc
 import itertools
 import math
+import random
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -60,6 +61,8 @@ from infinity.recipes.models import CausalLoss
 
 #: Operators that read a few rows of their first argument.
 _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
+#: So many tokens are taken to use all experts.
+MANY_TOKENS = 2048
 #: Parts of the runtime that hooks ask.
 _PARTS = "prefetcher", "pins", "gradients"
 #: Storages of the step itself: no weights, and nothing that it was given.
@@ -81,6 +84,7 @@ class Batch(NamedTuple):
     timed: bool = False  # its operators can be timed, each alone
     together: bool = False  # one of several that go through a block together
     scored: bool = False  # the model's head scores documents, in place of next tokens
+    routed: int = MANY_TOKENS  # tokens that experts in tiles get together, of all its micro-batches
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -447,7 +451,15 @@ def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
     places = () if param is None else hooks.units.places(param)
     if not any(segment.is_tile for _, segment in places):
         return param
-    return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, without_values=True))
+    name, batch = places[0][1].whole_name.rpartition(".")[0], hooks.profiler.batch
+    routed = partial(_routed, name, batch.routed / math.prod(batch.tokens))
+    return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, routed=routed))
+
+
+def _routed(module: str, more: float, rows: int, experts: int) -> Sequence[int]:
+    """Return experts of ``module``: about as many as ``more * rows`` are routed to, by chance."""
+    number = round(experts * (1 - (1 - 1 / experts) ** (more * rows)))
+    return sorted(random.Random(module).sample(range(experts), max(1, number)))
 
 
 def _never(param: nn.Parameter) -> nn.Parameter:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -413,6 +414,44 @@ def test_tiles_of_experts_are_planned_to_be_read_twice_whatever_the_number_of_mi
     assert moved == pytest.approx(real.moved[0], rel=0.05)
     assert planned.trace.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.15)
     assert moved < 2.5 * sum(unit.nbytes for unit in planned.model.units if unit.routed)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(("tokens", "schedule"), [
+    (4, "layer"), *(pytest.param(each, "step", marks=pytest.mark.slow) for each in (4, 12)),
+])  # fmt: skip
+def test_few_tokens_are_planned_to_read_the_experts_that_they_are_routed_to(
+    tokens: int, schedule: str, tmp_path: Path
+) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=32, num_experts_per_tok=2,
+    )  # fmt: skip
+    made = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():  # tokens are all there is in a block's input: experts are equally likely
+        made.model.embed_tokens.weight *= 100.0
+    made.save_pretrained(tmp_path / "mixture")
+    accumulate = 2 if schedule == "layer" else 1
+    more = [f"model.path={tmp_path / 'mixture'}", f"model.seq_len={tokens}", f"train.accumulate={accumulate}"]
+    more += ["train.batch_size=1", f"train.schedule={schedule}", "train.dtype=fp32", "memory.device=400KiB"]
+    more += ["memory.resident=false", "partition.tile=32KiB", "lora.rank=2", "data.packing=false"]
+    recipe = recipe_for(tmp_path, *more, "lora.target_modules=[q_proj,o_proj]")
+    planned, read = dry_run(recipe, MACHINE, 1), list[int]()
+    with built(recipe, None, View()) as (model, optimizer):
+        model.train()
+        loss = CausalLoss(model)
+        scheduled = infinity.layer_schedule(model, accumulate, loss) if schedule == "layer" else loss
+        for _ in range(6):
+            ids = torch.randint(256, (accumulate, tokens))
+            found = scheduled(ids, ids)
+            (found.losses.sum() if schedule == "layer" else found).backward()
+            optimizer.step()
+            read.append(optimizer.report().nbytes_read)
+    moved = play_step(planned.trace, planned.setup).nbytes["NVMe read"]
+    assert moved == pytest.approx(statistics.mean(read[2:]), rel=0.25)  # others each step
+    assert moved < 1.7 * sum(unit.read_nbytes for unit in planned.units if unit.routed)
 
 
 @pytest.mark.parametrize("activations", ["offload", pytest.param("keep", marks=pytest.mark.slow)])
