@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2646,
     "partition": 2844,
     "planner": 2378,
-    "predict": 4843,
+    "predict": 4858,
     "recipes": 2067,
     "shards": 4516,
 }

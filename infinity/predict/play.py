@@ -38,6 +38,7 @@ from infinity.predict.machines import COLLECTIVE_S, HEADER_S
 from infinity.predict.step import (
     DECODE,
     LINKS,
+    OVER,
     UPDATE,
     DeviceMemory,
     StepCost,
@@ -187,11 +188,13 @@ class _Player:
             self._reducing -= 1
             for _ in range(2):  # the gradient, and what the other ranks sent
                 self._memory.give_back_late(shape.nbytes, turn)
-            if unit in self._reduced:  # it was added to that of earlier micro-batches
+            complete = turn
+            if unit in self._reduced:  # it was added to that of earlier micro-batches, whose turns are over
                 self._memory.give_back_late(shard, turn)
+                complete = OVER
             self._reduced[unit] = shard
             if ends:
-                self._hand_over(unit, self._reduced.pop(unit), turn)
+                self._hand_over(unit, self._reduced.pop(unit), complete)
 
         self._clock.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
@@ -205,7 +208,14 @@ class _Player:
         self._clock.serve(LINKS, shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced)
 
     def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
-        """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
+        """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update.
+
+        A unit to which backward brings none has no update; see :mod:`infinity.engine.gradients`.
+        """
+        if unit not in self.script.trained:
+            self._memory.give_back_late(nbytes, turn)
+            self._memory.give_back(self._updates.weights.pop(unit, 0))
+            return
         if not self.setup.on_accelerator or unit in self._memory.updated:
             self._updates.add(unit, nbytes, turn)
             return
@@ -396,7 +406,8 @@ class _PlayedUpdates:
     def expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
         units, order = self._setup.units, self._script.order
-        coming = [u for u in order.coming(early=self._setup.early) if units[u].on_nvme and units[u].trainable]
+        trained = self._script.trained
+        coming = [u for u in order.coming(early=self._setup.early) if units[u].on_nvme and u in trained]
         self._proceed(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:

@@ -30,6 +30,8 @@ COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 #: Work that takes less has ended (s).
 _NOTHING_S = 1e-12
 _LABELS = [channel.label for channel in Channel]
+#: The turn of a gradient whose memory no longer counts until the next one has begun.
+OVER = -1
 #: The least micro-batches that are played before they are taken to repeat.
 _LEAST = 3
 #: Longer steps (events) are played with fewer micro-batches and steps, and updates in larger chunks.
@@ -251,6 +253,7 @@ class StepScript:
     more: int
     order: StepOrder
     present: frozenset[int]  # units that are there when the last micro-batch begins
+    trained: frozenset[int]  # those to which backward brings a gradient
 
     @property
     def is_long(self) -> bool:
@@ -274,7 +277,8 @@ class StepScript:
                 present.add(unit)
             present.difference_update(actions.release)
             present.update(actions.fetch)
-        return cls(plan, earlier, length, repeated, before - earlier, order, frozenset(present))
+        trained = frozenset(unit for _, unit in trace.begun if setup.units[unit].trainable)
+        return cls(plan, earlier, length, repeated, before - earlier, order, frozenset(present), trained)
 
 
 def tries(events: int) -> int:

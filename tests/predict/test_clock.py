@@ -94,6 +94,20 @@ def test_each_byte_of_a_step_is_moved_once(ranks: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("on_accelerator", [True, False])
+def test_units_without_a_gradient_are_not_updated(ranks: int, on_accelerator: bool) -> None:
+    units, without = 12, {3, 4, 11}
+    made = replace(setup(units, ranks=ranks, window=3), on_accelerator=on_accelerator)
+    every = trace(units)
+    some = replace(every, begun=tuple(each for each in every.begun if each[1] not in without))
+    all_updated, cost = play_step(every, made), play_step(some, made)
+    shard = len(without) * NUMEL // ranks
+    assert all_updated.nbytes["NVMe write"] - cost.nbytes["NVMe write"] == 12 * shard
+    assert all_updated.nbytes["NVMe read"] - cost.nbytes["NVMe read"] >= 10 * shard
+    assert cost.device_peak_nbytes <= all_updated.device_peak_nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_that_wait_on_nvme_are_written_once_and_read_by_updates_that_wait(ranks: int) -> None:
     units, spilled = 12, frozenset({0, 3, 4, 11})
     for early in (True, False):
