@@ -383,7 +383,9 @@ def through_all_blocks() -> tuple[int, int, bool]:
 
 @pytest.mark.slow
 def test_states_give_way_to_a_window_that_a_layer_schedule_needs():
-    assert run(through_all_blocks) == (2, 0, True)
+    before, after, right = run(through_all_blocks)
+    assert before > after == 0
+    assert right
 
 
 def take_from_device(executor: Any) -> None:
