@@ -424,7 +424,7 @@ class DryRun(Layout):
         routed = self.recipe.rows * self.recipe.model.seq_len * (self.group if together else 1)
         batch = Batch(
             tokens, logits, packing, self.machine.on_accelerator, timed, together, scored,
-            routed=min(routed, MANY_TOKENS) if model.has_experts else MANY_TOKENS,
+            routed=min(routed, MANY_TOKENS) if any(unit.routed for unit in model.units) else MANY_TOKENS,
         )  # fmt: skip
         record = model.record(batch, self.activations)
         streaming = {u.index: u.gathered_nbytes for u, s in zip(model.units, self.placed) if s.streams}
