@@ -176,7 +176,7 @@ class Samples:
         if self._path is not None:
             _cut(self._path, after)
 
-    def after(self, step: int) -> bool:
+    def after(self, step: int, step_s: float) -> bool:
         """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
         if step % self._every == 0:
             self.write(step)
