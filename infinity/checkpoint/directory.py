@@ -4,9 +4,8 @@
 Nothing in a directory is believed before it was checked. An index may name only files beside it; a key is
 refused that the named file does not hold, or that two files hold. Only regular files are opened; symbolic
 links are followed, as Hugging Face's cache is made of them. safetensors checks its headers: tensors lie
-without gap or overlap to the end of the file, each with the bytes of its shape; duplicate keys in a header it
-does not refuse, so that is done here. ``pytorch_model.bin`` is read by torch's restricted unpickler, which
-makes tensors, mapped, and runs no code of the file's.
+without gap or overlap to the end of the file, each with the bytes of its shape. ``pytorch_model.bin`` is read
+by torch's restricted unpickler, which makes tensors, mapped, and runs no code of the file's.
 
 [Note: byte ranges]
 The safetensors library maps files and gives whole tensors; a load reads ranges of them, once, into memory of
@@ -288,7 +287,6 @@ class TensorFile(ReadableFile):
             ) from error
         length = int.from_bytes(self.read_bytes(0, 8), "little")
         self.header = bytes(self.read_bytes(0, 8 + length))  # everything before the first tensor
-        parse_json_object(self.header[8:], f"the header of {self.path}")
         offset = len(self.header)
         for key, name, shape, numel in found:
             if name not in DTYPES:
@@ -400,26 +398,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise a CheckpointError if it is too long or something else."""
     with readable(path):
         raw = read_file(path, _MOST_JSON_NBYTES)
-    return parse_json_object(raw, str(path))
-
-
-def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
-    """Parse ``raw`` as a JSON object without duplicate keys, or raise a CheckpointError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in found if keys.count(key) > 1)
-            raise ValueError(f"{twice[:100]!r} stands there twice")
-        return found
-
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        parsed = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not a JSON object: {str(error)[:200]}") from error
+        raise CheckpointError(f"{path} is not a JSON object: {str(error)[:200]}") from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{where} is not a JSON object: {repr(parsed)[:100]}")
+        raise CheckpointError(f"{path} is not a JSON object: {repr(parsed)[:100]}")
     return parsed
 
 

@@ -98,18 +98,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     read_quantization(path)  # it can be decoded
     for part in (config, _text_part(config, file)):
         vars(part).pop("quantization_config", None)  # the model's weights are plain ones
-    with library_errors(CheckpointError, str(file)):
-        _check_dropouts(config.to_dict(), file)
     return config
-
-
-def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> None:
-    """Check that dropouts are probabilities: modules check it only when they first drop something."""
-    for key, value in entries.items():
-        if isinstance(value, dict):
-            _check_dropouts(value, where, f"{prefix}{key}.")
-        elif "drop" in str(key) and isinstance(value, (int, float)) and not 0 <= value <= 1:
-            raise CheckpointError(f"{where}: {prefix}{key}: got {value}; wanted a probability, 0 to 1")
 
 
 def vocabulary_size(path: Path) -> int:

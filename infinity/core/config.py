@@ -4,7 +4,6 @@ A config is a frozen dataclass beside the part that it configures: :func:`settin
 :class:`Config` converts and validates values from a recipe or from Python.
 """
 
-import errno
 import functools
 import operator
 import os
@@ -12,7 +11,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infinity.core.errors import RecipeError
@@ -264,12 +262,8 @@ class MemoryConfig(Config):
         if self.verify and self.engine == "gds":
             wanted = "auto, libaio or threads with memory.verify=true, which needs bytes in host memory"
             raise SettingError("engine", "gds", wanted)
-        try:
-            # one directory may have several names, in which a run's files would have the same one
-            different = len({_identity(path) for path in self.nvme}) == len(self.nvme)
-        except OSError as error:  # such as a symbolic link to itself
-            why = f"directories; {error.filename}: {error.strerror}"
-            raise SettingError("nvme", self.nvme, why) from error
+        # one directory may have several names, in which a run's files would have the same one
+        different = len({*map(os.path.realpath, self.nvme)}) == len(self.nvme)
         if not all(self.nvme) or not different:
             raise SettingError("nvme", self.nvme, "different, non-empty directories")
 
@@ -279,15 +273,3 @@ class MemoryConfig(Config):
         if self.activations != "auto":
             return self.activations
         return "keep" if self.device is None else "plan"
-
-
-def _identity(path: str) -> object:
-    """Return what all names of a directory, which need not exist, have in common."""
-    real = os.path.realpath(path)
-    try:
-        found = Path(real).stat()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise
-        return real  # who opens it says what is wrong
-    return found.st_dev, found.st_ino

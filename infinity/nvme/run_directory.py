@@ -51,7 +51,7 @@ class RunDirectory:
     """
 
     def __init__(self, root: Path, run_id: str, rank: int) -> None:
-        self.path, self.rank = Path(root).resolve() / run_id, rank
+        self.path, self.rank = Path(os.path.realpath(root)) / run_id, rank
         self._files: set[Path] = set()
         self._lock_path = self.path / f"rank{rank}.lock"
         try:
@@ -155,7 +155,7 @@ def find_leftovers(root: Path) -> list[Path]:
 
 def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
     """Return lines for people about files that no run uses, without the run ``own``; may be empty."""
-    places = [Path(root).resolve() for root in roots]
+    places = [Path(os.path.realpath(root)) for root in roots]
     lines = []
     try:
         dead = [path for root in places for path in find_leftovers(root) if path.name != own]

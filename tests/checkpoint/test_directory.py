@@ -180,8 +180,6 @@ def refused_file(path):
     return str(raised.value)
 
 
-#: A key twice, which the library takes.
-TWICE = f'{{"x": {json.dumps(entry())}, "x": {json.dumps(entry())}}}'.encode()
 VALUES = {
     "float": torch.randn(3, 5),
     "half": torch.randn(7).half(),
@@ -261,7 +259,6 @@ def test_symbolic_links_are_followed(tmp_path):
         (b"\xff\xfe{}", b"", "invalid UTF-8"),
         (b'{"x": NaN}', b"", "invalid JSON"),
         (b"[" * 100_000, b"", "invalid JSON"),
-        (TWICE, bytes(8), "'x' stands there twice"),
     ],
 )  # fmt: skip
 def test_a_damaged_header_is_refused_and_named(tmp_path, header, data, what):
