@@ -287,7 +287,7 @@ def prepare(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         for each in rule.elementwise:
             values = grad if each.of_gradients else weight
             placed.update(values, grad, state, values, each.hyper(each.idle), each)
-        sum_of_squares(grad)
+        sum_of_squares(grad.new_zeros(1))
 
     compile_ahead((rule.name, dtype, grad_dtype), call_all)
 

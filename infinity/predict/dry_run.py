@@ -295,6 +295,7 @@ class DryRun(Layout):
             piece_nbytes=piece_nbytes(self.host_nbytes - storage.resident_nbytes) if on_accelerator else None,
             reduce_itemsize=self.reduce_itemsize, spilled=self.budget.spilled,
             together=tuple(map(frozenset, self._held[1])) if self.layered else (),
+            of_others=self.model.of_others,
         )  # fmt: skip
 
     @property

@@ -136,6 +136,7 @@ class ModelWithoutValues:
         on_accelerator: bool, like: "ModelWithoutValues | None" = None,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []  # for people, about what is taken for granted
+        self._of_others = set[int]()  # ids of parameters
         self.key: tuple[object, CutSizes] = (), sizes  # what the model follows from, and its units
         self.ranks, self.dtype, self.times = ranks, dtype, times
         self._mode, self._is_fake = FakeTensors(), False
@@ -180,11 +181,16 @@ class ModelWithoutValues:
 
     def _use_largest_adapter(self) -> None:
         """Let the largest of several adapters be used; in a plan each of their micro-batches is like its."""
-        sizes = {
-            name: sum(param.numel() for param in params)
-            for name, params in parameters_by_adapter(self.module).items()
-        }
-        follow(self.module, Choice(max(sizes, key=lambda name: sizes[name])))
+        found = parameters_by_adapter(self.module)
+        largest = max(found, key=lambda name: sum(param.numel() for param in found[name]))
+        follow(self.module, Choice(largest))
+        self._of_others = {id(param) for name in found if name != largest for param in found[name]}
+
+    @property
+    def of_others(self) -> frozenset[int]:
+        """Return the units of adapters other than the one that is used."""
+        trained = ((unit.index, {id(each.whole) for each in unit.trainable}) for unit in self.units)
+        return frozenset(index for index, ids in trained if ids and ids <= self._of_others)
 
     @functools.cached_property
     def expert_blocks(self) -> Mapping[nn.Module, ExpertBlock]:

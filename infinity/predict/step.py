@@ -223,6 +223,7 @@ class StepSetup:
     reduce_itemsize: int  # bytes per element of a reduced gradient
     spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
     together: tuple[frozenset[int], ...] = ()  # tiles of each block that all its micro-batches use
+    of_others: frozenset[int] = frozenset()  # units of adapters that the micro-batch of the trace does not use
 
     @property
     def streaming_nbytes(self) -> dict[int, int]:
@@ -277,7 +278,7 @@ class StepScript:
                 present.add(unit)
             present.difference_update(actions.release)
             present.update(actions.fetch)
-        trained = frozenset(unit for _, unit in trace.begun if setup.units[unit].trainable)
+        trained = setup.of_others | {unit for _, unit in trace.begun if setup.units[unit].trainable}
         return cls(plan, earlier, length, repeated, before - earlier, order, frozenset(present), trained)
 
 

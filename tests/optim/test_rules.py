@@ -364,7 +364,7 @@ def look_at_machine_code(folder: str) -> None:
         state = tuple(torch.empty(0, dtype=field.dtype) for field in ADAMW.layout(dtype).fields)
         HostRule(ADAMW, dtype).update(weight, weight, state, weight, ADAMW.hyper(ADAMW.idle))
         loops.append((ADAMW.loop(dtype), "root"))
-    sum_of_squares(torch.empty(0))
+    sum_of_squares(torch.zeros(1))
     loops.append((kernels.squares, "product"))
     wanted = {
         "root": {"aarch64": r"fsqrt\tv\d+\.4s", "x86_64": r"vsqrtps\t.*ymm"},
