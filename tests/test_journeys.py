@@ -13,9 +13,9 @@ from tests.helpers.limits import HANG_S
 MOST_FILES = {
     "life": 55,
     "read": 18,
-    "gradient": 27,
-    "commit": 18,
-    "end": 31,
+    "gradient": 26,
+    "commit": 17,
+    "end": 30,
     "resume": 20,
     "activation": 30,
     "plan": 56,

@@ -25,11 +25,6 @@ def untraced(function: F) -> F:
     return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
 
 
-def is_traced() -> bool:
-    """Return whether torch.compile runs this thread's code now."""
-    return _tracing() is not None
-
-
 def in_backward() -> bool:
     """Return whether autograd runs this thread's code now, such as a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -284,8 +284,7 @@ def in_slices(
     try:
         run(0, min(size, numel))
     finally:
-        if others:
-            wait(others)
+        wait(others)
     for other in others:
         other.result()
 

@@ -63,7 +63,6 @@ class HostBuffer:
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
         self.events: list[torch.Event] = []  # which the next user waits for
-        self.views: dict[object, Any] = {}  # of ``tensor``, made once for each of its users
         self._unlock: weakref.finalize[..., object] | None = None
         huge = nbytes >= HUGE_NBYTES
         # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
@@ -106,7 +105,6 @@ class HostBuffer:
     def close(self) -> None:
         """Give the pages back now; the addresses go with the last view, which until then reads zeros."""
         self.wait()
-        self.views.clear()
         if self._unlock is not None:
             self._unlock()
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -129,7 +127,6 @@ class DeviceBuffer:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             event = record(device)
         self.events = [] if event is None else [event]
-        self.views: dict[object, Any] = {}
 
     @property
     def memory(self) -> memoryview:
@@ -145,7 +142,6 @@ class DeviceBuffer:
         """Let the memory's next owner wait, and give it to torch's allocator."""
         with on_stream(self._stream):
             self.wait()
-        self.views.clear()
         self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
@@ -166,19 +162,18 @@ class Lease:
     @property
     def tensor(self) -> Tensor:
         """``(nbytes,)`` uint8, after earlier uses; every lease of one buffer shares one storage."""
-        return self.waited().tensor[: self.nbytes]
+        buffer = self.buffer
+        if buffer.events:
+            buffer.wait()
+        return buffer.tensor[: self.nbytes]
 
     @property
     def memory(self) -> memoryview:
         """The same bytes for an engine; raises :class:`StateError` if the buffer is not in host memory."""
-        return self.waited().memory[: self.nbytes]
-
-    def waited(self) -> Buffer:
-        """Return the buffer after earlier uses."""
         buffer = self.buffer
         if buffer.events:
             buffer.wait()
-        return buffer
+        return buffer.memory[: self.nbytes]
 
     def record_use(self) -> None:
         """Let the next use wait for what the calling thread has given its stream so far."""

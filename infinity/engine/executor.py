@@ -26,14 +26,13 @@ from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.gradients import GradientPath, Gradients, HostPools
+from infinity.engine.gradients import GradientPath, Gradients, HostPools, check_placeholder
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.rule import Rule
 from infinity.optim.rules import DeviceRule, HostRule, PlacedRule, clip_coefficient, measure_rates
 from infinity.partition.builder import PartitionConfig
-from infinity.partition.init_context import check_placeholder
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
@@ -332,13 +331,12 @@ class StepExecutor:
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
-        for segment in self.gradients.received.values() if self.gradients.completions.synced else ():
-            check_placeholder(segment)
-        self.hooks.take_unseen()
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         if not self.gradients.completions.synced:
             self._count_step()
             return None
+        for segment in self.gradients.received.values():
+            check_placeholder(segment)
         self.gradients.path.read_norms()
         ready, squares = self.updates.ready, dict[Any, list[float]]()
         for index in sorted(ready):  # the same on all ranks

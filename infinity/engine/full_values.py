@@ -136,7 +136,7 @@ class FullValues:
             with peer_errors("sharing the weights that rank 0 wrote"):
                 dist.broadcast(flat, src=0)
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
-        unit.renew()
+        unit.updates += 1
         unit.allow_writes()
 
     @property
@@ -261,7 +261,7 @@ class FullValues:
         executor.hooks.release_unscoped_units()
         executor.prefetcher.forget()
         for unit in units:
-            unit.renew()
+            unit.updates += 1
             unit.allow_writes()
 
     def clear_optimizer_fields(self) -> None:
@@ -299,4 +299,4 @@ class FullValues:
                         values = saved[key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
             self.tiers.set_shard_fields(unit, shards)
-            unit.renew()
+            unit.updates += 1

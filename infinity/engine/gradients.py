@@ -34,9 +34,10 @@ of modules inside each other, more are open at a time and borrow room of the uni
 complete the same units, so they decide alike; leaves have room of their own.
 """
 
+import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
@@ -54,12 +56,10 @@ from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.partition.tiles import METADATA
+from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
-
-#: To set as many bytes to zero takes as long as to set one gap between parameters to zero.
-GAP_NBYTES = 2**16
 
 
 @dataclass(slots=True)
@@ -69,44 +69,35 @@ class Gradient:
     lease: Lease
     dtype: torch.dtype
     used: bytearray  # 1: the segment has a gradient of this step, of a shard on any rank
-    places: Sequence[Tensor] = ()  # of a unit: of its segments
-    sealed: bool = False  # elements that no gradient reaches are zero
+    open: Tensor | None = None  # of a unit: ``flat``, made once for all its parameters
 
     @classmethod
     def of(cls, unit: Unit, pool: Pool | CountingPool) -> "Gradient":
         """Return an empty one of a whole unit; blocks while updates hold too much memory."""
         lease = pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
-        flat, places = unit.views_of(lease)
-        if sealed := unit.nbytes < len(unit.segments) * GAP_NBYTES:
-            flat.zero_()
-        return cls(lease, unit.dtype, bytearray(len(unit.segments)), places, sealed)
+        used, values = bytearray(len(unit.segments)), lease.tensor.view(unit.dtype)
+        return cls(lease, unit.dtype, used, values)
 
     @property
     def flat(self) -> Tensor:
         """Return the values, ordered after every earlier use of their buffer."""
         return self.lease.tensor.view(self.dtype)
 
-    def add(self, *taken: tuple[Segment, Tensor]) -> None:
-        """Add gradients of parameters from this backward, as ``p.grad`` would."""
-        places, grads = list[Tensor](), list[Tensor]()
-        for segment, grad in taken:
-            if grad.is_sparse:
-                wanted = "wanted a dense one. Build the embedding with sparse=False"
-                raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
-            place = self.places[segment.index]
-            if self.used[segment.index]:
-                place.add_(grad)
-            else:
-                places.append(place)
-                grads.append(grad)
-                self.used[segment.index] = 1
-        if places:
-            torch._foreach_copy_(places, grads)
+    def add(self, segment: Segment, grad: Tensor) -> None:
+        """Add one parameter's gradient of this backward, as ``p.grad`` would."""
+        if grad.is_sparse:
+            wanted = "wanted a dense one. Build the embedding with sparse=False"
+            raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
+        assert self.open is not None
+        place = segment.view_of(self.open)
+        if self.used[segment.index]:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self.used[segment.index] = 1
 
     def seal(self, segments: Iterable[Segment]) -> None:
         """Set elements that no gradient of the unit's ``segments`` reached to zero (frozen ones, padding)."""
-        if self.sealed:
-            return
         flat, position = self.flat, 0
         for segment in segments:
             if self.used[segment.index]:
@@ -115,6 +106,51 @@ class Gradient:
                 position = segment.stop
         if position < len(flat):
             flat[position:].zero_()
+
+
+class ReleasedGradient(torch.Tensor):
+    """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # of a property, which func is bound to
+            name = func.__self__.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in METADATA or TracingContext.try_get() is not None:  # torch.compile looks at shapes
+                return func(*args, **(kwargs or {}))
+            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
+                return args[0]  # model.to(...): the weight itself is moved or refuses the cast
+            if name == "__set__" and args[0] is args[1]:
+                return None  # the same
+        raise StateError(
+            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
+            "infinity.AdamW(model, ...), not another optimizer; in a Trainer by infinity.trainer(Trainer). "
+            "In place of torch.nn.utils.clip_grad_norm_ give it max_grad_norm, or call "
+            "optimizer.clip_grad_norm_(max_norm) before step(); read optimizer.grad_norm after it; see "
+            "gradients by infinity.on_gradient(model, fn); scale the loss by optimizer.scale(loss)"
+        )
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ReleasedGradient":
+        """Return the placeholder for this shape, which parameters share: it is never read or written."""
+        with torch.inference_mode(False):
+            return placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def check_placeholder(segment: Segment) -> None:
+    """Raise if the gradient of a parameter was dropped or replaced since it was received."""
+    grad = segment.whole.grad
+    if type(grad) is not ReleasedGradient:
+        raise StateError(
+            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
+            "gradient itself is in its unit and would be applied. Drop it with optimizer.zero_grad(), not "
+            "model.zero_grad(); change it by a hook (param.register_hook), or scale the loss"
+        )
 
 
 #: Is given a parameter's name, and the elements ``(n,)`` of its gradient in this rank's shard.
@@ -320,22 +356,22 @@ class Gradients:
         self._open: dict[int, Gradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 
-    def receive(self, unit: Unit, taken: Sequence[tuple[Segment, Tensor]]) -> None:
+    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         if self.completions.synced:
             raise StateError(
                 "a second backward() before step(). To accumulate micro-batches, run all but the last inside "
                 "`with infinity.no_sync(model):`; to drop the first one's gradients, optimizer.zero_grad()"
             )
-        complete = self.completions.fire(unit.index, *(segment.index for segment, _ in taken))
+        complete = self.completions.fire(unit.index, segment.index)
         if unit.index in self.completions.delivered:
             raise StateError(
-                f"{taken[0][0].name} got a gradient after its unit's gradients were complete. Where several "
+                f"{segment.name} got a gradient after its unit's gradients were complete. Where several "
                 "calls share a weight, torch.utils.checkpoint must recompute them with use_reentrant=False; "
                 "and what is gathered as one (partition.leaf) is used inside its module only"
             )
         gradient = self._open.get(unit.index) or self._begin(unit)
-        gradient.add(*taken)
-        self.received.update((id(segment.param), segment) for segment, _ in taken)
+        gradient.add(segment, grad)
+        self.received[id(segment.param)] = segment
         if complete:
             self._complete(unit)
 

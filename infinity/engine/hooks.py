@@ -68,13 +68,13 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import Activations, recomputable_blocks
 from infinity.activations.logits import LogitSlices, PendingLogits, find_head
 from infinity.activations.profiler import NO_NODE, running_node
-from infinity.activations.recompute import in_backward, is_traced, saving_hooks, untraced
+from infinity.activations.recompute import in_backward, saving_hooks, untraced
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Ended
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
-from infinity.engine.gradients import Gradients
-from infinity.partition.init_context import ParameterGradients, ReleasedGradient, ServedParameters
+from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
+from infinity.partition.init_context import ServedParameters
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -117,7 +117,6 @@ class Frame:
     inference: bool = False  # it does not
     pending: bool = False  # a head in it has not been computed: its loss may follow the call
     leaf: bool = False  # its units are used as one
-    compiled: bool = False  # a module in this outermost call is: what it was traced with must not change
     call: FrameType | None = None  # of the outermost call: see [Note: the outermost module]
 
 
@@ -210,17 +209,12 @@ class Hooks:
             self._running, lambda head: tuple(unit.updates for unit in units.holding(head.parameters()))
         )
         self.stack: list[Frame] = []
+        self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
         self._uses, self._outside = Uses(units, leaves), _Outside()
-        self.accumulated = ParameterGradients(units, self._uses.leaves.of_unit, weakly(self._take_gradients))
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
-        self._graphs: list[list[Hooks]] = []  # those of the pass, each of which kept us until now
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
-
-    @property
-    def _plain(self) -> bool:
-        """Whether nothing comes and goes: autograd may save what it likes, and graphs keep us otherwise."""
-        return not self.prefetcher.nbytes and self.activations.policy == "keep"
+        self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
     def end(self, why: str) -> None:
         """Make every later call from a module or autograd raise ``why``."""
@@ -229,7 +223,7 @@ class Hooks:
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
-    def enter(self, module: nn.Module, args: Any = (), traced: bool = False) -> None:
+    def enter(self, module: nn.Module, args: Any = ()) -> None:
         self._close_ended()
         outermost, again, frame = not self.stack, in_backward(), Frame(module, [])
         self.stack.append(frame)  # whatever comes, its contexts will be left
@@ -237,7 +231,6 @@ class Hooks:
             self._enter_backward()
         if outermost:
             frame.call, frame.contexts = _running_call(), ExitStack()
-            frame.compiled = not self._plain and any(map(_is_compiled, module.modules()))
             if not again:
                 self._open(frame, frame.contexts)
             frame.contexts.enter_context(self.logits.opened(module))
@@ -265,7 +258,7 @@ class Hooks:
             frame.served.in_use += 1
         frame.reach = reach
         for inside in reach.inside:
-            inside.cover(hooked=traced or self.stack[0].compiled)
+            inside.covered += 1
 
     def _reach_of(self, module: nn.Module, args: Any) -> Reach:
         """Return what a call of ``module`` uses now: see [Note: calls inside]."""
@@ -401,7 +394,7 @@ class Hooks:
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors of units become handles, and others go where they went."""
         others = saving_hooks()
-        if self._plain or not torch.is_grad_enabled() or others[0] == self.pack:
+        if not torch.is_grad_enabled() or others[0] == self.pack:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
@@ -419,18 +412,15 @@ class Hooks:
         self._uses.look_into(frame.module)
         if self._backward is not None:
             self._abort_backward()
-        if not self.gradients.received:  # those of the step before
-            self.accumulated.drop_placeholders(())
         if not torch.is_grad_enabled():
             frame.inference = True
             self.prefetcher.begin_inference()
             return
-        self.pins.frozen = self.accumulated.watch()
+        self._hook_parameters()
         self._begin_forward()
         frame.recorded = True
         contexts.enter_context(self.activations.open(frame.module))
-        if not self._plain:
-            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
         if frame.pending:
@@ -443,19 +433,16 @@ class Hooks:
             if not frame.pending:
                 self._end_outside()
         self._end_frame(frame)
-        found, kept = tree_leaves(output) if frame.recorded else [], [self] if self._plain else []
-        for leaf in found + tree_leaves(
-            [getattr(each, "__dict__", None) for each in found]
-        ):  # of dataclasses
+        for leaf in tree_leaves(output) if frame.recorded else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
-                leaf.register_hook(functools.partial(weakly(self._enter_backward), kept))  # type: ignore[no-untyped-call]
+                leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _end_frame(frame: Frame) -> None:
         if frame.served is not None:
             frame.served.in_use -= 1
         for each in frame.reach.inside:
-            each.uncover()
+            each.covered -= 1
         if frame.contexts is not None:
             frame.contexts.close()
 
@@ -475,7 +462,7 @@ class Hooks:
                         self.release_unscoped_units()
                         if frame.inference:
                             self.prefetcher.begin_inference(visit=True)
-                    if not (frame.inference or self._plain):
+                    if not frame.inference:
                         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
                         stack.enter_context(hooks)
                 self.stack.append(frame)
@@ -496,8 +483,6 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)
         if unit is None:
-            if self.activations.policy == "keep":
-                return KeptTensor(tensor)
             with uninterrupted:
                 return self.activations.cache.pack(tensor)
         return Handle(
@@ -506,8 +491,6 @@ class Hooks:
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
         if not isinstance(packed, Handle):
-            if self.activations.policy == "keep":
-                return packed.check()
             with uninterrupted:
                 return self.activations.cache.unpack(packed)
         unit = packed.unit
@@ -527,10 +510,8 @@ class Hooks:
             return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
         return value
 
-    def _enter_backward(self, kept: list["Hooks"] | None = None, grad: Tensor | None = None) -> None:
-        """Ask autograd, once per backward pass, to call back when it ends; ``kept`` is cleared then."""
-        if kept:
-            self._graphs.append(kept)
+    def _enter_backward(self, grad: Tensor | None = None) -> None:
+        """Ask autograd, once per backward pass, to call back when it ends."""
         if self._backward is not None and self._backward() is not None:
             return
         with uninterrupted:
@@ -538,7 +519,6 @@ class Hooks:
             self._end_outside()
             if self._backward is not None:
                 self._abort_backward()
-            self.accumulated.drop_placeholders(self.gradients.received)
             end = self._end_backward
             self._backward = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
@@ -566,9 +546,6 @@ class Hooks:
 
     @uninterrupted
     def _end_backward(self) -> None:
-        for unit in self.units:  # parameters that are not watched
-            if taken := self.accumulated.take(unit, ends=True):
-                self.gradients.receive(unit, taken)
         self._move_to(())
         for leaf, calls in self._uses.leaves.calls.items():
             if calls > 1:  # its gradients come at the end
@@ -586,33 +563,58 @@ class Hooks:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        self.accumulated.place(self.gradients.received.values())
-        while self._graphs:
-            self._graphs.pop().clear()
+        for param, placeholder in self._dropped:
+            # torch.autograd.grad: what was received before it is still there, unless it was dropped since
+            if param.grad is None and id(param) in self.gradients.received:
+                param.grad = placeholder
+        self._dropped.clear()
         self._backward = None
         self._uses.leaves.calls.clear()
         self._uses.leaves.current = ()
         self.pins.drop()
 
+    def _hook_parameters(self) -> None:
+        self.pins.frozen = {unit.index for unit in self.units if not unit.trainable}
+        for _, segment in self.units.segments():
+            if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
+                segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
+            if segment.param.requires_grad and id(segment.param) not in self.hooked:
+                self.hooked.add(id(segment.param))
+                self._hook_parameter(segment.param)
+
+    def _hook_parameter(self, param: nn.Parameter) -> None:
+        drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))
+        param.register_hook(drop)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
+
+    def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
+        param = ref()
+        assert param is not None, "the units hold it"
+        self._enter_backward()  # not later: what a pass before left in .grad goes before this one adds to it
+        if (received := self.gradients.received.get(id(param))) is not None:
+            check_placeholder(received)
+        if type(param.grad) is ReleasedGradient:
+            with uninterrupted:
+                self._dropped.append((param, param.grad))
+                param.grad = None
+
     @uninterrupted
-    def _take_gradients(self, param: nn.Parameter) -> None:
-        """Take what has come of the gradients of a unit; the last one was that of ``param``."""
+    def _take_gradient(self, param: nn.Parameter) -> None:
         place = self.units.find(param)
         assert place is not None
-        unit = place[0]
+        unit, segment = place
         self._enter_backward()
         self._move_to(self._uses.leaves.of_unit.get(unit.index, ()))
-        self.gradients.receive(unit, self.accumulated.take(unit))
-        self.accumulated.watch_next(unit)
+        grad = param.grad
+        self._replace_gradient(param, unit, segment)
+        if grad is not None:
+            self.gradients.receive(unit, segment, grad)
 
-    def take_unseen(self) -> None:
-        """Take what a backward pass left of which no hook told."""
-        if self._backward is None:
-            self._end_backward()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
+        param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)
+        whole = segment.whole
+        if segment.is_tile and type(whole.grad) is not ReleasedGradient:
+            whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
 
 
 def _running_call() -> FrameType | None:
@@ -624,7 +626,7 @@ def _running_call() -> FrameType | None:
 
 
 def register_forward_hooks(
-    module: nn.Module, enter: Callable[[nn.Module, Any, bool], None], leave: Callable[..., None]
+    module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]
 ) -> list[RemovableHandle]:
     """Register the forward hooks of one module.
 
@@ -635,7 +637,7 @@ def register_forward_hooks(
 
     def before(module: nn.Module, args: Any) -> None:
         if not getattr(module._parameters, "covered", 0):  # asked of a copy's own parameters
-            outer_enter(module, args, is_traced())
+            outer_enter(module, args)
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
         if not getattr(module._parameters, "covered", 0):

@@ -179,15 +179,10 @@ class Runtime:
         served[module] = weakref.ref(self)
         install_parameter_dict(module, self)
         handles = register_forward_hooks(module, self._enter, self._leave)
-        module._parameters.calls = [  # type: ignore[attr-defined]
-            (module._forward_pre_hooks, handles[0].id), (module._forward_hooks, handles[1].id),
-            (module._forward_hooks_always_called, handles[1].id),
-        ]  # fmt: skip
         handles += self.values.register_hooks(module)
 
         def take_out(module: nn.Module) -> None:
             del served[module]
-            module._parameters.calls = []  # type: ignore[attr-defined]
             module.__dict__["_parameters"] = dict(module._parameters)
             for handle in handles:
                 handle.remove()
@@ -259,11 +254,7 @@ class Runtime:
         executor = self._executor
         if executor is None:
             return True
-        if (
-            executor.updates.hypers.groups
-            or executor.hooks.accumulated.watched
-            or executor.blocks is not None
-        ):
+        if executor.updates.hypers.groups or executor.hooks.hooked or executor.blocks is not None:
             return False
         executor.retire()
         for unit in self.units:
@@ -273,12 +264,12 @@ class Runtime:
         self._executor = None
         return True
 
-    def _enter(self, module: nn.Module, args: Any, traced: bool) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
             with uninterrupted:
                 if self.values.loading is not None:
                     self.values.end_load()
-                self.executor().hooks.enter(module, args, traced)
+                self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
         if self._executor is not None:

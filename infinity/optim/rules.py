@@ -296,12 +296,9 @@ def sum_of_squares(grad: Tensor) -> float:
     """Return the sum of squares of a CPU tensor of any shape, in float64; inf and nan propagate."""
     flat = grad.detach().reshape(-1)
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    sums = _row_sums(flat[:whole]) if whole else []
-    if whole < flat.numel():
-        tail = flat.new_zeros(ROW_NUMEL)
-        tail[: flat.numel() - whole] = flat[whole:]
-        sums += _row_sums(tail)
-    return math.fsum(sums)
+    tail = flat.new_zeros(ROW_NUMEL)
+    tail[: flat.numel() - whole] = flat[whole:]
+    return math.fsum([*_row_sums(flat[:whole]), *_row_sums(tail)])
 
 
 def _row_sums(flat: Tensor) -> list[float]:

@@ -24,13 +24,6 @@ parameter has its full name, :class:`LateValues` gives each unit both.
 A module that reads ``self.weight`` asks its :class:`ServedParameters` by key. That gathers the unit of a
 released parameter and records it in the trace. Iterating (``named_parameters``) touches nothing.
 
-[Note: watched parameters]
-A hook of a parameter takes as long as a small kernel. So few are watched: of each unit one of those whose
-gradients have yet to come, at best the last, and so many that little memory holds what has come in between.
-When a watched one has its gradient, all that have come for its unit are taken at once. If others are missing,
-and none of them is watched, one is from now on: the last gradient of a unit is always that of a watched one.
-Between two backward passes ``p.grad`` is a placeholder; in backward it is None, or what autograd left there.
-
 [Note: casts]
 ``module.half()`` and the like replace the data of each parameter while they iterate over ``_parameters``. So
 the iterator checks each parameter again when the next is asked for. While a model is built, its stored values
@@ -42,28 +35,20 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
-from torch.utils.hooks import RemovableHandle
 
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.tiles import METADATA, compute_whole
+from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
 #: Closed units of full size that stay materialized while a model is built; 2 if fp32 is trained in bf16.
 OPEN_UNITS = 4
-
-
-#: The most gradients of a unit that lie between those of two watched parameters, but for one (bytes). Small
-#: units have less, an eighth: a plan of memory does not know of them.
-UNWATCHED_NBYTES = 2 * 2**20
 
 
 class ServedParameters(dict[str, nn.Parameter | None]):
@@ -81,22 +66,6 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         self.server = server
         self.in_use = 0  # calls of the module that go on, for which all of them are in memory
         self.covered = 0  # calls of modules around it, likewise
-        self.calls: list[tuple[OrderedDict[int, Any], int]] = []  # the module's dictionaries of our hooks
-        self._taken: list[Any] = []  # those of them that are out meanwhile
-
-    def cover(self, *, hooked: bool) -> None:
-        """Begin a call around the module; unless ``hooked``, take out its hooks, which cost as much as it."""
-        self.covered += 1
-        if not (hooked or self._taken):
-            self._taken = [hooks.pop(key, None) for hooks, key in self.calls]
-
-    def uncover(self) -> None:
-        self.covered -= 1
-        if not self.covered and self._taken:
-            for (hooks, key), hook in zip(self.calls, self._taken, strict=True):
-                hooks[key] = hook
-                hooks.move_to_end(key, last=False)
-            self._taken = []
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         for name, param in super().items():
@@ -135,141 +104,6 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 def install_parameter_dict(module: nn.Module, server: Any) -> None:
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, server)
-
-
-class ReleasedGradient(torch.Tensor):
-    """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # of a property, which func is bound to
-            name = func.__self__.__name__
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in METADATA or TracingContext.try_get() is not None:  # torch.compile looks at shapes
-                return func(*args, **(kwargs or {}))
-            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
-                return args[0]  # model.to(...): the weight itself is moved or refuses the cast
-            if name == "__set__" and args[0] is args[1]:
-                return None  # the same
-        raise StateError(
-            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
-            "infinity.AdamW(model, ...), not another optimizer; in a Trainer by infinity.trainer(Trainer). "
-            "In place of torch.nn.utils.clip_grad_norm_ give it max_grad_norm, or call "
-            "optimizer.clip_grad_norm_(max_norm) before step(); read optimizer.grad_norm after it; see "
-            "gradients by infinity.on_gradient(model, fn); scale the loss by optimizer.scale(loss)"
-        )
-
-    @staticmethod
-    @functools.lru_cache(maxsize=4096)
-    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ReleasedGradient":
-        """Return the placeholder for this shape, which parameters share: it is never read or written."""
-        with torch.inference_mode(False):
-            return placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def check_placeholder(segment: Segment) -> None:
-    """Raise if the gradient of a parameter was dropped or replaced since it was received."""
-    grad = segment.whole.grad
-    if type(grad) is not ReleasedGradient:
-        raise StateError(
-            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
-            "gradient itself is in its unit and would be applied. Drop it with optimizer.zero_grad(), not "
-            "model.zero_grad(); change it by a hook (param.register_hook), or scale the loss"
-        )
-
-
-class ParameterGradients:
-    """Takes the gradients of units out of ``p.grad``, where autograd leaves them: [Note: watched parameters].
-
-    ``watch_all_of`` are units of which each parameter is watched; ``taken`` is called with a watched one.
-    """
-
-    unwatched_nbytes = UNWATCHED_NBYTES
-
-    def __init__(
-        self, units: UnitIndex, watch_all_of: Container[int], taken: Callable[[nn.Parameter], None]
-    ) -> None:
-        self.units, self._watch_all_of, self._taken = units, watch_all_of, taken
-        self.watched: dict[int, RemovableHandle] = {}  # by id of the parameter
-        self._last: dict[int, int] = {}  # the parameter of each unit that came last
-        self._counts: dict[int, int] = {}  # of trained parameters
-        self._placed: list[Segment] = []  # those with placeholders
-        self._missing: dict[int, Sequence[Segment]] = {}  # by unit, of this backward pass
-
-    def watch(self) -> set[int]:
-        """See that each unit that trains has watched parameters, in a forward; return those that do not."""
-        frozen = set()
-        for unit in self.units:
-            for segment in unit.segments[:1]:  # a tile is alone in its unit
-                if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
-                    segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
-            if not (trained := unit.trainable):
-                frozen.add(unit.index)
-            if self._counts.get(unit.index, 0) == len(trained):
-                continue
-            self._counts[unit.index], left_nbytes = len(trained), 0
-            for segment in trained:
-                if left_nbytes <= 0 or unit.index in self._watch_all_of:
-                    self._watch(segment)
-                    left_nbytes = min(self.unwatched_nbytes, unit.nbytes // 8)
-                left_nbytes -= segment.numel * unit.dtype.itemsize
-        return frozen
-
-    def _watch(self, segment: Segment) -> None:
-        if id(segment.param) not in self.watched:
-            handle = segment.param.register_post_accumulate_grad_hook(self._taken)  # type: ignore[no-untyped-call]
-            self.watched[id(segment.param)] = handle
-
-    def take(self, unit: Unit, *, ends: bool = False) -> list[tuple[Segment, Tensor]]:
-        """Return the gradients that have come for a unit, and remove them; ``ends``: backward does."""
-        looked_at = unit.segments if ends else self._missing.get(unit.index) or unit.trainable
-        taken, missing = [], []
-        for segment in looked_at:
-            grad = segment.param.grad
-            if grad is None or type(grad) is ReleasedGradient:
-                missing.append(segment)
-            else:
-                segment.param.grad = None
-                taken.append((segment, grad))
-        if ends:
-            return taken
-        self._missing[unit.index] = missing
-        return taken if missing else taken + self.take(unit, ends=True)  # what came twice
-
-    def watch_next(self, unit: Unit) -> None:
-        """Watch one of the parameters whose gradients have yet to come, in place of the last guess."""
-        missing = self._missing.get(unit.index)
-        if not missing or any(id(segment.param) in self.watched for segment in missing):
-            return
-        if (guess := self._last.pop(unit.index, None)) is not None:
-            self.watched.pop(guess).remove()
-        self._watch(missing[-1])
-        self._last[unit.index] = id(missing[-1].param)
-
-    def drop_placeholders(self, received: Container[int]) -> None:
-        """Let autograd find no gradients, which it would add to; check those of ``received`` parameters."""
-        self._missing.clear()
-        while self._placed:
-            segment = self._placed.pop()
-            if id(segment.param) in received:
-                check_placeholder(segment)
-            if type(segment.param.grad) is ReleasedGradient:
-                segment.param.grad = None
-
-    def place(self, received: Iterable[Segment]) -> None:
-        """Give placeholders to parameters whose gradients of this step are in their units."""
-        for segment in received:
-            param, whole = segment.param, segment.whole
-            if param.grad is not None:
-                continue
-            param.grad = ReleasedGradient.of(segment.shape, param.dtype, param.device)
-            self._placed.append(segment)
-            if segment.is_tile and type(whole.grad) is not ReleasedGradient:
-                whole.grad = ReleasedGradient.of(segment.whole_shape, whole.dtype, whole.device)
 
 
 class Masters(Protocol):

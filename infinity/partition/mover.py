@@ -315,9 +315,9 @@ class UnitMover:
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
-        flat, views = unit.views_of(unit.lease)
+        flat: Tensor = unit.lease.tensor.view(unit.dtype)
         self.attached[flat.untyped_storage().data_ptr()] = unit
-        unit.attach(flat, views)
+        unit.attach(flat)
 
     def release(self, item: Item) -> None:
         """Drop an item; of a tile the full values before the stored bytes."""

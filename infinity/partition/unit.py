@@ -284,35 +284,13 @@ class Unit:
         if at_home and self.state is not home.resting_state:
             self.lifecycle.move(home.resting_state)
 
-    def views_of(self, lease: Lease) -> tuple[Tensor, list[Tensor]]:
-        """Return the flat buffer in ``lease``'s memory, and each segment of it; made once for a buffer."""
-        buffer = lease.waited()
-        if (found := buffer.views.get(self)) is None:
-            flat = buffer.tensor[: self.nbytes].view(self.dtype)
-            found = buffer.views[self] = flat, [segment.view_of(flat) for segment in self.segments]
-        return found
-
-    def attach(self, flat: Tensor, views: Sequence[Tensor] = ()) -> None:
+    def attach(self, flat: Tensor) -> None:
         """Let every parameter view ``flat``, ``(numel,)``, even if :meth:`check_data` raises."""
         try:
             self.check_all()
         finally:
             self.flat, self._address = flat, flat.data_ptr()
-            if views:
-                for segment, view in zip(self.segments, views, strict=True):
-                    segment.param.data = view
-            else:
-                self._place(self.segments)
-            self.allow_writes()
-
-    def renew(self) -> None:
-        """Take note of new weights: a graph from before must not read them in its backward."""
-        self.updates += 1
-        self._refuse_old_graphs()
-
-    def _refuse_old_graphs(self) -> None:
-        if self.lease is None and self.flat is not None:  # in other units autograd has handles
-            torch.autograd.graph.increment_version([segment.param for segment in self.segments])
+            self._place(self.segments)
             self.allow_writes()
 
     def allow_writes(self) -> None:
@@ -329,7 +307,6 @@ class Unit:
 
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written."""
-        self._refuse_old_graphs()
         attached, self.flat, self.lease = self.flat is not None, None, None
         if attached:
             self._place(self.segments)
@@ -340,10 +317,10 @@ class Unit:
             if self.flat is not None:
                 each.param.data = each.view_of(self.flat)
                 continue
-            # Another one only where an alias of it was written, or the model moved.
-            if each.released is None or each.released.device != self.device or _filled(each.released):
-                each.released = placeholder(each.shape, self.dtype, self.device)
-            each.param.data = each.released
+            had = each.released  # another one only where an alias of it was written
+            if had is None or had.shape != each.shape or not is_placeholder(had) or _filled(had):
+                had = each.released = placeholder(each.shape, self.dtype, self.device)
+            each.param.data = had
 
     def check_all(self) -> None:
         for segment in self.segments:
@@ -352,13 +329,10 @@ class Unit:
     def check_data(self, segment: Segment) -> None:
         """Raise unless the parameter's data is what the unit's state says, and was not written."""
         param = segment.param
-        if param is segment.whole and param.dtype is self.dtype:  # asked in each step, mostly in vain
-            here = self._address + segment.offset * self.dtype.itemsize
-            if self.flat is not None and param.data_ptr() == here and param._version == segment.writes:
-                return
-            had = segment.released if self.flat is None else None
-            if had is not None and param.data_ptr() == had.data_ptr() and not _filled(had):
-                return
+        if self.flat is not None and param is segment.whole and param._version == segment.writes:
+            place = self._address + segment.offset * self.dtype.itemsize
+            if param.data_ptr() == place and param.dtype is self.dtype:
+                return  # in each module's forward
         self.restore_place(segment)
         if self.flat is None:
             if _filled(segment.param.data):
@@ -529,12 +503,11 @@ def is_placeholder(data: Tensor) -> bool:
 
 def _filled(placeholder: Tensor) -> bool:
     """Return whether ``zero_`` or ``fill_``, which torch does not refuse, wrote to a host placeholder."""
-    if not placeholder.is_cpu:
+    if placeholder.device.type != "cpu":
         return False
-    if not (address := placeholder.data_ptr()):  # its storage was made empty, unless it has no elements
-        return placeholder.numel() > 0
+    address = placeholder.untyped_storage().data_ptr()
     if ctypes.string_at(address, placeholder.itemsize) == _NAN_BYTES.get(placeholder.dtype):
-        return False  # asked of each parameter in each step: an operator would take many times as long
+        return False  # asked of each unit in each step, where an operator would take many times as long
     return not math.isnan(placeholder.as_strided((), ()).item())
 
 

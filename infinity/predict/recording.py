@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import NamedBlock, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
@@ -290,8 +291,6 @@ class _Told:
     Here all units stream: whether they do is asked when calls are played.
     """
 
-    received: ClassVar[dict[int, Segment]] = {}
-
     def __init__(self, record: Record, part: str) -> None:
         self._tell = partial(record.tell, part)
 
@@ -307,9 +306,8 @@ class _Told:
     def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
         self._tell("use", unit)
 
-    def receive(self, unit: Unit, taken: Sequence[tuple[Segment, Tensor]]) -> None:
-        for segment, _ in taken:
-            self._tell("receive", unit, segment)
+    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
+        self._tell("receive", unit, segment)
 
 
 class _Packed(NamedTuple):
@@ -331,7 +329,7 @@ class _RecordedHooks(Hooks):
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
         super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
-        self.accumulated.unwatched_nbytes = 0  # a unit's gradient begins with the first one
+        self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._by_storage = {_storage(place[1].param): place for place in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
         self._keys: dict[int, SlotKey] = {}
@@ -362,6 +360,12 @@ class _RecordedHooks(Hooks):
         elif packed.key is not None:
             self.profiler.unpacked(packed.key, packed.tensor)
         return cast(Tensor, packed.tensor)
+
+    def _hook_parameter(self, param: nn.Parameter) -> None:
+        self.taking.append(param.register_post_accumulate_grad_hook(self._take_gradient))  # type: ignore[no-untyped-call]
+
+    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
+        param.grad = None
 
 
 def _storage(tensor: Tensor) -> int:
@@ -441,7 +445,7 @@ def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in (*handles, *hooks.accumulated.watched.values()):  # else they would take other gradients
+        for handle in (*handles, *hooks.taking):
             handle.remove()
         for module, own in before.items():
             module.__dict__["_parameters"] = own

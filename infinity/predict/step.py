@@ -223,7 +223,7 @@ class StepSetup:
     reduce_itemsize: int  # bytes per element of a reduced gradient
     spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
     together: tuple[frozenset[int], ...] = ()  # tiles of each block that all its micro-batches use
-    of_others: frozenset[int] = frozenset()  # units of adapters that the micro-batch of the trace does not use
+    of_others: frozenset[int] = frozenset()  # units of adapters that the traced micro-batch does not use
 
     @property
     def streaming_nbytes(self) -> dict[int, int]:

@@ -296,7 +296,7 @@ class Updates:
             self.hypers.count(pending.used)
             home = pending.unit.home
             home.reloadable = False
-            pending.unit.renew()
+            pending.unit.updates += 1
             if pending.started.place is not None:
                 home.version = pending.started.place
         self._begin_last_passes()

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import StateError
-from infinity.engine.gradients import Gradient
-from infinity.partition.init_context import ReleasedGradient
+from infinity.engine.gradients import Gradient, ReleasedGradient
 from infinity.partition.unit import Unit, layout, placeholder
 from tests.helpers.fakes import FakePool
 
@@ -39,7 +38,7 @@ def test_micro_batches_add_up_in_the_compute_dtype_and_in_order(unit, gradient):
         for s in unit.segments:
             grad = torch.randn(s.shape).bfloat16()
             plain[s.name] = plain[s.name] + grad if s.name in plain else grad
-            gradient.add((s, grad))
+            gradient.add(s, grad)
     gradient.seal(unit.segments)
     flat = gradient.flat
     for s in unit.segments:
@@ -50,7 +49,7 @@ def test_micro_batches_add_up_in_the_compute_dtype_and_in_order(unit, gradient):
 def test_what_no_gradient_reached_is_zero(unit, gradient, missing):
     for i, s in enumerate(unit.segments):
         if i not in missing:
-            gradient.add((s, torch.ones(s.shape)))
+            gradient.add(s, torch.ones(s.shape))
     gradient.seal(unit.segments)
     flat = gradient.flat
     expected = torch.zeros(unit.numel)
@@ -69,7 +68,7 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
         for s in unit.segments if turn else reversed(unit.segments):
             grad = torch.randn(s.shape).bfloat16()
             plain[s.name] = plain[s.name] + grad if s.name in plain else grad
-            gradient.add((s, grad))
+            gradient.add(s, grad)
     gradient.seal(unit.segments)
     flat = gradient.flat
     for s in unit.segments:
@@ -78,14 +77,14 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
 
 def test_a_transposed_gradient_lands_in_the_parameters_order(unit, gradient):
     grad = torch.arange(35.0).view(7, 5).t()
-    gradient.add((unit.segments[0], grad))
+    gradient.add(unit.segments[0], grad)
     gradient.seal(unit.segments)
     assert torch.equal(gradient.flat[:35].view(5, 7).float(), grad)
 
 
 def test_a_sparse_gradient_is_refused(unit, gradient):
     with pytest.raises(StateError, match="p0 got a sparse gradient"):
-        gradient.add((unit.segments[0], torch.ones(5, 7).to_sparse()))
+        gradient.add(unit.segments[0], torch.ones(5, 7).to_sparse())
 
 
 def test_a_released_gradient_has_a_shape_and_refuses_to_be_read():

@@ -145,10 +145,6 @@ class FakeLease:
         self.memory = memoryview(mmap.mmap(-1, nbytes))
         self.tensor: Any = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.tensor.fill_(0xA5)  # nobody may rely on zeros
-        self.views: dict[object, Any] = {}
-
-    def waited(self) -> "FakeLease":
-        return self
 
     def record_use(self) -> None:
         """Nothing: no stream uses it."""
