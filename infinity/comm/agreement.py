@@ -166,7 +166,6 @@ class Agreement:
         mine = [want.kind, want.item, call.step, self._count, int(failure is not None), order, want.digest]
         # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
         headers = self._of_all_ranks(torch.tensor(mine, device="cpu"), self.group).tolist()
-        self.asked += 1
         failed = [rank for rank, header in enumerate(headers) if header[4]]
         if not failed and all(header[:4] == mine[:4] for header in headers):
             same = all(header[6] == want.digest for header in headers)
@@ -175,10 +174,12 @@ class Agreement:
             if not same:
                 used = torch.frombuffer(bytearray(call.used), dtype=torch.uint8)
                 self.used = self._of_all_ranks(used, self.group).amax(0).numpy().tobytes()
+            self.asked += 1  # not earlier: a wait for the sets would call others to the next exchange
             return
         wanted: list[Any] = [None] * len(headers)
         told = call.name if failure is None else how_it_ended(failure)
         dist.all_gather_object(wanted, told, group=self.group)
+        self.asked += 1
         if failed:
             raise self._peers.peer_error("; ".join(f"rank {r} {wanted[r]}" for r in failed))
         wants = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))

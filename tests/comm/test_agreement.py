@@ -123,6 +123,36 @@ def test_a_rank_that_uses_other_parameters_is_heard_by_those_that_did_not_ask():
         assert used == [b"\1\0", b"\1\0", b"\1\1", b"\1\0", b"\1\0"]
 
 
+def late_sets() -> None:
+    """Run steps in which the sets of parameters used differ, and rank 1 is late with them and after them."""
+    ranks = open_ranks(torch.device("cpu"), HANG_S, lambda error: None)
+    ours = ranks.collectives
+    assert ours is not None
+    exchange, late_s = ours._agreement._of_all_ranks, 0.0
+
+    def late(mine: torch.Tensor, group: object) -> torch.Tensor:
+        time.sleep(late_s if mine.dtype == torch.uint8 else 0)
+        return exchange(mine, group)
+
+    ours._agreement._of_all_ranks = late
+    full, spare, out = torch.zeros(4), torch.zeros(4), torch.zeros(2)
+    for step in range(4):
+        late_s = 0.7 if ranks.rank == 1 and step == 3 else 0.0
+        for unit in range(2):
+            ours.gather(unit, f"unit {unit}", lambda: full).value()
+        mine = b"\1\1" if ranks.rank == 0 else b"\1\0"
+        ours.reduce(0, "unit 0", lambda: (full, spare, out), mine, lambda used: None).wait()
+        time.sleep(late_s)
+        for unit in range(2):
+            ours.gather(unit, f"unit {unit}", lambda: full).value()
+        ours.step += 1
+    ours.close()
+
+
+def test_a_rank_that_is_late_with_its_set_calls_nobody_to_another_exchange():
+    run_ranks(late_sets, 2)
+
+
 def other_way(after: int) -> None:
     ranks = open_ranks(torch.device("cpu"), HANG_S, lambda error: None)
     ours = ranks.collectives
