@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4551,
     "app": 2574,
     "checkpoint": 4337,
-    "comm": 1056,
+    "comm": 1057,
     "core": 2227,
     "data": 2667,
     "device": 1068,
@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2643,
     "partition": 2651,
     "planner": 2378,
-    "predict": 4870,
+    "predict": 4873,
     "recipes": 2067,
     "shards": 4516,
 }

@@ -123,6 +123,10 @@ class _NoValues:
         return traffic.nbytes, traffic.operators
 
 
+def _largest(by_adapter: Mapping[str, Sequence[nn.Parameter]]) -> str:
+    return max(by_adapter, key=lambda name: sum(param.numel() for param in by_adapter[name]))
+
+
 class ModelWithoutValues:
     """Builds a recipe's model on the meta device, with its adapters if there are any, cut into units.
 
@@ -136,7 +140,6 @@ class ModelWithoutValues:
         on_accelerator: bool, like: "ModelWithoutValues | None" = None,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []  # for people, about what is taken for granted
-        self._of_others = set[int]()  # ids of parameters
         self.key: tuple[object, CutSizes] = (), sizes  # what the model follows from, and its units
         self.ranks, self.dtype, self.times = ranks, dtype, times
         self._mode, self._is_fake = FakeTensors(), False
@@ -181,16 +184,16 @@ class ModelWithoutValues:
 
     def _use_largest_adapter(self) -> None:
         """Let the largest of several adapters be used; in a plan each of their micro-batches is like its."""
-        found = parameters_by_adapter(self.module)
-        largest = max(found, key=lambda name: sum(param.numel() for param in found[name]))
-        follow(self.module, Choice(largest))
-        self._of_others = {id(param) for name in found if name != largest for param in found[name]}
+        follow(self.module, Choice(_largest(parameters_by_adapter(self.module))))
 
     @property
     def of_others(self) -> frozenset[int]:
         """Return the units of adapters other than the one that is used."""
+        found = parameters_by_adapter(self.module)
+        used = _largest(found) if found else None
+        others = {id(param) for name in found if name != used for param in found[name]}
         trained = ((unit.index, {id(each.whole) for each in unit.trainable}) for unit in self.units)
-        return frozenset(index for index, ids in trained if ids and ids <= self._of_others)
+        return frozenset(index for index, ids in trained if ids and ids <= others)
 
     @functools.cached_property
     def expert_blocks(self) -> Mapping[nn.Module, ExpertBlock]:
