@@ -38,6 +38,8 @@ from infinity.core.errors import DivergenceError
 #: Kinds of collectives; of those after the first none ends on a rank before all have begun it.
 KINDS = ("check", "share", "gather", "sum", "least", "any", "reduce")
 _ASKED, _REDUCE = 2, KINDS.index("reduce")
+#: Collectives of a step that are remembered; what follows, as in long generations, is asked for.
+MOST_KNOWN = 2**16
 #: Is the digest of no collective: it is asked for.
 _NONE = -1
 
@@ -99,7 +101,8 @@ class KnownOrder:
         if not same or (self._follows and expected and expected.digest not in (want.digest, _NONE)):
             self.asks_reductions = True
         asked = want.kind < _ASKED or (want.kind == _REDUCE and not (same and want.digest))
-        self._now.append(want._replace(digest=_NONE) if asked else want)
+        if len(self._now) < MOST_KNOWN:
+            self._now.append(want._replace(digest=_NONE) if asked else want)
 
     def _next(self) -> Want | None:
         at = len(self._now)

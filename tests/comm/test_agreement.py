@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.comm import agreement
 from infinity.comm.agreement import KINDS, KnownOrder, Want
 from infinity.comm.ranks import open_ranks
 from tests.helpers.cases import examples
@@ -82,6 +83,16 @@ def test_who_asks_nobody_wants_what_all_others_want(steps, data):
                 return
             take(orders, wants, number)
             place -= 1
+
+
+def test_a_step_without_end_is_remembered_so_far(monkeypatch):
+    monkeypatch.setattr(agreement, "MOST_KNOWN", 4)
+    orders = [KnownOrder(asks_reductions=False) for _ in range(RANKS)]
+    for step in range(3):
+        wants = [Want(2, unit) for unit in range(6)]
+        asked = [take(orders, [want] * RANKS, step) for want in wants]
+        assert asked == ([RANKS] * 6 if step == 0 else [RANKS] + [0] * 3 + [RANKS] * 2)
+        assert all(len(order._now) == 4 for order in orders)
 
 
 def steps_of(kinds: str) -> tuple[list[int], list[bytes]]:
