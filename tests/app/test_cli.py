@@ -31,7 +31,7 @@ def hang_instead_of_training(may_close: str) -> int:
 
     def wait(recipe: Recipe) -> None:
         try:
-            print("begun", flush=True)
+            os.write(1, b"begun\n")  # at once: a signal comes as soon as the word is there
             hang()
         finally:
             print("closing", flush=True)
