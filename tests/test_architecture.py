@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4551,
     "app": 2574,
     "checkpoint": 4337,
-    "comm": 1060,
+    "comm": 1062,
     "core": 2227,
     "data": 2667,
     "device": 1068,

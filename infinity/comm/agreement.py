@@ -36,7 +36,7 @@ from infinity.comm.peers import Peers, how_it_ended
 from infinity.core.errors import DivergenceError
 
 #: Kinds of collectives; of those after the first none ends on a rank before all have begun it.
-KINDS = ("check", "share", "gather", "sum", "least", "any", "reduce")
+KINDS = ("check", "share", "gather", "values", "sum", "least", "any", "reduce")
 _ASKED, _REDUCE = 2, KINDS.index("reduce")
 #: Collectives of a step that are remembered; what follows, as in long generations, is asked for.
 MOST_KNOWN = 2**16

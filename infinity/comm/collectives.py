@@ -146,8 +146,10 @@ class Collectives:
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    def gather(self, index: int, where: str, bring: Callable[[], Tensor]) -> Pending:
+    def gather(self, index: int, where: str, bring: Callable[[], Tensor], kind: str = "gather") -> Pending:
         """Start the all-gather of unit ``index``; ``where`` is for the error when ranks differ.
+
+        ``kind`` is what is gathered of it: weights, or exact ``values`` that are no part of a pass.
 
         ``bring``, on the collectives' thread, waits for this rank's shard and returns the full buffer,
         ``(numel,)``, with the shard in its own slice; it may raise.
@@ -159,7 +161,7 @@ class Collectives:
             self._end(_all_gather(full, shard, group=group, async_op=True), group)
             return full
 
-        return self._submit("gather", index, where, issue, bring)
+        return self._submit(kind, index, where, issue, bring)
 
     def reduce(
         self, index: int, where: str, buffers: Callable[[], tuple[Tensor, Tensor, Tensor]], used: bytes,

@@ -317,7 +317,7 @@ class Tiers:
         full = torch.empty(unit.numel, dtype=shard.dtype, device="cpu")
         unit.shard_of(full).copy_(shard)
         full = full.to(self.ranks.device)
-        self.ranks.collectives.gather(unit.index, unit.name, lambda: full).wait()
+        self.ranks.collectives.gather(unit.index, unit.name, lambda: full, kind="values").wait()
         return full.cpu()
 
     def get(self, unit: Unit) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,6 +175,18 @@ def other_way(after: int) -> None:
             full = torch.zeros(16 if item == 7 else 4)
             ours.gather(item, f"unit {item}", lambda full=full: full).wait()
         ours.step += 1
+
+
+def values_of_one() -> None:
+    ours = open_ranks(torch.device("cpu"), HANG_S, lambda error: None).collectives
+    assert ours is not None
+    kind = ["gather", "values"][ours.rank]
+    ours.gather(0, "unit 0", lambda: torch.zeros(4 * (1 + ours.rank)), kind=kind).wait()
+
+
+def test_weights_and_exact_values_of_one_unit_are_told_apart():
+    with pytest.raises(RanksError, match=r"rank 0 wants gather unit 0 .*; rank 1 wants values unit 0 "):
+        run_ranks(values_of_one, 2)
 
 
 def test_a_rank_that_leaves_a_known_order_alone_ends_in_an_error_that_names_both_wants():
