@@ -3,9 +3,9 @@
 [Note: the header] Before a collective that not all ranks expect they exchange a few integers: kind,
 unit, step, number of the collective, and whether this rank has failed, as when its shard's fetch did. Where
 they differ, every rank raises an error that says who wanted what, instead of a hang or a sum of unrelated
-numbers. Headers have a group of their own, since a rank that leaves the order alone
-asks while others have begun a collective that it never begins. If they do not come soon, it says in the store
-that it asks, and at which collective. Whoever waits in one looks there now and then, and joins the exchange.
+numbers. Headers have a process group of their own, because a rank that leaves the order alone asks while the
+others have begun a collective that it never begins. If they do not come soon, it writes to the store that it
+asks, and at which collective. A rank that waits in a collective reads the store now and then, and joins.
 
 [Note: which parameters were used] The header of a reduction has a digest of the set of parameters that have
 gradients on this rank. Only where digests differ, in few steps, do the ranks exchange the sets; without any
@@ -14,10 +14,10 @@ asked for.
 
 [Note: a known order] A step's collectives are those of the step before, but for some. So with the first one
 of a step the ranks compare digests of the last step's order. Where all have the same, each of them takes its
-next collective without asking as long as it is the one of the last step: whoever does so knows that all
-others either do the same, or ask. Which ones are asked for follows from the order and from what was agreed
-on, so it is the same on all ranks, unless one of them leaves the order alone. After all have left it together
-they ask until the step ends.
+next collective without asking as long as it is the one of the last step. All others then either do the same,
+or ask. Which collectives are asked for follows from the order and from what was agreed on, so it is the same
+on all ranks, unless one of them leaves the order alone. Once all have left it together, they ask until the
+step ends.
 
 Reductions are expected with the same parameters used. Where these differ once, among ranks or from the step
 before (experts), reductions are always asked for.
@@ -40,7 +40,7 @@ KINDS = ("check", "share", "gather", "values", "sum", "least", "any", "reduce")
 _ASKED, _REDUCE = 2, KINDS.index("reduce")
 #: Collectives of a step that are remembered; what follows, as in long generations, is asked for.
 MOST_KNOWN = 2**16
-#: Is the digest of no collective: it is asked for.
+#: The digest of a collective that is always asked for.
 _NONE = -1
 
 
@@ -72,7 +72,7 @@ class KnownOrder:
 
     @property
     def digest(self) -> int:
-        """What ranks compare with the first collective of a step."""
+        """The digest of the last step's order, in the header of a step's first collective; 0 in others."""
         return 0 if self._now or not self._last else hash(tuple(self._last)) % 2**62 + 1
 
     def expects(self, want: Want) -> bool:
@@ -151,7 +151,7 @@ class Agreement:
             raise failure
 
     def join(self) -> None:
-        """Exchange headers where nobody was asked, if another rank asks meanwhile; raise as :meth:`reach`."""
+        """Exchange headers in an expected collective, if another rank asks; raise as :meth:`reach`."""
         if self._follows and self._peers.asks(self.asked, self._count):
             self._follows = False
             self._order.retract()

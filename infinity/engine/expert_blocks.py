@@ -94,7 +94,7 @@ class Call:
             if recomputed and self._ends_before_experts:
                 for each in running:
                     each.go_on(without_experts=True)
-                return []  # nobody asks for it
+                return []  # it is not needed
             if torch.is_grad_enabled() and not recomputed and isinstance(run, PartsOfExperts):
                 with _counting_saved(drop=True) as saved:
                     for each in running:

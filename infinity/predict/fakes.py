@@ -1,7 +1,7 @@
-"""Makes results of operators without values: as torch's fake tensors, and for equal calls more quickly.
+"""Torch's fake tensors, which have no values, with the results of operators cached by call.
 
-A model has some dozens of different calls, whatever the number of its layers. What torch's own mode makes of
-the first one is noted; of others like it only the result is made.
+A model has some dozens of different calls, whatever the number of its layers. Torch's own mode runs the first
+one; later calls with equal arguments only make a result of the same description.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _facts(value: Any, tensors: list[Tensor]) -> Any:
-    """Return what a result follows from, and note tensors."""
+    """Return the part of an argument that a result depends on; append its tensors to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.storage_offset(), type(value)
@@ -66,7 +66,7 @@ def _facts(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _described(result: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Result, ...]] | None:
-    """Return the description of a result; None: it is not made of tensors without values alone."""
+    """Return the description of a result; None: not all of its leaves, and of what was given, are fake."""
     leaves = result if isinstance(result, tuple | list) else [result]
     if not all(type(each) is FakeTensor and each.constant is None for each in (*leaves, *given)):
         return None

@@ -427,7 +427,7 @@ def _experts_in_parts(block: nn.Module) -> Iterator[None]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         results = call([(args, kwargs)])
-        return results[0] if results else None  # nobody asks for it
+        return results[0] if results else None  # it is not needed
 
     with patched(block, "forward", forward):
         yield
