@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 633,
     "activations": 2459,
-    "api": 4551,
+    "api": 4560,
     "app": 2574,
     "checkpoint": 4337,
     "comm": 1062,
@@ -299,7 +299,7 @@ ROOM_BUDGETS = {
     "planner": 2378,
     "predict": 4873,
     "recipes": 2067,
-    "shards": 4516,
+    "shards": 4535,
 }
 
 

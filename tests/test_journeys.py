@@ -14,7 +14,7 @@ MOST_FILES = {
     "life": 55,
     "read": 18,
     "gradient": 26,
-    "commit": 17,
+    "commit": 16,
     "end": 30,
     "resume": 20,
     "activation": 30,

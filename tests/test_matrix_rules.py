@@ -1,5 +1,6 @@
 """Rules of whole matrices: Muon is torch's to rounding, with the same bits in every place, on any ranks."""
 
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -549,3 +550,28 @@ def test_owners_have_even_work():
     for _ in range(9):
         owners(places[:1], 2, loads)  # one matrix at a time goes around
     assert max(loads) - min(loads) <= 8**3
+
+
+def test_sums_of_a_group_that_comes_later_are_in_the_host_budget(tmp_path):
+    overrides = [*place(tmp_path, "host"), "train.dtype=fp32", "optim.name=adafactor"]
+    with small_units(), infinity.Init(infinity.load_recipe(overrides=overrides)):
+        model = Net()
+    params = list(model.parameters())
+    optimizer = infinity.optim.Adafactor(model, lr=0.02, params=[{"params": params[:-1]}])
+    pool = runtime_of(model).storage.host_pool
+    before = pool.held["sums of matrices"]
+    optimizer.add_param_group({"params": params[-1:]})
+    shapes = optimizer.rule.sums(params[-1].shape).values()
+    assert pool.held["sums of matrices"] == before + rounded(4 * sum(map(math.prod, shapes)))
+    run(model, optimizer, range(2))
+    ours = infinity.state_dict(model)
+    optimizer.close()
+    whole = trained(tmp_path, "host", steps=2, name="adafactor", more=("optim.name=adafactor",))
+    assert all(torch.equal(values, whole[name]) for name, values in ours.items())
+
+
+def test_a_copy_of_an_optimizer_is_refused(tmp_path):
+    _, optimizer = begin(tmp_path, "host")
+    with pytest.raises(StateError, match=r"copy\.deepcopy of an optimizer.*load_state_dict"):
+        copy.deepcopy(optimizer)
+    optimizer.close()

@@ -4,7 +4,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError, library_errors
 from infinity.core.process import uninterrupted
 from infinity.device.accelerator import generator_states, set_generator_states
+from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
@@ -140,6 +141,8 @@ class Optimizer(torch.optim.Optimizer):
                         f"a parameter of shape {tuple(param.shape)} in a parameter group is not one of this "
                         "model's that were made under infinity.Init, so no tier holds it"
                     )
+            if hasattr(self, "steps"):  # else the first groups are being added
+                self._hold_sums()
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -169,11 +172,20 @@ class Optimizer(torch.optim.Optimizer):
             raise SettingError("max_grad_norm", self.max_grad_norm, f"a value for each adapter: {names}")
 
     def _connect(self) -> None:
-        clips = any(limit is not None for limit in self._limits.values())
-        executor = self.runtime.executor(clips=clips)
+        executor = self._hold_sums()
         executor.updates.hypers.groups = self.param_groups
-        executor.updates.hypers.hold_sums(self.runtime.storage.host_pool)
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
+
+    def _hold_sums(self) -> StepExecutor:
+        executor = self.runtime.executor(clips=any(limit is not None for limit in self._limits.values()))
+        executor.updates.hypers.sums.hold(self.param_groups, self.runtime.storage.host_pool, self._name_of)
+        return executor
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(
+            "copy.deepcopy of an optimizer, whose states are in the tiers of one model: keep state_dict(), "
+            "and give it to load_state_dict() of another model's optimizer"
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the loss scale in fp16 training, and ``loss`` itself in other dtypes."""
@@ -300,10 +312,7 @@ class Optimizer(torch.optim.Optimizer):
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
         state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name, "sums": self.sums}
-        state["kept"] = {
-            self._name_of(param): kept for group in self.param_groups for param in group["params"]
-            if (kept := self.rule.kept(group, param.shape)) != self.rule.kept({}, param.shape)
-        }  # fmt: skip
+        state["kept"] = self.runtime.executor().updates.hypers.sums.kept
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 
@@ -316,13 +325,13 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def sums(self) -> dict[int, dict[str, Tensor]]:
         """Copies of what the rule keeps of matrices rather than of elements, by index of the parameter."""
-        kept = self.runtime.executor().updates.hypers.sums
+        kept = self.runtime.executor().updates.hypers.sums.of
         numbered = {i: kept.get(id(param), {}) for i, param in enumerate(self._params())}
         return {i: {k: v.clone() for k, v in each.items()} for i, each in numbered.items() if each}
 
     def load_sums(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace :attr:`sums`, given by ``id`` of the parameter; others begin at zero."""
-        for key, kept in self.runtime.executor().updates.hypers.sums.items():
+        for key, kept in self.runtime.executor().updates.hypers.sums.of.items():
             for name, values in kept.items():
                 values.copy_(found.get(key, {}).get(name, torch.zeros((), device="cpu")))
 

@@ -14,7 +14,7 @@ segments with equal group and count: one run per group, as long as every step us
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
@@ -80,6 +80,48 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Hyper]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+class Sums:
+    """What a rule keeps of whole matrices: fp32, zero at first, in leased host memory of every rank.
+
+    Attributes:
+        kept: Names of moments of the parameters of which it keeps others than their shape says, by name.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule, self.kept = rule, dict[str, list[str]]()
+        self.of: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, and name
+        self._pool: Pool | None = None
+        self._leases: list[Lease] = []  # kept for as long as the pool
+
+    def hold(
+        self, groups: Iterable[Mapping[str, Any]], pool: Pool, name_of: Callable[[nn.Parameter], str]
+    ) -> None:
+        """Make room for parameters of these groups that have none yet; BudgetError: there is none."""
+        params = [(group, param) for group in groups for param in group["params"]]
+        kept = ((p, self._rule.kept(g, p.shape), self._rule.kept({}, p.shape)) for g, p in params)
+        self.kept = {name_of(p): names for p, names, usual in kept if names != usual}
+        self._pool = pool
+        self._add(param for _, param in params)
+
+    def _add(self, params: Iterable[nn.Parameter]) -> None:
+        shapes = {id(p): self._rule.sums(p.shape) for p in params if id(p) not in self.of}
+        sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
+        flat: Iterator[Tensor] = iter(())
+        if sizes:
+            assert self._pool is not None
+            self._leases.append(lease := self._pool.lease(4 * sum(sizes), who="sums of matrices"))
+            flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
+        self.of |= {k: {n: next(flat).view(*of) for n, of in each.items()} for k, each in shapes.items()}
+
+    def of_matrix(self, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
+        """Return the count of this update of a matrix of a parameter or tile, and views of what is kept."""
+        whole = segment.whole_shape
+        self._add([segment.whole])  # it may have been put into a group without add_param_group
+        packed, place = len(whole[:-2]), segment.first // max(1, whole[-2:].numel()) + number
+        kept = self.of[id(segment.whole)].items()
+        return segment.steps + 1, {n: each.view(-1, *each.shape[packed:])[place] for n, each in kept}
+
+
 class StepHypers:
     """Hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
 
@@ -91,24 +133,8 @@ class StepHypers:
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by rule, group, step count and gradient scale
-        #: What the rule keeps of matrices, by id of the parameter; in memory that is leased.
-        self.sums: dict[int, dict[str, Tensor]] = {}
-        self._held: Lease | None = None
+        self.sums = Sums(rule)
         self._lock = threading.Lock()
-
-    def hold_sums(self, pool: Pool) -> None:
-        """Let :attr:`sums` of all parameters be zeros in memory of ``pool``."""
-        if self._held is not None:
-            self._held.release()
-        params = (param for group in self.groups for param in group["params"])
-        shapes = {id(param): self._rule.sums(param.shape) for param in params}
-        sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
-        flat: Sequence[Tensor] = ()
-        if sizes:
-            self._held = pool.lease(4 * sum(sizes), who="sums of matrices")
-            flat = torch.split(self._held.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes)
-        left = iter(flat)
-        self.sums = {k: {n: next(left).view(*of) for n, of in each.items()} for k, each in shapes.items()}
 
     def begin_step(self) -> None:
         """Read the groups, unless this step has done so."""
@@ -123,15 +149,8 @@ class StepHypers:
         number, groups = self._group_of.get(id(segment.whole)), self._read or self.groups
         if number is None or number >= len(groups):
             return None
-        kept = partial(self._kept, segment) if self._rule.in_turn else None
+        kept = partial(self.sums.of_matrix, segment) if self._rule.in_turn else None
         return self._rule.way(groups[number], segment.offset, segment.shape, kept)
-
-    def _kept(self, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
-        whole, key = segment.whole_shape, id(segment.whole)
-        if key not in self.sums:  # of a group that came later
-            self.sums[key] = {n: torch.zeros(*s, device="cpu") for n, s in self._rule.sums(whole).items()}
-        packed, place = whole[:-2].numel(), segment.first // max(1, whole[-2:].numel()) + number
-        return segment.steps + 1, {n: each.view(packed, -1)[place] for n, each in self.sums[key].items()}
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
