@@ -11,9 +11,8 @@ after another, each under ``torch.utils.checkpoint``. Whatever else asks for val
 
 [Note: numbers]
 Losses of rows and gradients of their logits are those of whole logits, as far as a product of fewer rows
-gives the same bits. The mean sums rows in fp32. The gradient of the head's weight sums slices, from the last
-to the first, in the weight's dtype. Slices follow from shapes alone, so a repeated or resumed run gives the
-same bits.
+gives the same bits. The mean sums rows in fp32; the gradient of the head's weight sums slices, last to first,
+in the weight's dtype. Slices follow from shapes alone, so a repeated or resumed run gives the same bits.
 """
 
 import math

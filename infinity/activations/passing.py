@@ -79,10 +79,7 @@ class Passing:
 
     @uninterrupted
     def put(self, tensor: Tensor, key: SlotKey, place: Place) -> SlotHandle:
-        """Keep or begin to store ``tensor``, which may not be written any more.
-
-        DiskError: the file system is full, or an earlier store failed.
-        """
+        """Keep or begin to store ``tensor``, never written again; DiskError: no room, or a store failed."""
         cache, tensor = self.cache, _alone(tensor.detach())
         cache.stats.free_dropped()
         slot = Slot(key, tensor.untyped_storage(), tensor._version, cache.stats)
@@ -109,10 +106,7 @@ class Passing:
 
     @uninterrupted
     def expect(self, handle: SlotHandle, *, last: bool) -> bool:
-        """Begin to load what is used next, and return whether it was away.
-
-        ``last``: it is used for the last time, so that it need not be stored if it has not been yet.
-        """
+        """Begin to load what is used next, if ``last`` for the last time, and return whether it was away."""
         if last:
             self.cache.queue.cancel(handle.slot)
         return handle.slot.fetch()

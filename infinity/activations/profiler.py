@@ -6,8 +6,7 @@ reads another with the same bytes: :meth:`Profiler.unpacked` says for which one 
 gives that one the life that it has when nothing moves.
 
 [Note: storages]
-A storage, which views share, is known by a weak reference, which ends when its memory is given back. An
-address is used again at once.
+A storage, which views share, is known by a weak reference, which ends when its memory is given back.
 
 [Note: the block of a backward operator]
 Autograd numbers nodes in the order of forward, so the numbers at a block's beginning and end tell whose

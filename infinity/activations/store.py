@@ -8,10 +8,9 @@ memory begins at the same offset in a block, since some kernels look at alignmen
 
 [Note: staging]
 Other stores go through pinned host memory, or past it with GPUDirect Storage. One thread stores and another
-loads, each in the order of calls and on its own stream: copies out overlap with copies in, and both with
-compute. A copy waits for what compute had been given when its tensor was packed or allocated, and for nothing
-later. Compute may use loaded bytes as soon as their copies are issued, since its stream waits for them.
-Memory is held until copies have ended.
+loads, each on its own stream: copies overlap with each other and with compute. A copy waits for what compute
+had been given when its tensor was packed or allocated, and holds memory until it has ended. Compute may use
+loaded bytes as soon as their copies are issued, since its stream waits for them.
 """
 
 import ctypes
@@ -30,14 +29,7 @@ from torch import Tensor
 
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Transfer, TransferEngine, aligned, stream
 from infinity.core.plan import Hardware, Place
-from infinity.device.accelerator import (
-    StreamTransfer,
-    record,
-    synchronize,
-    use_own_stream,
-    wait_on_host,
-    wait_on_stream,
-)
+from infinity.device import accelerator
 from infinity.device.memory import HostBuffer, Lease, Pool
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
@@ -145,10 +137,10 @@ def _host_bytes_per_s(device: torch.device) -> float:
     try:
         for target, source in ((here, there), (there, here)):
             target.copy_(source)
-            synchronize(device)
+            accelerator.synchronize(device)
             began_s = time.perf_counter()
             target.copy_(source)
-            synchronize(device)
+            accelerator.synchronize(device)
             slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
     finally:
         buffer.close()
@@ -210,25 +202,25 @@ def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
 
 def copying(
     thread: ThreadPoolExecutor, move: Callable[[], object], after: torch.Event | None, device: torch.device
-) -> tuple[StreamTransfer, Transfer]:
+) -> tuple[accelerator.StreamTransfer, Transfer]:
     """Run ``move()`` on a thread that copies; its work on the accelerator waits for an event.
 
     Of the transfers returned one ends when the copies are issued, one when they have ended and hold no
     memory.
     """
-    issued, ended, moves = StreamTransfer(), Transfer(), [move]
+    issued, ended, moves = accelerator.StreamTransfer(), Transfer(), [move]
     del move
 
     def issue() -> None:
         move = moves.pop()
-        wait_on_stream(after, device)
+        accelerator.wait_on_stream(after, device)
         try:
             move()
         finally:
             issued.record(device)
 
     def end() -> None:
-        wait_on_host(record(device))
+        accelerator.wait_on_host(accelerator.record(device))
         issued.wait()
 
     def perform() -> None:
@@ -247,16 +239,13 @@ class _Staged(StoredActivation):
     """Stores a storage on one thread and loads it on another, each by one of two moves."""
 
     def __init__(
-        self,
-        storage: Storage,
-        threads: Sequence[ThreadPoolExecutor],
-        give_back: Callable[[], None],
+        self, threads: Sequence[ThreadPoolExecutor], storage: Storage, give_back: Callable[[], None],
         moves: tuple[Move, Move],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(give_back)
         self._threads, self._moves = threads, moves
         self._nbytes, self._device = storage.nbytes(), storage.device
-        self._packed = record(storage.device)  # a store may be started later, by another thread
+        self._packed = accelerator.record(storage.device)  # a store may be started later, by another thread
 
     def store(self, storage: Storage) -> Transfer:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -265,7 +254,7 @@ class _Staged(StoredActivation):
 
     def load(self) -> Loading:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        allocated, storage = record(self._device), target.untyped_storage()
+        allocated, storage = accelerator.record(self._device), target.untyped_storage()
         issued, ended = copying(self._threads[1], partial(self._moves[1], target), allocated, self._device)
         self._hold(storage, ended)
         return Loading(storage, 0, issued)
@@ -287,7 +276,8 @@ class StagedStore:
         self._pool, self._volume, self._engine = pool, volume, engine
         self._piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
         self.threads = [
-            ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,)) for name in ("store", "load")
+            ThreadPoolExecutor(1, f"infinity-{name}", accelerator.use_own_stream, (device,))
+            for name in ("store", "load")
         ]
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
@@ -300,15 +290,15 @@ class StagedStore:
                 lambda source: lease.tensor.copy_(source, non_blocking=True),
                 lambda target: target.copy_(lease.tensor, non_blocking=True),
             )
-            return _Staged(storage, self.threads, lease.release, moves)
+            return _Staged(self.threads, storage, lease.release, moves)
         extent = self._volume.allocate(aligned(nbytes), what=who)
         moves = partial(self._put, extent, who), partial(self._get, extent, who)
         if engine.name == "gds":
             moves = (
-                lambda source: engine.write(extent.head(nbytes), source).wait(),
-                lambda target: engine.read(extent.head(nbytes), target).wait(),
+                lambda source: engine.write(extent.part(0, nbytes), source).wait(),
+                lambda target: engine.read(extent.part(0, nbytes), target).wait(),
             )
-        return _Staged(storage, self.threads, partial(self._volume.free, extent), moves)
+        return _Staged(self.threads, storage, partial(self._volume.free, extent), moves)
 
     def close(self) -> None:
         for thread in self.threads:

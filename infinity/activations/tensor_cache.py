@@ -6,8 +6,7 @@ which torch keeps as long as the memory lives. Views and transposes share it.
 
 [Note: versions]
 Autograd refuses to read a saved tensor that was modified in place since, but not where hooks are. So hooks
-compare versions themselves, also after the bytes have left: a tensor without bytes that shares the count of
-writes stays behind. Writes that torch does not count reach backward only while the storage is in memory.
+compare versions themselves: a tensor without bytes that shares the count of writes stays behind.
 
 [Note: one record per forward pass]
 Several forward passes may be in flight (interleaved micro-batches); backward of each asks its own record what
@@ -173,10 +172,7 @@ class Slot:
             return True
 
     def read(self, wait: Callable[[Callable[[], None]], None]) -> tuple[torch.UntypedStorage, int]:
-        """Return the storage, and the offset in it (bytes) at which the slot's bytes begin.
-
-        ``wait`` runs a function that waits for the load. DiskError: it failed, and can be tried again.
-        """
+        """Return the storage, and where the slot begins in it (bytes); DiskError: the load failed, once."""
         with self._lock:
             loading, self._loading = self._loading, None
             if loading is not None:
@@ -545,10 +541,7 @@ class TensorCache:
 
     @untraced
     def unpack(self, packed: KeptTensor) -> Tensor:
-        """Return the packed tensor, bitwise.
-
-        RuntimeError: it was modified in place since. DiskError: it could not be read, or a store failed.
-        """
+        """Return the packed tensor; RuntimeError: it was modified; DiskError: a read or a store failed."""
         self.queue.check()
         backward = torch._C._current_graph_task_id()
         if self.profiler is not None and backward not in (-1, self._profiled_backward):

@@ -13,20 +13,18 @@ few bytes as possible. Of equal units the first of the model keep theirs in memo
 last, with little time to write.
 
 [Note: the host budget beside an accelerator]
-On an accelerator gradients wait for ``step`` and for their updates in host memory, beside residents (each
-with room for its own gradient), chunks of updates, shards on their way to the accelerator, and weights kept
-for their update. Each has memory of its own, so that none waits for memory of another that waits for it.
+On an accelerator gradients wait in host memory, beside residents (each with room for its own gradient),
+chunks of updates, shards on their way, and weights kept for their update. Each has memory of its own, so that
+none waits for memory of another that waits for it.
 
 [Note: what trains is known]
-While a model is built residents get half of that budget. When an optimizer is made it is known what trains;
-where that is little (adapters), the rest needs less than half. More residents are then spread over the model:
-while some are computed, others are read. An eighth stays for shards on their way and for activations that
-leave, or half of it all where a plan decides which do.
+While a model is built residents get half of that budget. Where little trains (adapters) the rest needs less,
+and more residents are spread over the model: while some are computed, others are read. An eighth stays for
+shards on their way and activations that leave, or half where a plan decides which do.
 
 [Note: states on an accelerator]
-What the device budget has beyond all of that, and beyond a window for all weights, holds states of as many
-units as fit whose home is host memory: they are updated there, and their gradients wait there. The first of
-the model come first: backward comes to them last, and the next forward needs them first.
+What the device budget has beyond all of that, and a window for all weights, holds states of units whose home
+is host memory, the model's first ones first: they are updated there, and their gradients wait there.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -287,12 +285,9 @@ def divide_device(
 
 
 def _too_small(
-    total: int,
-    parts: list[tuple[int, str]],
-    units: Sequence[UnitSizes],
-    waits: Sequence[UnitSizes],
+    total: int, parts: list[tuple[int, str]], units: Sequence[UnitSizes], waits: Sequence[UnitSizes],
     in_host: bool,
-) -> BudgetError:
+) -> BudgetError:  # fmt: skip
     biggest = max(units, key=lambda u: u.full)
     trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
     for at, unit in ((1, trained), (2, None if biggest is trained else biggest)):

@@ -95,10 +95,7 @@ class Setting(NamedTuple):
         return "path" if self.path else {bool: "true | false", str: "text"}.get(self.hint, self.hint.__name__)
 
     def converted(self, value: Any) -> Any:
-        """Return ``value`` as the type, or raise a ValueError.
-
-        YAML's types stay apart, but a size may be text, a list its only item, and a float or a text an int.
-        """
+        """Return ``value`` as the type, or a ValueError; sizes may be text, lists an item, floats an int."""
         kind, args = typing.get_origin(self.hint), typing.get_args(self.hint)
         if kind in (types.UnionType, typing.Union):
             as_it_is = type(value) in args and (value is None or type(value) is bool)
@@ -128,14 +125,9 @@ class Setting(NamedTuple):
 
 
 def setting(
-    default: Any,
-    help: str,
-    valid: Valid = _ANY,
-    *,
-    nbytes: bool = False,
-    path: bool = False,
+    default: Any, help: str, valid: Valid = _ANY, *, nbytes: bool = False, path: bool = False,
     numeric: bool = True,
-) -> Any:
+) -> Any:  # fmt: skip
     """Make a field of a config.
 
     Args:

@@ -30,10 +30,7 @@ class RecipeError(InfinityError, ValueError):
 
 
 class BudgetError(InfinityError, ValueError):
-    """Raised when a budget cannot hold what the model needs; the message carries the arithmetic.
-
-    ``part`` is the key of the budget that is too small, such as memory.host; empty: it has none.
-    """
+    """Raised when a budget cannot hold what is needed; ``part`` is its key, such as memory.host, if any."""
 
     def __init__(self, message: str, part: str = "") -> None:
         super().__init__(message)

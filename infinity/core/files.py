@@ -184,10 +184,7 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
 
 
 def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: float = PATIENCE_S) -> int:
-    """Open this user's ``path``, as :func:`open_found` does, and lock the file that has this name now.
-
-    After ``patience_s`` it raises a LockedError, which names the holder.
-    """
+    """Open this user's ``path``, and lock what has this name now, or raise a LockedError with the holder."""
     deadline = time.monotonic() + patience_s
     while True:
         fd = open_found(path, flags)

@@ -81,9 +81,6 @@ class Extent:
                 pieces.append(piece)
         return Extent(tuple(pieces))
 
-    def head(self, nbytes: int) -> "Extent":
-        return self.part(0, nbytes)
-
     def part(self, start: int, nbytes: int) -> "Extent":
         """Return ``nbytes`` of the range from its byte ``start`` on."""
         pieces: list[Piece] = []
@@ -186,10 +183,7 @@ _SLICE_S = 0.5
 
 
 class Transfer:
-    """A move in flight: submitted by one thread, ended by another, waited for by any.
-
-    Once ended it holds neither what it moved nor the calls that followed it.
-    """
+    """A move in flight, of any threads; once ended it holds neither what it moved nor calls that followed."""
 
     __slots__ = ("_calls", "_done", "_error", "_event", "_lock", "_traceback")
 
@@ -221,10 +215,7 @@ class Transfer:
         return self._done
 
     def then(self, call: Callable[[], object]) -> None:
-        """Run ``call`` once, when the move has ended, on the thread that ends it; at once if it has.
-
-        It must not wait, and learns how the move ended by ``wait``.
-        """
+        """Run ``call``, which must not wait, when the move has ended, on the thread that ends it, or now."""
         with self._lock:
             if not self._done:
                 self._calls.append(call)
@@ -278,10 +269,7 @@ def chained(first: Transfer, begin: Callable[[], Transfer]) -> Transfer:
 
 
 class TransferEngine(Protocol):
-    """Moves bytes between extents and memory, and counts those of transfers that ended well; any thread.
-
-    ``close`` waits for what is in flight.
-    """
+    """Moves bytes between extents and memory, and counts those of transfers that ended well; any thread."""
 
     @property
     def name(self) -> str: ...
@@ -301,7 +289,7 @@ class TransferEngine(Protocol):
 
     def write(self, extent: Extent, memory: memoryview) -> Transfer: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None: ...  # waits for what is in flight
 
 
 P = TypeVar("P")

@@ -14,12 +14,11 @@ thread that closes it. What holds threads and files refers to its users :func:`w
 is never collected.
 
 [Note: Ctrl-C]
-A signal's handler raises between any two bytecodes of the main thread, and only there. What an interrupted
-step has so far is dropped when the next one begins. Lines between which tables do not agree (half of the
-units are committed) run in sections, ``with uninterrupted:``, which put our handlers in place of those that
-they find. Ours call them when the outermost section ends, so nothing is half done or repaired. If a section
-hangs, in a wait for a disk or other ranks, a second signal some time after the first is not held back; models
-that were built before it raise :class:`~infinity.core.errors.StateError` from then on.
+A signal's handler raises between any two bytecodes of the main thread, and only there. Lines between which
+tables do not agree (half of the units are committed) run in sections, ``with uninterrupted:``, whose handlers
+call those that they replace when the outermost section ends: nothing is half done or repaired. If a section
+hangs, a second signal some time after the first is not held back; models that were built before it raise
+:class:`~infinity.core.errors.StateError` from then on.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
@@ -32,9 +31,8 @@ import time
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -45,7 +43,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _dropped: "queue.SimpleQueue[Callable[[], object]]" = queue.SimpleQueue()  # its put may interrupt itself
-_closer: threading.Thread | None = None
 
 
 class OwnedStack(contextlib.ExitStack):
@@ -63,19 +60,16 @@ class OwnedStack(contextlib.ExitStack):
 
     def close_with(self, holder: object) -> None:
         """Close when ``holder`` is collected, too: see [Note: dropped without close]."""
-        global _closer
-        if _closer is None or not _closer.is_alive():  # none yet, or this is a child of the one that had it
-            _closer = threading.Thread(target=_close_dropped, name="infinity-closer", daemon=True)
-            _closer.start()
+        _start_closer(os.getpid())
         weakref.finalize(holder, _dropped.put, self.close).atexit = False
 
 
 def close_collected() -> None:
     """Block until everything that was collected so far is closed."""
-    if _closer is not None and _closer.is_alive():
-        reached = threading.Event()
-        _dropped.put(reached.set)
-        reached.wait()
+    reached = threading.Event()
+    _start_closer(os.getpid())
+    _dropped.put(reached.set)
+    reached.wait()
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
@@ -87,6 +81,12 @@ def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
         return None if found is None else found(*args, **kwargs)
 
     return call
+
+
+@cache
+def _start_closer(pid: int) -> None:
+    """Start this process's thread that closes; a child has none of its parent's."""
+    threading.Thread(target=_close_dropped, name="infinity-closer", daemon=True).start()
 
 
 def _close_dropped() -> None:
@@ -105,15 +105,12 @@ _Launcher = namedtuple("_Launcher", "name rank world_size local_rank local_world
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Launcher(
-        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     ),
     _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    _Launcher(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
-    ),
-)  # fmt: skip
+    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +128,11 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch:
     """Return the place of this process, or raise a LaunchError if a variable is missing or makes no sense."""
     env = os.environ if environment is None else environment
     named = next((each for each in _LAUNCHERS if each.world_size in env), None)
-    local = next((each.local_rank for each in _LAUNCHERS if each.local_rank in env), None)
-    several = next((each.local_world_size for each in _LAUNCHERS if each.local_world_size in env), None)
-    local_rank = None if local is None else _number(env, local)
-    local_world_size = None if several is None else max(1, _number(env, several))
+    local_rank = next((_number(env, each.local_rank) for each in _LAUNCHERS if each.local_rank in env), None)
+    several = (
+        max(1, _number(env, each.local_world_size)) for each in _LAUNCHERS if each.local_world_size in env
+    )
+    local_world_size = next(several, None)
     if named is None:
         return Launch(local_rank=local_rank, local_world_size=local_world_size)
     world_size = max(1, _number(env, named.world_size))
@@ -200,7 +198,7 @@ class _Handler:
             raise
 
 
-class Section:
+class Section(contextlib.ContextDecorator):
     """Context that holds back signal handlers, which run on the main thread only; may nest, and decorate."""
 
     def __init__(self) -> None:
@@ -240,16 +238,8 @@ class Section:
         if get_ident() != self._main:
             self._main, self.depth, self.pending = get_ident(), 0, {}
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def held_back(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
 
-        return held_back
-
-
-class UninterruptedExit(ExitStack):
+class UninterruptedExit(contextlib.ExitStack):
     """An ``ExitStack`` whose contexts end in one section."""
 
     def __exit__(self, *exc: Any) -> bool | None:

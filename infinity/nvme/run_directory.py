@@ -13,18 +13,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from infinity.core import files
 from infinity.core.errors import DirectoryError, LockedError, UnsafePathError
-from infinity.core.files import (
-    create_file,
-    is_locked,
-    is_locked_here,
-    is_own,
-    lock_file,
-    lock_owner,
-    open_locked,
-    own_directory,
-    shared_directory,
-)
 from infinity.core.nbytes import format_nbytes
 
 _LOCKS = "rank*.lock"
@@ -55,18 +45,18 @@ class RunDirectory:
         self._files: set[Path] = set()
         self._lock_path = self.path / f"rank{rank}.lock"
         try:
-            shared_directory(self.path.parent)
-            own_directory(self.path)
-            self._lock = lock_file(self._lock_path)  # a descriptor; -1 after remove
+            files.shared_directory(self.path.parent)
+            files.own_directory(self.path)
+            self._lock = files.lock_file(self._lock_path)  # a descriptor; -1 after remove
         except LockedError as error:
             advice = "wait for that run or end it, or give this one another run.name or memory.nvme"
-            if is_locked_here(self._lock_path):
+            if files.is_locked_here(self._lock_path):
                 advice = (
                     "that is this process, which has a model of the run: before another one is built call "
                     "infinity.close(model, keep=True), or drop the model and all that holds it (in a "
                     "notebook also results of its forward passes, and tracebacks)"
                 )
-            text = f"{self.path} is in use by {lock_owner(self._lock_path)}; {advice}"
+            text = f"{self.path} is in use by {files.lock_owner(self._lock_path)}; {advice}"
             raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
         except UnsafePathError:
             raise
@@ -90,10 +80,10 @@ class RunDirectory:
         """Remove this rank's files and its lock, and the directory with the last rank's."""
         if self._lock < 0:
             return
-        files = set(self._files)
+        own = set(self._files)
         with contextlib.suppress(OSError):  # no descriptor is left to list it with
-            files.update(self.path.glob(f"rank{self.rank}-*"))
-        for path in files:
+            own.update(self.path.glob(f"rank{self.rank}-*"))
+        for path in own:
             path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)  # while it is held: see :mod:`infinity.core.files`
         self.leave()
@@ -103,7 +93,7 @@ class RunDirectory:
     def finish(self) -> None:
         """Record that this rank is done with the run. Once all ranks are, no process goes on with it."""
         if self._lock >= 0:
-            os.close(create_file(finished_path(self.path, self.rank)))
+            os.close(files.create_file(finished_path(self.path, self.rank)))
 
     def remove_finished(self, world_size: int) -> None:
         """Give back the lock, and remove the files of all ranks if all that are here have finished.
@@ -117,13 +107,13 @@ class RunDirectory:
         directory = os.O_RDONLY | os.O_DIRECTORY
         with contextlib.ExitStack() as held, contextlib.suppress(LockedError, FileNotFoundError):
             try:
-                held.callback(os.close, open_locked(self.path, directory, patience_s=_TURN_S))
+                held.callback(os.close, files.open_locked(self.path, directory, patience_s=_TURN_S))
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
             ranks = {int(path.stem[len("rank") :]): path for path in self.path.glob(_LOCKS)}
             for path in ranks.values():
-                held.callback(os.close, open_locked(path, os.O_RDWR, patience_s=0))
+                held.callback(os.close, files.open_locked(path, os.O_RDWR, patience_s=0))
             finished = [finished_path(self.path, rank) for rank in ranks if rank < world_size]
             if all(path.exists() for path in finished):
                 last = [*finished, *ranks.values()]
@@ -146,9 +136,9 @@ def finished_path(folder: Path, rank: int) -> Path:
 def find_leftovers(root: Path) -> list[Path]:
     """Return this user's directories below ``root`` of runs that ended without removing them."""
     found = []
-    for path in filter(is_own, sorted(Path(root).glob("*/"))):
+    for path in filter(files.is_own, sorted(Path(root).glob("*/"))):
         locks = list(path.glob(_LOCKS))
-        if locks and not any(is_locked(lock, shared=True) for lock in locks):
+        if locks and not any(files.is_locked(lock, shared=True) for lock in locks):
             found.append(path)
     return found
 
@@ -158,11 +148,11 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
     places = [Path(os.path.realpath(root)) for root in roots]
     lines = []
     try:
-        dead = [path for root in places for path in find_leftovers(root) if path.name != own]
-        kept = [path for path in dead if any(path.glob(_COMMITS))]
-        dead = [path for path in dead if path not in kept]
+        found = [path for root in places for path in find_leftovers(root) if path.name != own]
+        kept = [path for path in found if any(path.glob(_COMMITS))]
     except OSError:  # who makes the run's own files says it
         return ""
+    dead = [path for path in found if path not in kept]
     if kept:
         runs = "an interrupted run keeps" if len(kept) == 1 else "interrupted runs keep"
         names = ", ".join(sorted({path.name for path in kept}))

@@ -192,13 +192,9 @@ class ProgressDisplay(View):
     """View that shows every step (in a terminal), or every ``log_every``-th and the last (plain lines)."""
 
     def __init__(
-        self,
-        steps: int,
-        *,
-        log_every: int = 1,
-        console: Console | None = None,
+        self, steps: int, *, log_every: int = 1, console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._steps, self._log_every, self._clock = steps, log_every, clock
         self._console = console or Console(stderr=True)  # standard output is free for results
         self._began: dict[str, float] = {}  # what precedes training, and when
@@ -335,14 +331,18 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
     line: StepReport | Evaluation
     try:
         given = json.loads(text)
-        if given["kind"] == "step":
-            own = {name: AdapterReport(**each) for name, each in given.get("adapters", {}).items()}
-            given |= {"adapters": own, "metrics": given.get("metrics", {})}  # older versions wrote none
-            line = StepReport(**{each.name: given[each.name] for each in fields(StepReport)})
+        kind: Any = StepReport if given["kind"] == "step" else Evaluation
+        known = {
+            each.name: given[each.name] for each in fields(kind) if each.name in given
+        }  # older wrote less
+        adapters = known.get("adapters", {}).items()
+        if kind is StepReport:
+            line = StepReport(
+                **known | {"adapters": {name: AdapterReport(**each) for name, each in adapters}}
+            )
         else:
-            each = {name: _number(loss) for name, loss in given.get("adapters", {}).items()}
-            more = given.get("metrics", {}), given.get("per_token", True)
-            line = Evaluation(given["step"], _number(given["loss"]), each, *more)
+            known |= {"loss": _number(given["loss"]), "adapters": {k: _number(loss) for k, loss in adapters}}
+            line = Evaluation(**known)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return line if type(line.step) is int else None
@@ -452,13 +452,9 @@ class Summary(LossSummary):
 
 #: Figures of steps of which a summary has the median.
 _MEDIANS = (
-    "step_s",
-    "tokens_per_s",
-    "nbytes_read",
-    "nbytes_written",
-    "planned_nbytes_read",
+    "step_s", "tokens_per_s", "nbytes_read", "nbytes_written", "planned_nbytes_read",
     "planned_nbytes_written",
-)
+)  # fmt: skip
 
 
 class SummaryBuilder(View):
@@ -517,24 +513,14 @@ class SummaryBuilder(View):
         first, last = (self._ends[0], self._ends[-1]) if self._ends else (None, None)
         losses = {"": LossSummary(), **self._losses}
         return Summary(
-            folder=str(folder),
-            **medians,
-            **others,
-            **asdict(losses.pop("")),
-            adapters=losses,
-            metrics=dict(self._metrics),
-            steps=sums["steps"],
-            first_step=first.step if first else 1,
-            steps_off_plan=int(sum(off_plan)),
-            steps_rolled_back=sums["redone"],
-            spilled_nbytes=last.spilled_nbytes if last else 0,
-            tiles=last.tiles if last else 0,
-            tiles_used=round(sums["tiles_used"] / max(1, sums["steps"])),
-            peak_nbytes=dict(self._peak),
-            stall_s=stall_s,
-            stall_share=sum(stall_s.values()) / self.total_s if self.total_s else 0.0,
+            folder=str(folder), **medians, **others, **asdict(losses.pop("")), adapters=losses,
+            metrics=dict(self._metrics), steps=sums["steps"], first_step=first.step if first else 1,
+            steps_off_plan=int(sum(off_plan)), steps_rolled_back=sums["redone"],
+            spilled_nbytes=last.spilled_nbytes if last else 0, tiles=last.tiles if last else 0,
+            tiles_used=round(sums["tiles_used"] / max(1, sums["steps"])), peak_nbytes=dict(self._peak),
+            stall_s=stall_s, stall_share=sum(stall_s.values()) / self.total_s if self.total_s else 0.0,
             bottleneck=bottleneck(stall_s, self.total_s),
-        )
+        )  # fmt: skip
 
 
 def show_summary(summary: Summary, console: Console) -> None:

@@ -55,11 +55,12 @@ class Sink(View):
             ) from error
         self._try(self.begin, package, settings or {})
 
-    def step(self, report: StepReport) -> None:
-        self._give(report)
+    def step(self, report: StepReport | Evaluation) -> None:
+        scalars = {name: float(each) for name, each in scalars_of(report).items() if each is not None}
+        self._try(self.put, report.step, scalars)
 
     def evaluated(self, found: Evaluation) -> None:
-        self._give(found)
+        self.step(found)
 
     def close(self) -> None:
         self._try(self.end)
@@ -84,10 +85,6 @@ class Sink(View):
         number = make()
         write_file(path, f"{number}\n")
         return number
-
-    def _give(self, line: StepReport | Evaluation) -> None:
-        scalars = {name: float(each) for name, each in scalars_of(line).items() if each is not None}
-        self._try(self.put, line.step, scalars)
 
     def _try(self, do: Callable[..., object], *given: Any) -> None:
         """Call ``do``; if that fails, now or earlier, do nothing: see [Note: a sink harms nothing]."""
@@ -173,35 +170,29 @@ SINKS: dict[str, type[Sink]] = {each.key: each for each in (TensorBoard, Weights
 
 def scalars_of(line: StepReport | Evaluation) -> dict[str, float | None]:
     """Return the figures of a step or an evaluation by the names that sinks and the report have for them."""
-    return _of_evaluation(line) if isinstance(line, Evaluation) else _of_step(line)
-
-
-def _of_step(report: StepReport) -> dict[str, float | None]:
+    scalars: dict[str, float | None] = {}
+    if isinstance(line, Evaluation):
+        for name, loss in {"": line.loss, **line.adapters}.items():
+            end = f"/{name}" if name else ""
+            scalars[f"loss/held_out{end}"] = loss
+            if line.per_token:
+                scalars[f"perplexity/held_out{end}"] = perplexity(loss)
+        return scalars | {f"metrics/held_out/{name}": value for name, value in line.metrics.items()}
     scalars = {
-        "loss/train": report.loss,
-        "optimizer/lr": report.lr,
-        "optimizer/grad_norm": report.grad_norm,
-        "speed/tokens_per_s": report.tokens_per_s,
-        "speed/step_s": report.step_s,
-        "bytes/read": report.nbytes_read,
-        "bytes/written": report.nbytes_written,
-        "bytes/planned_read": report.planned_nbytes_read,
-        "bytes/planned_written": report.planned_nbytes_written,
-        **{f"stall_s/{cause}": waited_s for cause, waited_s in report.stall_s.items()},
-        **{f"peak_bytes/{tier}": nbytes for tier, nbytes in report.peak_nbytes.items()},
-        **{f"metrics/train/{name}": value for name, value in report.metrics.items()},
+        "loss/train": line.loss,
+        "optimizer/lr": line.lr,
+        "optimizer/grad_norm": line.grad_norm,
+        "speed/tokens_per_s": line.tokens_per_s,
+        "speed/step_s": line.step_s,
+        "bytes/read": line.nbytes_read,
+        "bytes/written": line.nbytes_written,
+        "bytes/planned_read": line.planned_nbytes_read,
+        "bytes/planned_written": line.planned_nbytes_written,
+        **{f"stall_s/{cause}": waited_s for cause, waited_s in line.stall_s.items()},
+        **{f"peak_bytes/{tier}": nbytes for tier, nbytes in line.peak_nbytes.items()},
+        **{f"metrics/train/{name}": value for name, value in line.metrics.items()},
     }
-    for name, each in report.adapters.items():
+    for name, each in line.adapters.items():
         scalars |= {f"loss/train/{name}": each.loss, f"optimizer/lr/{name}": each.lr}
         scalars[f"optimizer/grad_norm/{name}"] = each.grad_norm
     return scalars
-
-
-def _of_evaluation(found: Evaluation) -> dict[str, float | None]:
-    scalars: dict[str, float | None] = {}
-    for name, loss in {"": found.loss, **found.adapters}.items():
-        end = f"/{name}" if name else ""
-        scalars[f"loss/held_out{end}"] = loss
-        if found.per_token:
-            scalars[f"perplexity/held_out{end}"] = perplexity(loss)
-    return scalars | {f"metrics/held_out/{name}": value for name, value in found.metrics.items()}

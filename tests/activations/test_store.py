@@ -109,8 +109,7 @@ def test_a_device_that_fails_ends_the_copies_that_wait_for_it(tmp_path, monkeypa
 
     stage = Stage(tmp_path, "host")
     stored = stage.store.reserve(torch.empty(5000, dtype=torch.uint8).untyped_storage(), "test")
-    for module in ("activations.store", "device.accelerator"):
-        monkeypatch.setattr(f"infinity.{module}.record", fail)
+    monkeypatch.setattr("infinity.device.accelerator.record", fail)
     for transfer in copying(stage.store.threads[0], lambda: None, None, torch.device("cpu")):
         assert comes_true(transfer.done)
         with pytest.raises(RuntimeError, match="the device"):

@@ -22,8 +22,8 @@ def test_a_sum_has_the_bytes_of_both_in_order(a, b):
 
 @given(extents, st.integers(0, 60))
 def test_a_head_is_the_first_bytes(extent, nbytes):
-    assert content(extent.head(nbytes)) == content(extent)[:nbytes]
-    assert all(piece.nbytes > 0 for piece in extent.head(nbytes).pieces)
+    assert content(extent.part(0, nbytes)) == content(extent)[:nbytes]
+    assert all(piece.nbytes > 0 for piece in extent.part(0, nbytes).pieces)
 
 
 @given(extents, st.integers(0, 60), st.integers(0, 60))

@@ -97,7 +97,7 @@ class FaultyEngine:
         if fault is not None:
             moved = int(extent.nbytes * fault.share) // BLOCK_NBYTES * BLOCK_NBYTES
             error = DiskError(fault.errno, on, "faulty.bin", offset=0, nbytes=extent.nbytes, moved=moved)
-        inner = [start(extent.head(moved), memory[:moved])] if moved else []
+        inner = [start(extent.part(0, moved), memory[:moved])] if moved else []
         return _late(inner, error, self.delay_s, self._may_end)
 
 

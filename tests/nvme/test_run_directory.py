@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from infinity.core import files
 from infinity.core.errors import DiskError, LockedError, UnsafePathError
-from infinity.nvme import run_directory
 from infinity.nvme.run_directory import RunDirectory, find_leftovers, leftovers_line, new_run_id
 from infinity.nvme.volume import Volume
 from tests.helpers.launch import holding
@@ -56,7 +56,7 @@ def test_the_files_of_a_finished_run_go_however_its_last_ranks_meet(
         run.file(f"rank{run.rank}-1.bin").write_text("x")
         run.finish()
     last = threading.Thread(target=runs[1].remove_finished, args=(2,))
-    real = run_directory.open_locked
+    real = files.open_locked
 
     def taken(path: Path, *args: Any, **given: Any) -> int:
         try:
@@ -67,7 +67,7 @@ def test_the_files_of_a_finished_run_go_however_its_last_ranks_meet(
                 last.join(0.2)  # it ends, or waits for its turn
             raise
 
-    monkeypatch.setattr(run_directory, "open_locked", taken)
+    monkeypatch.setattr(files, "open_locked", taken)
     runs[0].remove_finished(2)
     last.join(HANG_S)
     assert not runs[0].path.exists()
@@ -77,7 +77,7 @@ def test_the_files_of_a_finished_run_go_however_its_last_ranks_meet(
 def test_ranks_that_end_at_the_same_time_remove_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory_locks: bool
 ) -> None:
-    real = run_directory.open_locked
+    real = files.open_locked
 
     def without(path: Path, *args: Any, **given: Any) -> int:
         if path.is_dir():
@@ -85,7 +85,7 @@ def test_ranks_that_end_at_the_same_time_remove_their_files(
         return real(path, *args, **given)
 
     if not directory_locks:
-        monkeypatch.setattr(run_directory, "open_locked", without)
+        monkeypatch.setattr(files, "open_locked", without)
     for number in range(20 if directory_locks else 1):
         runs = [RunDirectory(tmp_path, f"run{number}", rank) for rank in range(4)]
         for run in runs:

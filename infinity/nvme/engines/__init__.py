@@ -204,13 +204,9 @@ class QueuedEngine:
             if limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit:
                 code = errno.EFBIG
         error = DiskError(
-            code,
-            "write" if request.move.writes else "read",
-            self._volume.path(request.file),
-            offset=request.offset,
-            nbytes=request.nbytes,
-            moved=request.moved,
-        )
+            code, "write" if request.move.writes else "read", self._volume.path(request.file),
+            offset=request.offset, nbytes=request.nbytes, moved=request.moved,
+        )  # fmt: skip
         if request.note:
             error.add_note(request.note)
         return error
