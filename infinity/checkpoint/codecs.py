@@ -5,10 +5,9 @@ and the pieces before training, and return new pieces.
 
 [Note: the same bits]
 Each decoder does the arithmetic of the library that reads the format for inference, in the same dtypes and
-order, so its values are that library's to the bit: FP8 times the scale of its block in fp32, MXFP4 (e2m1)
-times a power of two for 32 values, INT4 or INT8 times the scale of its group in the scales' dtype, NVFP4
-(e2m1) times the product or quotient of two scales in fp32, NF4 and FP4 numbers of a table times the largest
-size of their block in fp32, and LLM.int8 times the largest size of its row, then times 1 / 127, in fp32.
+order, so its values are that library's to the bit: FP8, MXFP4 and NVFP4 (e2m1), NF4 and FP4 (of a table)
+times their scales in fp32, whole numbers times the scale of their group in the scales' dtype, LLM.int8 times
+the largest size of its row, then times 1 / 127, in fp32.
 
 [Note: which scale]
 A block or group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum
@@ -31,6 +30,7 @@ bitsandbytes ``dequantize_4bit`` and ``int8_vectorwise_dequant``.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 codes; the upper eight are negative.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: Values of the codes of bitsandbytes' NF4 and FP4, whose blocks have values from -1 to 1.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -49,8 +49,6 @@ NF4 = (
 FP4 = tuple(sign * size / 12 for sign in (1, -1) for size in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 #: 1 / 127, as LLM.int8 multiplies by it.
 LLM_INT8 = 7.874015718698502e-3
-#: The largest finite values of each format.
-_E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 #: A stored block may ask for a scale this many times the largest one: -8 of -8 to 7 makes a range of 16.
 _ROUNDED_UP = 1.1
 #: Elements that are encoded at a time where a whole matrix is given.
@@ -58,12 +56,7 @@ _PIECE_NUMEL = 2**18
 
 
 def decode_fp8(
-    first: int,
-    codes: Tensor,
-    scales: Tensor,
-    *,
-    block: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
+    first: int, codes: Tensor, scales: Tensor, *, block: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Decode rows from ``first`` on of an FP8 matrix with one scale per block; the fp32 product in ``dtype``.
 
@@ -100,14 +93,9 @@ def as_float(scales: Tensor) -> Tensor:
 
 
 def encode_fp8(
-    values: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    *,
-    block: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-    power_of_two: bool = False,
-) -> tuple[Tensor, Tensor]:
+    values: Tensor, codes: Tensor, scales: Tensor, *, block: tuple[int, int],
+    dtype: torch.dtype = torch.float32, power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Encode whole blocks of rows for :func:`decode_fp8`, if ``power_of_two`` with scales that are such."""
     (rows, columns), (down, across) = codes.shape, scales.shape
     beyond = (0, across * block[1] - columns, 0, down * block[0] - rows)
@@ -116,39 +104,18 @@ def encode_fp8(
         padded = pad(matrix.view(rows, columns), beyond)
         return padded.view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
 
-    def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        products = _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * as_float(scales).unsqueeze(-1)
-        return products.to(dtype).float()
-
-    def encode(values: Tensor, scales: Tensor) -> Tensor:
-        steps = values / as_float(scales).unsqueeze(-1)
-        return _round(steps.clamp_(-_E4M3_MOST, _E4M3_MOST), exponent=4, mantissa=3)
-
     values, before = by_block(values), by_block(codes.view(torch.uint8))
     largest = values.abs().amax(-1)
-    own = torch.where(largest == 0, 1.0, largest / _E4M3_MOST)
+    own = torch.where(largest == 0, 1.0, largest / _E4M3.most)
     mantissa, exponent = torch.frexp(own)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     if scales.dtype.itemsize == 1:
         own = (exponent + 127).to(torch.uint8).view(scales.dtype)
     else:
         own = _clamped(_power_of_two(exponent) if power_of_two else own, scales.dtype)
-    found, scales = _nearest(values, before, encode, decode, (scales,), (own,))
+    found, scales = _E4M3.encode(values, before, scales, own, as_float, dtype)
     found = found.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
     return found[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
-
-
-def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """Round fp32 values to codes (uint8) of a float with these bits, ties to even; all are in its range."""
-    # Integer arithmetic takes a quarter of the time of torch's conversion.
-    bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
-    bits = values.abs().view(torch.int32)
-    codes = bits >> shift
-    codes.bitwise_and_(1).add_(bits).add_((1 << shift - 1) - 1).bitwise_right_shift_(shift)
-    codes -= 127 - bias << mantissa
-    small = (values.abs() * 2.0 ** (bias - 1 + mantissa)).round_().int()  # numbers without a leading one
-    codes = torch.where(codes < 1 << mantissa, small, codes)
-    return codes.add_(values.signbit(), alpha=1 << exponent + mantissa).to(torch.uint8)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
@@ -169,15 +136,9 @@ def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nearest(
-    values: Tensor,
-    before: Tensor,
-    encode: Callable[..., Tensor],
-    decode: Callable[..., Tensor],
-    had: Sequence[Tensor],
-    own: Sequence[Tensor],
-    *,
-    nested: bool = False,
-) -> tuple[Tensor, ...]:
+    values: Tensor, before: Tensor, encode: Callable[..., Tensor], decode: Callable[..., Tensor],
+    had: Sequence[Tensor], own: Sequence[Tensor], *, nested: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Encode with old and new scales; return the nearer codes, then their scales: [Note: which scale].
 
     Args:
@@ -204,6 +165,51 @@ def _nearest(
     return torch.where(keep.unsqueeze(-1), kept, codes), *map(choose, had, own)
 
 
+@dataclass(frozen=True, slots=True)
+class _Floats:
+    """Describes floats of a few bits, whose largest is ``most``; ``read`` returns those of codes, uint8."""
+
+    exponent: int
+    mantissa: int
+    most: float
+    read: Callable[[Tensor], Tensor]
+
+    def encode(
+        self, values: Tensor, before: Tensor, had: Tensor, own: Tensor, factors: Callable[[Tensor], Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the codes of groups, times the ``factors`` of scales, and scales: see :func:`_nearest`."""
+
+        def decode(codes: Tensor, scales: Tensor) -> Tensor:
+            return self.read(codes).mul_(factors(scales).unsqueeze(-1)).to(dtype).float()
+
+        def encode(values: Tensor, scales: Tensor) -> Tensor:
+            steps = (values / factors(scales).unsqueeze(-1)).nan_to_num_(0)
+            return self._round(steps.clamp_(-self.most, self.most))
+
+        return _nearest(values, before, encode, decode, (had,), (own,))
+
+    def _round(self, values: Tensor) -> Tensor:
+        """Round fp32 values, none beyond the largest, to codes, ties to even."""
+        # Integer arithmetic takes a quarter of the time of torch's conversion.
+        bias, shift = (1 << self.exponent - 1) - 1, 23 - self.mantissa
+        bits = values.abs().view(torch.int32)
+        codes = bits >> shift
+        codes.bitwise_and_(1).add_(bits).add_((1 << shift - 1) - 1).bitwise_right_shift_(shift)
+        codes -= 127 - bias << self.mantissa
+        small = (values.abs() * 2.0 ** (bias - 1 + self.mantissa)).round_().int()  # without a leading one
+        codes = torch.where(codes < 1 << self.mantissa, small, codes)
+        return codes.add_(values.signbit(), alpha=1 << self.exponent + self.mantissa).to(torch.uint8)
+
+
+_E4M3 = _Floats(4, 3, 448.0, lambda codes: _e4m3_as_float(codes.view(torch.float8_e4m3fn)))
+_E2M1 = _Floats(2, 1, 6.0, lambda codes: _look_up(_E2M1_NUMBERS, codes))
+
+
+def _look_up(numbers: Sequence[float] | Tensor, codes: Tensor) -> Tensor:
+    return _table(numbers, codes).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
 def decode_mxfp4(first: int, blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode matrices of gpt-oss's experts, transposed as its model has them: ``(experts, in, out)``.
 
@@ -212,43 +218,19 @@ def decode_mxfp4(first: int, blocks: Tensor, scales: Tensor, dtype: torch.dtype 
             ``32 * groups``.
         scales: Exponents, plus 127: ``(experts, out, groups)``, uint8.
     """
-    values, exponents = _e2m1_as_float(blocks, dtype), (scales.int() - 127).unsqueeze(-1)
-    if is_compiling():
-        half = exponents >> 1  # 2 ** 128 is no number
-        values = values.float() * _power_of_two(half) * _power_of_two(exponents - half)
-    else:
-        values = torch.ldexp(values, exponents)
+    values, exponents = _e2m1_as_float(blocks), scales.int() - 127
+    half = exponents >> 1  # 2 ** 128 is no number
+    for each in (half, exponents - half):
+        values = values * _power_of_two(each).unsqueeze(-1)
     return values.to(dtype).flatten(-2).transpose(1, 2)
 
 
-def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     """Encode matrices for :func:`decode_mxfp4`: ``values`` are ``(experts, in, out)``, flat or not."""
     experts, out, groups = scales.shape
-    rows = values.reshape(experts, 32 * groups, out).transpose(1, 2).reshape(-1, groups, 32)
-    at_once = max(1, _PIECE_NUMEL // max(1, rows[:1].numel()))
-    pieces = (torch.split(each, at_once) for each in (rows, blocks.flatten(0, 1), scales.flatten(0, 1)))
-    encoded = [_encode_e2m1(*piece) for piece in zip(*pieces, strict=True)]
-    found, by_row = (torch.cat(parts) for parts in zip(*encoded, strict=True))
+    rows = values.reshape(experts, 32 * groups, out).transpose(1, 2).flatten(0, 1)
+    found, by_row = encode_e2m1(rows, blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1))
     return found.view(blocks.shape), by_row.view(scales.shape)
-
-
-def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    """Return blocks and scales of values, ``(n, groups, 32)``."""
-    values, before = values.contiguous(), torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    exponents = torch.frexp(values.abs().amax(-1)).exponent - 3  # of 1 it is 1, and of the largest number 2
-    numbers = torch.tensor(_E2M1, device=values.device)
-
-    def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        steps = numbers.index_select(0, codes.flatten().int()).view(codes.shape)
-        return steps.mul_(_power_of_two(scales.int() - 127).unsqueeze(-1))
-
-    def encode(values: Tensor, scales: Tensor) -> Tensor:
-        steps = values * _power_of_two(127 - scales.int()).unsqueeze(-1)
-        return _round(steps.clamp_(-_E2M1_MOST, _E2M1_MOST), exponent=2, mantissa=1)
-
-    own = (exponents.clamp(-127, 127) + 127).to(torch.uint8)
-    codes, scales = _nearest(values, before, encode, decode, (scales,), (own,))
-    return _join_nibbles(codes), scales
 
 
 def decode_e2m1(
@@ -275,40 +257,38 @@ def encode_e2m1(
     That one is kept if the scales of all groups then are numbers of their format; else it becomes the one
     with which the largest is 448.
     """
-    values, blocks = values.view(*scales.shape, -1), packed.view(*scales.shape, -1)
-    if whole is None:
-        found, exponents = _encode_e2m1(values, blocks, scales.view(torch.uint8))
-        return found.view(packed.shape), exponents.view(scales.dtype)
-    limits = torch.finfo(scales.dtype)
-    unit = (1.0 / whole if divides else whole).double().item()
-    largest = values.abs().amax().item() if values.numel() else 0.0
-    if not 0 < unit < math.inf or largest / _E2M1_MOST / unit > _ROUNDED_UP * limits.max:
-        least = torch.finfo(torch.float32).tiny  # whose inverse is a number, too
-        unit = max(largest / (_E2M1_MOST * limits.max), least) if largest else 1.0
-        whole = torch.full_like(whole, 1.0 / unit if divides else unit)
-        scales = torch.full_like(scales.float(), math.nan).to(scales.dtype)
-    numbers = torch.tensor(_E2M1, device=values.device)
+    unit = 1.0
+    if whole is not None:
+        limits = torch.finfo(scales.dtype)
+        unit = (1.0 / whole if divides else whole).double().item()
+        largest = values.abs().amax().item() if values.numel() else 0.0
+        if not 0 < unit < math.inf or largest / _E2M1.most / unit > _ROUNDED_UP * limits.max:
+            least = torch.finfo(torch.float32).tiny  # whose inverse is a number, too
+            unit = max(largest / (_E2M1.most * limits.max), least) if largest else 1.0
+            whole = torch.full_like(whole, 1.0 / unit if divides else unit)
+            scales = torch.full_like(scales.float(), math.nan).to(scales.dtype)
 
     def factors(scales: Tensor) -> Tensor:
-        return (scales.float() / whole if divides else scales.float() * whole).unsqueeze(-1)
+        if whole is None:
+            return as_float(scales.view(torch.uint8))
+        return scales.float() / whole if divides else scales.float() * whole
 
-    def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        return numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(factors(scales))
-
-    def encode(values: Tensor, scales: Tensor) -> Tensor:
-        steps = (values / factors(scales)).nan_to_num_(0)
-        return _round(steps.clamp_(-_E2M1_MOST, _E2M1_MOST), exponent=2, mantissa=1)
+    def own(largest: Tensor) -> Tensor:
+        if whole is None:
+            exponents = torch.frexp(largest).exponent - 3  # of 1 it is 1, and of the largest number 2
+            return (exponents.clamp(-127, 127) + 127).to(torch.uint8).view(scales.dtype)
+        needed = largest / _E2M1.most / unit
+        return needed.clamp(limits.smallest_normal * limits.eps, limits.max).to(scales.dtype)
 
     pieces = []
-    at_once = max(1, _PIECE_NUMEL // max(1, values[:1].numel()))
-    split = (torch.split(each, at_once) for each in (values, blocks, scales))
-    for piece, block, had in zip(*split, strict=True):
-        needed = piece.abs().amax(-1) / _E2M1_MOST / unit
-        own = needed.clamp(limits.smallest_normal * limits.eps, limits.max).to(scales.dtype)
+    all_of = values.view(*scales.shape, -1), packed.view(*scales.shape, -1), scales
+    at_once = max(1, _PIECE_NUMEL // max(1, all_of[0][:1].numel()))
+    for piece, block, had in zip(*(torch.split(each, at_once) for each in all_of), strict=True):
         before = torch.stack((block & 15, block >> 4), -1).flatten(-2)
-        pieces.append(_nearest(piece, before, encode, decode, (had,), (own,)))
+        pieces.append(_E2M1.encode(piece, before, had, own(piece.abs().amax(-1)), factors))
     codes, by_group = (torch.cat([x.view(torch.uint8) for x in each]) for each in zip(*pieces, strict=True))
-    return _join_nibbles(codes).view(packed.shape), by_group.view(scales.dtype), whole
+    found = _join_nibbles(codes).view(packed.shape), by_group.view(scales.dtype)
+    return found if whole is None else (*found, whole)
 
 
 def decode_e2m1_experts(
@@ -351,7 +331,7 @@ def _join_nibbles(codes: Tensor) -> Tensor:
 
 def _e2m1_as_float(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if not is_compiling():
-        return _pairs(packed, torch.tensor(_E2M1, dtype=dtype, device=packed.device))
+        return _pairs(packed, torch.tensor(_E2M1_NUMBERS, dtype=dtype, device=packed.device))
     codes = _bit_fields(packed, 4)
     sizes = (codes & 7).to(dtype)
     sizes = torch.maximum(torch.maximum(sizes / 2, sizes - 2), sizes * 2 - 8)
@@ -397,17 +377,10 @@ def decode_int8(
 
 
 def decode_4bit(
-    first: int,
-    packed: Tensor,
-    sizes: Tensor,
-    second: Tensor | None = None,
-    *,
-    numbers: tuple[float, ...] | Tensor,
-    dtype: torch.dtype,
-    of_sizes: tuple[float, ...] | Tensor = (),
-    together: int = 1,
-    offset: float | Tensor = 0.0,
-) -> Tensor:
+    first: int, packed: Tensor, sizes: Tensor, second: Tensor | None = None, *,
+    numbers: tuple[float, ...] | Tensor, dtype: torch.dtype, of_sizes: tuple[float, ...] | Tensor = (),
+    together: int = 1, offset: float | Tensor = 0.0,
+) -> Tensor:  # fmt: skip
     """Decode blocks from ``first`` on of a matrix as bitsandbytes packs it; the fp32 product in ``dtype``.
 
     Args:
@@ -420,11 +393,11 @@ def decode_4bit(
     values = _pairs(packed.view(torch.uint8), _table(numbers, packed), high_first=True)
     if second is not None:
         at = torch.arange(first, first + len(sizes), device=packed.device) // together
-        sizes = _table(of_sizes, packed)[sizes.flatten().int()].unsqueeze(1) * second[at] + offset
+        sizes = _look_up(of_sizes, sizes) * second[at] + offset
     return values.mul_(sizes).to(dtype)
 
 
-def _table(numbers: tuple[float, ...] | Tensor, like: Tensor) -> Tensor:
+def _table(numbers: Sequence[float] | Tensor, like: Tensor) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, device=like.device)
 
 
@@ -523,58 +496,48 @@ def encode_llm_int8(values: Tensor, codes: Tensor, sizes: Tensor) -> tuple[Tenso
 
 
 def encode_4bit(
-    values: Tensor,
-    packed: Tensor,
-    sizes: Tensor,
-    second: Tensor | None = None,
-    *,
-    numbers: tuple[float, ...],
-    dtype: torch.dtype,
-    of_sizes: tuple[float, ...] = (),
-    together: int = 1,
+    values: Tensor, packed: Tensor, sizes: Tensor, second: Tensor | None = None, *,
+    numbers: tuple[float, ...], dtype: torch.dtype, of_sizes: tuple[float, ...] = (), together: int = 1,
     offset: float = 0.0,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Encode blocks for :func:`decode_4bit`, from one on at which a second scale begins."""
     octets = packed.view(torch.uint8)
     values, before = values.view(len(sizes), -1), torch.stack((octets >> 4, octets & 15), -1).flatten(1)
-    table, had = torch.tensor(numbers, device=values.device), sizes.flatten()
-    own, of_codes = values.abs().amax(-1), table
+    own, had = values.abs().amax(-1), sizes.flatten()
     by: Tensor | None = None  # the second scale of each block
 
     def size_of(had: Tensor) -> Tensor:
         if by is None:
             return had.unsqueeze(-1)
-        return (of_codes.index_select(0, had.int()) * by + offset).unsqueeze(-1)
+        return (_look_up(of_sizes, had) * by + offset).unsqueeze(-1)
 
     def decode(codes: Tensor, had: Tensor) -> Tensor:
-        products = table.index_select(0, codes.flatten().int()).view(codes.shape)
-        return products.mul_(size_of(had)).to(dtype).float()
+        return _look_up(numbers, codes).mul_(size_of(had)).to(dtype).float()
 
     def encode(values: Tensor, had: Tensor) -> Tensor:
-        return _nearest_number(values * (1.0 / size_of(had).clamp(min=1e-38)), table)
+        return _nearest_number(values * (1.0 / size_of(had).clamp(min=1e-38)), numbers)
 
     if second is not None:
-        of_codes = torch.tensor(of_sizes, device=values.device)
         at = torch.arange(len(values), device=values.device) // together
         by = second.flatten()[at]
         # A second scale that reaches all sizes is kept, with the codes of those that did not change.
         stays = (decode(before, had) == values).all(-1)
         off = torch.where(stays, size_of(had).squeeze(-1), own) - offset
         reach = torch.zeros_like(second.flatten()).scatter_reduce_(0, at, off.abs(), "amax")
-        reach /= of_codes.abs().amax()
+        reach /= max(map(abs, of_sizes))
         keep = reach <= second.flatten() * _ROUNDED_UP
         second = torch.where(keep, second.flatten(), reach).view(second.shape)
         by = second.flatten()[at]
-        own = _nearest_number(off / by, of_codes)
+        own = _nearest_number(off / by, of_sizes)
         had = torch.where(keep[at], had, own)
     found, had = _nearest(values, before, encode, decode, (had,), (own,), nested=second is not None)
     joined, sizes = (found[:, ::2] << 4 | found[:, 1::2]).view(packed.dtype), had.view(sizes.shape)
     return (joined, sizes) if second is None else (joined, sizes, second)
 
 
-def _nearest_number(values: Tensor, numbers: Tensor) -> Tensor:
+def _nearest_number(values: Tensor, numbers: Sequence[float]) -> Tensor:
     """Return the codes, uint8, of the nearest of ``numbers``; of two that are as near, the smaller one's."""
-    ascending, order = numbers.sort(stable=True)
+    ascending, order = torch.tensor(numbers, device=values.device).sort(stable=True)
     bounds, values = (ascending[:-1] + ascending[1:]) / 2, values.nan_to_num(0).contiguous()
     if len(bounds) > 15:
         return order.to(torch.uint8)[torch.bucketize(values, bounds)]

@@ -231,10 +231,7 @@ class _Group:
         return self.name + ending in self.stored
 
     def take(self, ending: str, dtypes: tuple[torch.dtype, ...], *shapes: Sequence[int]) -> Stored:
-        """Return the tensor whose key ends so; a ValueError if it is missing, or of another dtype or shape.
-
-        It may have any of ``shapes``, in which -1 stands for any size; none: any shape.
-        """
+        """Return the tensor whose key ends so; a ValueError unless it has one of these dtypes and shapes."""
         key, wanted = self.name + ending, " or ".join(map(_plain, dtypes))
         if shapes:
             wanted += f" of shape {' or '.join(_sizes(shape) for shape in shapes)}"
@@ -491,9 +488,7 @@ def _gptq(group: _Group, quantization: Quantization) -> Decoded:
 
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales, order)]
     decode = partial(codecs.decode_gptq, bits=bits, less_one=quantization.less_one)
-    return Decoded(
-        torch.Size((rows, columns)), scales.dtype, rows * columns, parts, decode, None, chosen_by="GPTQ"
-    )  # fmt: skip
+    return Decoded(torch.Size((rows, columns)), scales.dtype, rows * columns, parts, decode, None)
 
 
 def _awq(group: _Group, quantization: Quantization) -> Decoded:
@@ -505,10 +500,7 @@ def _awq(group: _Group, quantization: Quantization) -> Decoded:
         raise group.misfit(f"one for each of equal groups of {columns} inputs")
     zeros = group.take("qzeros", (torch.int32,), (groups, words))
     parts = [SlabPart(each, tuple(each.shape)) for each in (packed, zeros, scales)]
-    return Decoded(
-        torch.Size((rows, columns)), scales.dtype, rows * columns, parts, codecs.decode_awq, None,
-        chosen_by="AWQ",
-    )  # fmt: skip
+    return Decoded(torch.Size((rows, columns)), scales.dtype, rows * columns, parts, codecs.decode_awq, None)
 
 
 def _llm_int8(group: _Group, quantization: Quantization) -> Decoded:

@@ -5,11 +5,9 @@ A kernel is used only if the first piece that it decodes has the bits that the e
 where nothing can be compiled (no Triton, no C compiler), these go on, and one line says why.
 
 [Note: when it is compiled]
-While the model is made, by a thread, from zeros in the shapes of a piece; torch keeps the result in its own
-cache. A first decode waits for that, and compiles nothing. A kernel is for all sizes but 1, which torch takes
-as a constant; what has no kernel is decoded by the eager operators.
-
-On a CPU the eager operators are faster: they look up both values of a byte at once.
+While the model is made, by a thread, from zeros in the shapes of a piece. A first decode waits for that, and
+compiles nothing. A kernel is for all sizes but 1, which torch takes as a constant. On a CPU the eager
+operators are faster: they look up both values of a byte at once.
 """
 
 import functools

