@@ -39,7 +39,8 @@ from infinity.optim.state import store_master
 
 RULES = (
     "adamw", "adamw+kahan", "adamw+bf16-stochastic", "adamw8bit", "adamw8bit+bf16-stochastic", "adamw4bit",
-    "adam", "lion", "sgd", "schedulefree", "adafactor", "muon",
+    "adam", "lion", "sgd", "schedulefree", "adafactor", "muon", "apollo", "apollo-mini", "galore",
+    "soap",
 )  # fmt: skip
 PARTS = ("update", "step", "loss", "plan")
 FUSED = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -51,6 +52,10 @@ TRAINED = {
     "schedulefree": ["optim.lr=3e-3", "optim.schedule=constant"],
     "adafactor": ["optim.lr=3e-3"],
     "muon": ["optim.lr=3e-3"],
+    "apollo": ["optim.lr=3e-3"],
+    "apollo-mini": ["optim.lr=3e-3"],
+    "galore": ["optim.lr=3e-3"],
+    "soap": ["optim.lr=1e-3"],
 }
 
 

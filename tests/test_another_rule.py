@@ -34,6 +34,8 @@ CHANGES = {
     ("sgd", "lion"): ("", "none"),
     ("adamw", "adafactor"): ("", "none"),
     ("adafactor", "adamw8bit"): ("", "none"),
+    ("adamw", "apollo-mini"): ("", "none"),
+    ("apollo-mini", "soap"): ("", "none"),
 }  # fmt: skip
 
 

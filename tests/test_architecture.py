@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 695,
     "nvme": 1214,
     "observe": 982,
-    "optim": 2643,
+    "optim": 2899,
     "partition": 2651,
     "planner": 2378,
     "predict": 4873,
     "recipes": 2067,
-    "shards": 4535,
+    "shards": 4545,
 }
 
 

@@ -243,6 +243,7 @@ def play(folder: str, cases: list[tuple[str, str, float | None, str]]) -> list[d
                 ("host", "fp32", 0.5, "muon"),
                 ("nvme", "fp32", None, "muon"),
                 ("nvme", "fp32", 0.5, "adafactor"),
+                ("nvme", "fp32", 0.5, "galore+rank=4"),
             ],
         ),
         pytest.param(
@@ -252,7 +253,7 @@ def play(folder: str, cases: list[tuple[str, str, float | None, str]]) -> list[d
                 (w, "fp32", c, n)
                 for w in ("host", "nvme")
                 for c in (None, 0.5)
-                for n in ("adafactor", "schedulefree", "adamw8bit")
+                for n in ("adafactor", "schedulefree", "adamw8bit", "apollo+rank=4", "apollo-mini", "soap")
             ],
             marks=pytest.mark.slow,
         ),
@@ -292,7 +293,9 @@ def test_states_in_host_memory_without_moments_are_committed_again_and_again(tmp
     infinity.close(model)
 
 
-@pytest.mark.parametrize("name", few(["muon"], ["muon", "adafactor"]))
+@pytest.mark.parametrize(
+    "name", few(["muon", "galore+rank=4"], ["muon", "adafactor", "apollo+rank=4", "galore+rank=4", "soap"])
+)
 def test_a_portable_checkpoint_and_a_state_dict_go_on_bitwise(tmp_path, name):
     how: dict[str, Any] = {"dtype": "bf16", "clip": 1.0, "name": name}
     model, optimizer = begin(tmp_path, "nvme", **how)

@@ -36,6 +36,16 @@ NUMBERS: dict[str, tuple[float, tuple[tuple[str, Any], ...]]] = {
     "adam": (1e-2, ADAM),
     "adamw8bit": (1e-2, ADAM),
     "adamw4bit": (1e-2, ADAM),
+    "apollo": (
+        1e-2, (*ADAM, ("rank", 4), ("update_proj_gap", 3), ("scale", 1.0), ("per_tensor", False),
+               ("growth", 1.01), ("seed", 5)),
+    ),
+    "apollo-mini": (
+        1e-2, (*ADAM, ("rank", 1), ("update_proj_gap", 3), ("scale", 8.0), ("per_tensor", True),
+               ("growth", 1.5), ("seed", 0)),
+    ),
+    "galore": (1e-2, (*ADAM, ("rank", 4), ("update_proj_gap", 3), ("scale", 0.5))),
+    "soap": (1e-2, (*ADAM, ("precondition_frequency", 2))),
     "lion": (1e-3, (("betas", (0.9, 0.99)), ("weight_decay", 0.1))),
     "schedulefree": (1e-2, (*ADAM, ("warmup_steps", 2))),
     "sgd": (

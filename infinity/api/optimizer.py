@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
         **numbers: Any,
     ) -> None:  # fmt: skip
-        self.runtime, chosen = runtime_of(model), find_rule(rule)
+        self.runtime, chosen = runtime_of(model), find_rule(rule).sized(numbers)
         if ema is not None:
             chosen, numbers[EMA] = chosen if EMA in chosen.defaults else chosen.averaged, ema
         chosen = chosen.with_master(self.runtime.storage.rule.master)  # weights are kept so already

@@ -559,9 +559,9 @@ class PortableValues:
                 state = f"{prefix}state.{held[0]}."
                 steps = self._count(state + "step")
                 self.done = max(self.done, steps)
-                wanted = *self._moments, *self._rule.sums(param.shape)
-                missing = [name for name in wanted if state + name not in self._checkpoint]
                 way = self._rule.way(options, 0, param.shape)
+                wanted = *self._moments, *way.sums
+                missing = [name for name in wanted if state + name not in self._checkpoint]
                 had = before.kept(numbers.get(held[0], {}), param.shape)
                 if before.name != self._rule.name and not way.goes_on_from(had):
                     continue
@@ -570,7 +570,7 @@ class PortableValues:
                     continue
                 for moment in self._moments:
                     self._take(param, state + moment)  # an average that is missing begins with the weights
-                sums = {n: self._of_shape(state + n, s) for n, s in self._rule.sums(param.shape).items()}
+                sums = {n: self._of_shape(state + n, s) for n, s in way.sums.items()}
                 self.sums[id(param)] = {n: s.read(dtype=torch.float32).view(s.shape) for n, s in sums.items()}
                 self.steps[id(param)] = steps
                 theirs = numbers.get(held[0], {}) if before.name == self._rule.name else {}

@@ -31,7 +31,9 @@ class AdafactorRule(WholeRule):
         if group["clip_threshold"] == 0:
             raise SettingError("clip_threshold", 0, "a number > 0: with 0 no update has a length")
 
-    def sums(self, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
+    def sums(
+        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Sequence[int]]:
         if len(shape) < 2:
             return {_OF_VECTORS: shape}
         return {_ROW: Size(shape[:-1]), _COLUMN: Size((*shape[:-2], shape[-1]))}

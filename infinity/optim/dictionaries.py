@@ -129,7 +129,7 @@ def _decoded(codes: Tensor, table: Tensor, largest: Tensor | None) -> Tensor:
 
 def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
     """Return the shapes of what a rule keeps of a parameter, by name."""
-    return {moment.name: param.shape for moment in rule.moments} | dict(rule.sums(param.shape))
+    return {moment.name: param.shape for moment in rule.moments} | dict(param.way.sums)
 
 
 def _check_state(rule: Rule, i: int, each: Mapping[str, Any], param: Parameter) -> None:

@@ -97,7 +97,7 @@ class WholeRule(Rule):
             step, sums = (1, {}) if kept is None else kept(number)
             transform = partial(self._transform, group, step, sums)
             places.append(Place(start + number * rows * columns, rows, columns, transform, sums))
-        return Way(self.last, {"shape": (rows, columns)}, self.first, places, tuple(self.sums(shape)))
+        return Way(self.last, {"shape": (rows, columns)}, self.first, places, self.sums(shape, group))
 
     def _transform(
         self, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor], matrix: Tensor

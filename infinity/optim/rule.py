@@ -74,7 +74,7 @@ class Way(NamedTuple):
     numbers: Mapping[str, Any] = MappingProxyType({})  # that the last pass takes beside the group's
     first: "Rule | None" = None
     matrices: Sequence[Place] = ()
-    sums: Sequence[str] = ()  # names of what is kept of these
+    sums: Mapping[str, Sequence[int]] = MappingProxyType({})  # shapes of what is kept of these, by name
 
     def goes_on_from(self, names: Container[str]) -> bool:
         """Return whether moments of these names are all that it needs.
@@ -104,6 +104,8 @@ class Rule(ABC):
     in_turn = False  # its transforms run at step(), since what they keep of matrices is small state of a step
     of_gradients = False  # its weights are gradients, whose place it takes
     scheduled = True  # its learning rate follows a schedule
+    #: Numbers, whole ones above 0, from which shapes of :meth:`sums` follow: all groups have the rule's own.
+    sizes: Sequence[str] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -159,6 +161,17 @@ class Rule(ABC):
             raise SettingError("optim.master", master, wanted)
         plain = self.name.removesuffix(f"+{self.master}")
         return self.like(name=plain if master == EXACT else f"{plain}+{master}", master=master)
+
+    def sized(self, numbers: Mapping[str, Any]) -> "Rule":
+        """Return the rule like this one whose sums have the sizes that ``numbers`` name, as its name says."""
+        given, whole = {**self.defaults, **numbers}, Valid(least=1)
+        sizes = {n: int(given[n]) for n in self.sizes if is_number(given[n], whole) and given[n] % 1 == 0}
+        changed = {n: value for n, value in sizes.items() if value != self.defaults[n]}
+        if not changed:
+            return self
+        plain, *variants = (v for v in self.name.split("+") if v.partition("=")[0] not in changed)
+        name = "+".join([plain, *(f"{n}={v}" for n, v in changed.items()), *variants])
+        return self.like(name=name, defaults={**self.defaults, **changed})
 
     def kept(self, group: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
         """Return the names of the moments that it keeps of a parameter of a group."""
@@ -217,8 +230,13 @@ class Rule(ABC):
         """Return a function of a parameter's name and the parameter: what it has instead of defaults."""
         return lambda name, param: {}
 
-    def sums(self, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
-        """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name."""
+    def sums(
+        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name.
+
+        Packed matrices have a dimension more. ``group`` is the parameter's; None: its defaults.
+        """
         return {}
 
     def way(

@@ -27,6 +27,10 @@ from infinity.device.memory import HostBuffer
 from infinity.optim.adafactor import AdafactorRule as AdafactorRule
 from infinity.optim.adamw import AdamWRule as AdamWRule
 from infinity.optim.lion import LionRule as LionRule
+from infinity.optim.lowrank import ApolloMiniRule as ApolloMiniRule
+from infinity.optim.lowrank import ApolloRule as ApolloRule
+from infinity.optim.lowrank import GaLoreRule as GaLoreRule
+from infinity.optim.lowrank import SOAPRule as SOAPRule
 from infinity.optim.muon import MuonRule as MuonRule
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 from infinity.optim.schedulefree import ScheduleFreeRule as ScheduleFreeRule
@@ -53,8 +57,8 @@ class OptimConfig(Config):
 
     name: str = setting(
         "adamw",
-        "update rule: adafactor, adamw, adamw8bit, adamw4bit, adam, lion, muon, schedulefree, sgd; or "
-        "module:Class of your own",
+        "update rule: adafactor, adamw, adamw8bit, adamw4bit, adam, apollo, apollo-mini, galore, lion, muon, "
+        "schedulefree, sgd, soap; or module:Class of your own",
     )
     lr: float = setting(3e-4, "peak learning rate", Valid(0, 10**6))
     betas: tuple[float, float] | None = setting(
@@ -131,7 +135,7 @@ class OptimConfig(Config):
     @property
     def rule(self) -> Rule:
         """The update rule, with an average of the weights if one is kept."""
-        rule = find_rule(self.name)
+        rule = find_rule(self.name).sized(self.options or {})
         return (rule if self.ema is None else rule.averaged).with_master(self.master)
 
 
@@ -160,7 +164,11 @@ def find_rule(name: str | Rule) -> Rule:
         )
     rule = RULES[plain]
     for variant in variants:
-        rule = rule.averaged if variant == EMA else rule.with_master(variant)
+        size, _, value = variant.partition("=")
+        if value.isdigit():
+            rule = rule.sized({size: int(value)})
+        else:
+            rule = rule.averaged if variant == EMA else rule.with_master(variant)
     return rule
 
 

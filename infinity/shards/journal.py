@@ -45,7 +45,7 @@ import torch
 from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.files import create_file, open_found, open_regular, sync
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, format_nbytes
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-1"
@@ -54,6 +54,8 @@ CREATE TABLE layouts (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
 CREATE TABLE commits (number INTEGER PRIMARY KEY, body BLOB, state BLOB, layout INTEGER, crc INTEGER);
 CREATE TABLE sums (number INTEGER, drive INTEGER, body BLOB, crc INTEGER);
 """
+#: Most bytes of a small state, which is one value of SQLite.
+_MOST_NBYTES = 10**9 - 2**20
 _MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
 #: Most places of a unit: the recorded, the committed and the next one, and one that is being saved.
 MOST_PLACES = 4
@@ -197,6 +199,12 @@ def pack(state: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     with _kept_or_raise():
         torch.save(dict(state), file)
+    if file.tell() > _MOST_NBYTES:
+        raise StateError(
+            f"a commit has {format_nbytes(file.tell())} beside weights and moments, and a journal "
+            f"holds {format_nbytes(_MOST_NBYTES)}: give the rule a smaller rank, or choose a rule that keeps "
+            "less of matrices (APOLLO-Mini, Adafactor)"
+        )
     return file.getvalue()
 
 

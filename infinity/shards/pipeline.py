@@ -101,10 +101,10 @@ class Sums:
         kept = ((p, self._rule.kept(g, p.shape), self._rule.kept({}, p.shape)) for g, p in params)
         self.kept = {name_of(p): names for p, names, usual in kept if names != usual}
         self._pool = pool
-        self._add(param for _, param in params)
+        self._add(params)
 
-    def _add(self, params: Iterable[nn.Parameter]) -> None:
-        shapes = {id(p): self._rule.sums(p.shape) for p in params if id(p) not in self.of}
+    def _add(self, params: Iterable[tuple[Mapping[str, Any], nn.Parameter]]) -> None:
+        shapes = {id(p): self._rule.sums(p.shape, group) for group, p in params if id(p) not in self.of}
         sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
         flat: Iterator[Tensor] = iter(())
         if sizes:
@@ -113,13 +113,15 @@ class Sums:
             flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
         self.of |= {k: {n: next(flat).view(*of) for n, of in each.items()} for k, each in shapes.items()}
 
-    def of_matrix(self, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
+    def of_matrix(
+        self, group: Mapping[str, Any], segment: Segment, number: int
+    ) -> tuple[int, Mapping[str, Tensor]]:
         """Return the count of this update of a matrix of a parameter or tile, and views of what is kept."""
         whole = segment.whole_shape
-        self._add([segment.whole])  # it may have been put into a group without add_param_group
+        self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
         packed, place = len(whole[:-2]), segment.first // max(1, whole[-2:].numel()) + number
-        kept = self.of[id(segment.whole)].items()
-        return segment.steps + 1, {n: each.view(-1, *each.shape[packed:])[place] for n, each in kept}
+        kept = {n: (each, each.shape[packed:] or (1,)) for n, each in self.of[id(segment.whole)].items()}
+        return segment.steps + 1, {n: each.view(-1, *of)[place] for n, (each, of) in kept.items()}
 
 
 class StepHypers:
@@ -149,7 +151,7 @@ class StepHypers:
         number, groups = self._group_of.get(id(segment.whole)), self._read or self.groups
         if number is None or number >= len(groups):
             return None
-        kept = partial(self.sums.of_matrix, segment) if self._rule.in_turn else None
+        kept = partial(self.sums.of_matrix, groups[number], segment) if self._rule.in_turn else None
         return self._rule.way(groups[number], segment.offset, segment.shape, kept)
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:

@@ -241,6 +241,64 @@ def adafactor_(p: Tensor, row: Tensor, col: Tensor, g: Tensor, t: int, group: di
     p.copy_(p * _f32(1 - group["lr"] * group["weight_decay"]) - _f32(group["lr"]) * step)
 
 
+def in_spaces_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
+    """APOLLO, GaLore and SOAP, matrix by matrix (arXiv:2412.05270, 2403.03507, 2409.11321); else AdamW.
+
+    What they keep is an attribute of ``p``. An update has the dtype of gradients.
+    """
+    every = vars(p).setdefault("kept", [{} for _ in range(math.prod(p.shape[:-2]))])
+    gradients = g.view(-1, *p.shape[-2:]) if p.ndim > 1 else [g]
+    updates = []
+    for gradient, kept in zip(gradients, every, strict=True):
+        turn = "rank" in group and p.ndim > 1 and p.shape[-2] > p.shape[-1]
+        made = _in_space(gradient.T if turn else gradient, kept, t, group)
+        updates.append((made.T if turn else made).to(group["dtype"]).float())
+    step = torch.stack(updates).view(p.shape)
+    p.copy_(p * _f32(1 - group["lr"] * group["weight_decay"]) - _f32(group["lr"]) * step)
+
+
+def _in_space(g: Tensor, kept: dict[str, Tensor], t: int, group: dict[str, Any]) -> Tensor:
+    def adam(grad: Tensor, t: int = t, mean: Tensor | None = None) -> Tensor:
+        b1, b2 = group["betas"]
+        if mean is None:
+            mean = kept["m"] = kept.get("m", torch.zeros_like(grad)).lerp(grad, 1 - b1)
+        kept["v"] = kept.get("v", torch.zeros_like(grad)).lerp(grad * grad, 1 - b2)
+        return mean / (1 - b1**t) / ((kept["v"] / (1 - b2**t)).sqrt() + 1e-8)
+
+    if g.ndim < 2:
+        return adam(g)
+    if "rank" not in group:
+        made, sides = torch.zeros_like(g), {"l": g, "r": g.T}
+        if t > 1:
+            kept["m"] = kept.get("m", torch.zeros_like(g)).lerp(g, 1 - group["betas"][0])
+            left, right = kept["l vectors"], kept["r vectors"]
+            turned = left.T @ g @ right, left.T @ kept["m"] @ right
+            made = left @ adam(turned[0], t - 1, turned[1]) @ right.T
+        for side, each in sides.items():
+            kept[side] = kept.get(side, torch.zeros(())).lerp(each @ each.T, 1 - group["betas"][1])
+            if t == 1:
+                kept[f"{side} vectors"] = torch.linalg.eigh(kept[side])[1].flip(1)
+            elif (t - 1) % group["precondition_frequency"] == 0:
+                kept[f"{side} vectors"] = torch.linalg.qr(kept[side] @ kept[f"{side} vectors"])[0]
+        return made
+    first, rank = (t - 1) % group["update_proj_gap"] == 0, group["rank"]
+    if "seed" not in group:
+        if first:
+            new = torch.linalg.eigh(g @ g.T)[1].flip(1)[:, :rank].contiguous()
+            kept["p"] = torch.where((new * kept.get("p", new)).sum(0) < 0, -new, new)
+        return kept["p"] @ adam(kept["p"].T @ g) * group["scale"]
+    if first:
+        random = torch.Generator().manual_seed(group["seed"] + (t - 1) // group["update_proj_gap"])
+        kept["p"] = torch.randn(rank, len(g), generator=random) / math.sqrt(rank)
+    low = kept["p"] @ g
+    dim = None if group["per_tensor"] else 0
+    before, after = (torch.linalg.vector_norm(each, dim=dim) for each in (low, adam(low)))
+    made = g * torch.where(before > 0, after / before, 0) * group["scale"]
+    norm, most = torch.linalg.vector_norm(made), kept.get("norm", torch.zeros(())) * group["growth"]
+    kept["norm"] = torch.minimum(norm, most) if most > 0 else norm
+    return made * (most / norm) if 0 < most < norm else made
+
+
 def adamw8bit_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[str, Any]) -> None:
     """AdamW whose moments are rounded to 8 bits after each step; see :func:`in_codes`."""
     rule = Rule(betas=group["betas"], eps=group["eps"])
@@ -287,4 +345,5 @@ def _bits_of(x: Any) -> Any:
 UPDATES = {
     "adam": adam_, "adamw4bit": adamw4bit_, "adamw8bit": adamw8bit_, "lion": lion_, "sgd": sgd_,
     "schedulefree": schedulefree_, "adafactor": adafactor_,
+    "apollo": in_spaces_, "apollo-mini": in_spaces_, "galore": in_spaces_, "soap": in_spaces_,
 }  # fmt: skip
