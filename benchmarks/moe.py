@@ -526,7 +526,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--fio-s", type=float, default=8.0, help="how long fio reads after each step")
-    options = parser.parse(argv, steps=1, warmup=1, fio_s=1.0, host="8MiB")
+    options = parser.parse(argv, steps=3, warmup=4, fio_s=0.5, host="8MiB")
     options.ways = options.ways.split(",")
     return options
 

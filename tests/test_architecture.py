@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 982,
     "optim": 2899,
     "partition": 2651,
-    "planner": 2378,
-    "predict": 4873,
+    "planner": 2281,
+    "predict": 4930,
     "recipes": 2067,
     "shards": 4545,
 }

@@ -11,12 +11,6 @@ everything else as soon as its use ends, and fills the room with the units that 
 Walks go around: a unit that is used at the end of a pass may stay for the beginning of the next, even if it
 is updated in between, where its update can write the new weights into the same buffer.
 
-[Note: what repeats is walked once]
-A pass of many micro-batches begins with the same events again and again. Two repeats are walked with the rest
-of the pass. If one of them ends in the state in which it began, relative to its position, and depends on
-nothing that the next one lacks, any further repeat would have the same actions, which are copied. Otherwise
-more repeats are walked, at last all.
-
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies" 1995
 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section 6.2 (the overlap-centric
 order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around the step.
@@ -24,10 +18,10 @@ order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around th
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -49,8 +43,6 @@ class Event(NamedTuple):
 
 #: Uses ahead whose units are on their way, whatever else could stay in their place.
 LEAD = 3
-#: Repeats that are walked at least; see [Note: what repeats is walked once].
-_REPEATS = 2
 _USE, _UNPIN, _DONE = Kind.USE, Kind.UNPIN, Kind.DONE
 
 
@@ -75,8 +67,6 @@ class Plan:
     peak_nbytes: int  # of full buffers
     #: Units of ``begin`` that a pass before with the same plan leaves in memory.
     stays: frozenset[int] = frozenset()
-    #: Positions of events that could come any number of times more with the same actions; None: none known.
-    repeats: range | None = None
 
     def fetched(self) -> Iterator[int]:
         """Yield the units that a pass fetches, in order, if the pass before followed the same plan."""
@@ -123,8 +113,6 @@ class Memory:
         self.present_nbytes = self.peak_nbytes = 0
         self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
-        #: At each repeat: runs begun, the first run not yet looked at, the state that decides what follows.
-        self.marks: list[tuple[int, int, object]] = []
 
     def load(self, unit: int, run: float) -> None:
         self._expect(unit, run)
@@ -181,45 +169,15 @@ class Memory:
             if kind is _DONE and not in_next_pass:
                 self.drop(unit)
 
-    def mark(self, seen: int) -> None:
-        """Note what memory holds where a repeat begins; the search has seen the runs before ``seen``."""
-        state = {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
-        self.marks.append((self.index, seen, state))
-
-    def steady(self, fetched: set[int], period: int) -> set[int]:
-        """Return repeats of ``period`` events in a steady state: further ones would fetch the same."""
-        runs, found = self.runs, set()
-        for at, ((begin, seen, before), (end, seen_next, after)) in enumerate(pairwise(self.marks)):
-            count = end - begin
-            if not at or not count or before != after:
-                continue
-            # A cursor that is not moving has found no more to fetch before it: so it will in further repeats.
-            still = seen == seen_next and fetched.isdisjoint(range(begin, seen))
-            if not still and seen - begin != seen_next - end:
-                continue
-            following = max(run.following for run in runs[begin:end])
-            last = int(following) if following < len(runs) else len(runs)
-            last = max(last + 1, end, end if still else seen_next)
-            if last <= len(runs) and all(
-                runs[i].unit == runs[i - count].unit
-                and runs[i].first == runs[i - count].first + period
-                and (i in fetched) == (i - count in fetched)
-                for i in range(end, last)
-            ):
-                found.add(at)
-        return found
-
 
 class Keeping(Memory):
     """Finds the runs that find their unit in memory: the first walk of [Note: keep, then look ahead]."""
 
-    def lap(self, events: Sequence[Event], repeats: Collection[int], lead: int) -> None:
-        """Walk one pass from what the last one left; ``repeats`` are where each repeat begins."""
+    def lap(self, events: Sequence[Event], lead: int) -> None:
+        """Walk one pass from what the last one left."""
         self.fetched = set()
         self._look_ahead(-1, lead)
         for position, event in enumerate(events):
-            if position in repeats:
-                self.mark(self.index + lead)
             if event[0] is _USE and event[1] not in self.present:
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
@@ -230,7 +188,6 @@ class Keeping(Memory):
     def wrap(self) -> None:
         """Begin the next pass with what is present."""
         self.index = 0
-        self.marks.clear()
         self.pins.clear()
         self._farthest.clear()
         for unit, run in list(self.present.items()):
@@ -272,12 +229,10 @@ class Filling(Memory):
         self._fill()
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
-    def lap(self, events: Sequence[Event], repeats: Collection[int]) -> tuple[Actions, ...]:
-        """Return the actions after each event; ``repeats`` are where each repeat begins."""
+    def lap(self, events: Sequence[Event]) -> tuple[Actions, ...]:
+        """Return the actions after each event."""
         actions = []
         for position, event in enumerate(events):
-            if position in repeats:
-                self.mark(self.cursor)
             kind, unit = event
             release: list[int] = []
             fetch: list[int] = []
@@ -317,82 +272,30 @@ class Filling(Memory):
         return fetch
 
 
-def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
-    """Return the length and number of repeats that a pass begins with and that make up at least half of it.
-
-    Source: Gusfield, "Algorithms on Strings, Trees, and Sequences", 1997, section 1.3 (the Z algorithm).
-    """
-    length, left, right = len(events), 0, 0
-    alike = [0] * (length // 2 + 1)  # events from here on that are as those from the beginning on
-    for at in range(1, length // 2 + 1):
-        found = min(right - at, alike[at - left]) if at < right else 0
-        while at + found < length and events[found] == events[at + found]:
-            found += 1
-        if at + found > right:
-            left, right = at, at + found
-        alike[at] = found
-        if found >= at and 2 * (at + found) >= length:
-            return at, found // at + 1
-    return length, 1
-
-
 def make_plan(
-    events: Sequence[Event],
-    nbytes: Mapping[int, int],
-    capacity_nbytes: int,
-    lead: int = LEAD,
+    events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int = LEAD,
     can_stay: Collection[int] = (),
-    repeats: tuple[int, int] | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the plan for a recorded pass.
 
     Args:
         nbytes: Size of each unit's full buffer.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
-        repeats: What :func:`repeats_of` returns, if known.
     """
     events = tuple(events)
-    period, count = repeats or repeats_of(events)
-    events = events[:period] * count + events[count * period :]  # equal events are one object
-    walked = min(count, _REPEATS)
-    while True:
-        left_out = count - walked
-        shorter = events[left_out * period :]
-        plan = _walk_twice(shorter, nbytes, capacity_nbytes, lead, can_stay, period, walked)
-        if not left_out:
-            return plan
-        if plan.repeats is not None:
-            again, actions = plan.repeats, plan.actions
-            copies = actions[again.start : again.stop] * left_out
-            actions = actions[: again.stop] + copies + actions[again.stop :]
-            return replace(plan, events=events, actions=actions)
-        walked = min(count, 2 * walked)
-
-
-def _walk_twice(
-    events: tuple[Event, ...], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int,
-    can_stay: Collection[int], period: int, count: int,
-) -> Plan:  # fmt: skip
-    """Return the plan for a pass that begins with ``count`` repeats of ``period`` events."""
     runs = runs_of(events, can_stay)
-    marks = range(0, count * period + 1, max(1, period))
     keeping = Keeping(runs, nbytes, capacity_nbytes, set())
-    keeping.lap(events, marks, lead)
-    steady = keeping.steady(set(), period)
+    keeping.lap(events, lead)
     keeping.wrap()
-    keeping.lap(events, marks, lead)
-    steady &= keeping.steady(set(), period)
+    keeping.lap(events, lead)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     first = {run.unit: index for index, run in reversed([*enumerate(runs)])}
-    begin = filling.begin(first)
-    actions = filling.lap(events, marks)
-    steady &= filling.steady(keeping.fetched, period)
+    begin, actions = filling.begin(first), filling.lap(events)
     # the second walk may have dropped a unit that the first one kept to the end
     kept = frozenset(unit for unit in begin if first[unit] not in keeping.fetched)
     stays = kept.intersection(filling.present)
     lost = {event.unit for event in events if event.kind is _DONE} & (kept - stays)
     if lost:  # their updates take the weights away, so they leave room from there on
-        return _walk_twice(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost, period, count)
-    repeats = range(min(steady) * period, (min(steady) + 1) * period) if steady else None
-    return Plan(events, begin, actions, filling.peak_nbytes, stays, repeats)
+        return make_plan(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost)
+    return Plan(events, begin, actions, filling.peak_nbytes, stays)

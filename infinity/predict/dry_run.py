@@ -257,9 +257,9 @@ class DryRun(Layout):
         """Return the same model under another recipe, or on a machine with as many devices.
 
         Another number of sequences in a micro-batch is scaled from those that were recorded, but where
-        activations are planned, whose true sizes count.
+        activations are planned, whose true sizes count. Units are those that the device's memory had made.
         """
-        if recipe.memory.device != self.recipe.memory.device:  # sizes of units may follow from it
+        if recipe.memory.device != self.recipe.memory.device and not machine.on_accelerator:
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         planned = recipe.memory.policy in ("plan", "offload")
         return DryRun(self.model, recipe, machine, None if planned else self._sequences)

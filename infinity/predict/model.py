@@ -32,7 +32,7 @@ from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.predict.fakes import FakeTensors
 from infinity.predict.operators import OperatorTimes
-from infinity.predict.recording import Batch, Record, play, record_step
+from infinity.predict.recording import Batch, Record, no_collection, play, record_step
 from infinity.predict.step import StepTrace
 from infinity.predict.unwritten import form_of, unwritten
 from infinity.recipes.models import GPT
@@ -159,7 +159,7 @@ class ModelWithoutValues:
         path = None if recipe.model.path is None else Path(recipe.model.path)
         again = like is not None and like.values.base is not None
         stored_as = nullcontext() if again else self._stored_as(path, recipe.model.stored_as)
-        with stored_as as stored, torch.device("meta"):
+        with no_collection(), stored_as as stored, torch.device("meta"):
             if path is None:
                 with construction:
                     self.module: Any = GPT(recipe.model)

@@ -20,7 +20,7 @@ Updates lag into the next step, by more from step to step until something waits 
 until they repeat, and the last one counts. The first begins with its last micro-batch, the one with updates.
 
 [Note: micro-batches that repeat]
-All but the last micro-batch, and the first one or two, have the same plan (``Plan.repeats``). They are played
+Most micro-batches but the last one have the same plan, often all but the first one or two. They are played
 until one ends in the state in which it began; each further one takes as long. If none of the first few does,
 the last of them is taken to.
 """
@@ -75,7 +75,8 @@ class _Player:
         self._clock = VirtualClock(setup.rates)
         self._memory = DeviceMemory(setup.division, self._clock, on_accelerator=setup.on_accelerator)
         self._updates = _PlayedUpdates(self.script, setup, self._clock, self._memory)
-        self._ready: dict[int, bool] = {}  # units on their way, or there
+        #: Items on their way, with what waits for them, or there (None).
+        self._coming: dict[int, list[Callable[[], object]] | None] = {}
         self._staying: set[int] = set()
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
         self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
@@ -109,28 +110,44 @@ class _Player:
                 after[at[position]].append(partial(self._end_gradient, unit, last))
         return list(zip(before, work_s, after))
 
-    def _start(self, unit: int) -> None:
-        """Begin to bring a unit: read, uploaded, gathered and decoded, each step when the one before ends."""
-        setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
-        stayed = unit in self._staying
-        # Without drives, an accelerator and other ranks it is decoded from where it lies.
-        travels = shape.on_nvme or setup.on_accelerator or setup.ranks > 1
-        stored_nbytes = shape.stored_nbytes if travels and not shape.waits_stored else 0
+    def _start(self, item: int) -> None:
+        """Begin to bring an item: read, uploaded, gathered and decoded, each step when the one before ends.
+
+        An item ``~unit`` is the stored bytes of a tile, of which its full values are made.
+        """
+        setup, clock, unit = self.setup, self._clock, ~item if item < 0 else item
+        shape, stayed, waiting = setup.units[unit], item in self._staying, list[Callable[[], object]]()
+        travels, decodes = setup.travels(unit), shape.stored_nbytes > 0 and item >= 0
+        beside = shape.stored_nbytes if travels and decodes and ~item not in self._coming else 0
         if not stayed:
-            self._memory.lease(shape.present_nbytes)
-            self._memory.lease(stored_nbytes)
-        self._staying.discard(unit)
-        self._ready[unit] = False
+            self._memory.lease(setup.item_nbytes(item))
+            self._memory.lease(beside)
+        self._staying.discard(item)
+        self._coming[item] = waiting
 
         def is_there() -> None:
-            self._memory.give_back(stored_nbytes)
-            self._ready[unit] = True
+            self._memory.give_back(beside)
+            if self._coming.get(item) is waiting:
+                self._coming[item] = None
+            for call in waiting:
+                call()
 
         arrived: Callable[[], object] = is_there
-        if shape.stored_nbytes:
-            operators_s = shape.decode_operators * rates.operator_s
-            time_s = max(shape.decode_nbytes / rates.decode_bytes_per_s, operators_s)
-            arrived = partial(clock.serve, DECODE, time_s, is_there, rates.threads)
+        if decodes:
+            operators_s = shape.decode_operators * setup.rates.operator_s
+            time_s = max(shape.decode_nbytes / setup.rates.decode_bytes_per_s, operators_s)
+            arrived = partial(clock.serve, DECODE, time_s, is_there, setup.rates.threads)
+        if item >= 0 and ~item in self._coming:
+            first = self._coming[~item]
+            arrived() if first is None else first.append(arrived)
+        elif travels or not shape.stored_nbytes:
+            self._bring(unit, arrived, stayed=stayed)
+        else:
+            arrived()
+
+    def _bring(self, unit: int, arrived: Callable[[], object], *, stayed: bool) -> None:
+        """Bring a unit's shard to the device, and those of other ranks; then call ``arrived``."""
+        setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
         if setup.ranks > 1:  # see [Note: one queue of collectives]
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
@@ -149,9 +166,10 @@ class _Player:
             read = partial(clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
             self._updates.when_landed(unit, read)
 
-    def _release(self, unit: int) -> None:
-        if self._ready.pop(unit, None) is not None:
-            self._memory.give_back(self.setup.units[unit].present_nbytes)
+    def _release(self, item: int) -> None:
+        if item in self._coming:
+            del self._coming[item]
+            self._memory.give_back(self.setup.item_nbytes(item))
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
@@ -256,11 +274,10 @@ class _Player:
     def run(self) -> StepCost:
         """Play some steps and return the cost of the last one."""
         script, setup = self.script, self.setup
-        self._memory.lease(setup.room_of_tiles.slots_nbytes)
         if script.earlier:  # the step begins with its last micro-batch: the others have left these
-            for unit in script.present:
-                self._memory.lease(setup.units[unit].present_nbytes)
-                self._ready[unit] = True
+            for item in script.present:
+                self._memory.lease(setup.item_nbytes(item))
+                self._coming[item] = None
             gradients = self._gradients if setup.ranks == 1 else self._reduced
             for _, unit in self.trace.begun:
                 nbytes = setup.units[unit].nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
@@ -288,9 +305,12 @@ class _Player:
         script = self.script
         if self.setup.ranks > 1:
             self._clock.serve(LINKS, self._header_s, _nothing)  # of the first collective
-        for unit in script.plan.begin if first == 0 else ():
-            if unit not in self._ready or unit in self._staying:
-                self._start(unit)
+        if first == 0:
+            for item in self._coming.keys() - {*script.plan.begin}:
+                self._release(item)
+            for item in script.plan.begin:
+                if item not in self._coming or item in self._staying:
+                    self._start(item)
         self._updates.expect()
         for index in range(first, len(self._micro_batches)):
             if script.more and index == script.repeated:
@@ -316,8 +336,8 @@ class _Player:
         """Return the state of memory, channels and updates: if it repeats, the rest of the step does, too."""
         return (
             self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
-            dict(self._ready), self._staying.copy(), dict(self._gradients), dict(self._reduced),
-            dict(self._away),
+            {item: waiting is None for item, waiting in self._coming.items()}, self._staying.copy(),
+            dict(self._gradients), dict(self._reduced), dict(self._away),
         )  # fmt: skip
 
     def _play_micro_batch(self, index: int) -> None:
@@ -340,24 +360,25 @@ class _Player:
             self._complete(unit)
         for each in actions.release:
             self._release(each)
-        for each in (unit, *actions.fetch) if event.kind is Kind.USE else actions.fetch:
-            if each not in self._ready:
+        for each in (*actions.fetch, unit) if event.kind is Kind.USE else actions.fetch:
+            if each not in self._coming:
                 self._start(each)
-        if event.kind is Kind.USE and not self._ready[unit]:
+        if event.kind is Kind.USE and self._coming[unit] is not None:
             cause = "read" if shape.on_nvme else "upload"
+            cause = DECODE if self._coming.get(~unit, ()) is None else cause
             cause = "update" if self._updates.is_landing(unit) else cause
-            self._clock.wait(lambda: self._ready[unit], cause)
+            self._clock.wait(lambda: self._coming[unit] is None, cause)
 
     def _complete(self, unit: int) -> None:
         """End a unit's gradient, and let go of its weights unless they stay."""
         shape, setup = self.setup.units[unit], self.setup
-        if unit in self._ready:
+        if unit in self._coming:
             stays, nbytes = unit in self.script.plan.stays, 0  # of device memory for weights
             kept = shape.on_nvme and (stays or setup.division.hold_weights)
             if stays:
                 self._staying.add(unit)
             elif kept and setup.ranks == 1 and not setup.on_accelerator:
-                del self._ready[unit]  # the update has the full buffer
+                del self._coming[unit]  # the update has the full buffer
                 nbytes = shape.nbytes
             else:
                 if kept and not setup.on_accelerator:

@@ -51,19 +51,19 @@ from infinity.engine.expert_blocks import Call, ExpertBlock
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.tiles import TiledWeight, TileView
+from infinity.partition.tiles import TiledWeight, TileView, used_after
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.passing import PassingPlan
 from infinity.planner.updates import Completions
 from infinity.predict.between import BlockSpan, kept_of, waiting
 from infinity.predict.operators import Operation, Touches
-from infinity.predict.step import StepTrace
+from infinity.predict.step import StepTrace, TileUse
 from infinity.recipes.models import CausalLoss
 
 #: Operators that read a few rows of their first argument.
 _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
 #: So many tokens are taken to use all experts.
-MANY_TOKENS = 2048
+MANY_TOKENS = 1024
 #: Parts of the runtime that hooks ask.
 _PARTS = "prefetcher", "pins", "gradients"
 #: Storages of the step itself: no weights, and nothing that it was given.
@@ -303,9 +303,6 @@ class _Told:
     def holds(self, units: Collection[int]) -> bool:
         return True
 
-    def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
-        self._tell("use", unit)
-
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         self._tell("receive", unit, segment)
 
@@ -389,9 +386,7 @@ def record_step(
         stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks)))
         for block in blocks if batch.together else ():
             stack.enter_context(_experts_in_parts(block.module))
-        if gc.isenabled():  # storages end when nothing refers to them, not when Python collects cycles
-            gc.disable()
-            stack.callback(gc.enable)
+        stack.enter_context(no_collection())  # storages end when nothing refers to them
         masks: Any = sys.modules.get("transformers.masking_utils")
         if packing is None and masks is not None:
             # Sequences are whole: it would look at the values of positions, which fake tensors lack, and
@@ -414,6 +409,18 @@ def record_step(
         del value
         made.update_begins()  # what of the step is left has been let go
     return made
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Let Python collect no cycles, for which it would look at a large model again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -457,7 +464,8 @@ def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
         return param
     name, batch = places[0][1].whole_name.rpartition(".")[0], hooks.profiler.batch
     routed = partial(_routed, name, batch.routed / math.prod(batch.tokens))
-    return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, routed=routed))
+    after = used_after(hooks.units, places)
+    return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, after, routed=routed))
 
 
 def _routed(module: str, more: float, rows: int, experts: int) -> Sequence[int]:
@@ -487,6 +495,7 @@ def play(
     )
     begun: dict[int, int] = {}  # positions, by unit
     completed: list[tuple[int, int]] = []
+    tiles: dict[int, TileUse] = {}
 
     def complete(unit: int) -> None:
         completions.complete(unit)
@@ -515,13 +524,16 @@ def play(
         played = at
         if part != "gradients" and args and not prefetcher.streams(args[0]):
             continue  # the runtime's hooks ask first
+        if method == "use" and len(args) > 1:
+            following = tuple(filter(prefetcher.streams, args[1]))
+            tiles[training.position] = TileUse(following, options["recomputed"])
         getattr(parts[part], method)(*args, **options)
     position[played:] = training.position
     flops, nbytes_moved, fp32 = (np.array(column) for column in list(zip(*record.rows))[:3])
     return StepTrace(
         events=tuple(training.trace), begun=tuple((at, unit) for unit, at in begun.items()),
         completed=tuple(completed), position=position, flops=flops,
-        nbytes=nbytes_moved, fp32=fp32,
+        nbytes=nbytes_moved, fp32=fp32, tiles=tiles,
         model_flops=float(flops.sum()) - record.again_flops(), tokens=math.prod(record.batch.tokens),
         peak_nbytes=record.peak_nbytes(),
     )  # fmt: skip

@@ -9,17 +9,21 @@ them run than the rank has cores, each has the same share, and compute waits for
 What I/O takes of the cores, it takes from compute.
 """
 
-from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from infinity.core.budget import DeviceBudget, spread
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes, rounded
-from infinity.partition.prefetcher import TileRoom
+from infinity.partition.mover import Item
+from infinity.partition.mover import Stored as StoredItem
+from infinity.partition.prefetcher import Prefetcher
 from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
 from infinity.planner.simulator import NEVER_S, Channel, TransferQueues
 from infinity.planner.updates import StepOrder
@@ -32,10 +36,13 @@ _NOTHING_S = 1e-12
 _LABELS = [channel.label for channel in Channel]
 #: The turn of a gradient whose memory no longer counts until the next one has begun.
 OVER = -1
-#: The least micro-batches that are played before they are taken to repeat.
+#: The least micro-batches that are planned, and played, before they are taken to repeat.
 _LEAST = 3
 #: Longer steps (events) are played with fewer micro-batches and steps, and updates in larger chunks.
 _MANY_EVENTS = 20_000
+#: Steps that are walked with tiles of experts: the first without a plan, two that say which are expected.
+_WALKS = 3
+_NO_ACTIONS = Actions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +72,6 @@ class UnitShape:
     def gathered_nbytes(self) -> int:
         """Return the device memory of the full buffer, and of what it is decoded from."""
         return rounded(self.nbytes) + rounded(self.stored_nbytes)
-
-    @property
-    def waits_stored(self) -> bool:
-        """Return whether it waits for its use in stored form, and is decoded for each use."""
-        return self.routed and 0 < self.stored_nbytes < self.nbytes
-
-    @property
-    def present_nbytes(self) -> int:
-        """Return the device memory of what has come until it is let go."""
-        return self.stored_nbytes if self.waits_stored else self.nbytes
 
     @property
     def built_nbytes(self) -> int:
@@ -140,6 +137,13 @@ class Stored:
     has_room: bool = True  # of its own there; else that of one that was used before
 
 
+class TileUse(NamedTuple):
+    """Describes a use of a tile of experts in forward, or in one that is recomputed, as hooks tell it."""
+
+    following: tuple[int, ...]  # tiles that are used after it
+    recomputed: bool
+
+
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """Holds the forward and the backward of one micro-batch.
@@ -158,6 +162,7 @@ class StepTrace:
     tokens: int
     peak_nbytes: int  # the most that the step's own storages take of device memory at one time
     stored: tuple[Stored, ...] = ()
+    tiles: Mapping[int, TileUse] = field(default_factory=dict)  # by position; others are backward's own
     measured_s: np.ndarray | None = None  # on the machine that is planned for; not a number: unknown
     calls: int = 1  # of each operator, which together have these flops, bytes and seconds
 
@@ -225,18 +230,15 @@ class StepSetup:
     together: tuple[frozenset[int], ...] = ()  # tiles of each block that all its micro-batches use
     of_others: frozenset[int] = frozenset()  # units of adapters that the traced micro-batch does not use
 
-    @property
-    def streaming_nbytes(self) -> dict[int, int]:
-        return {index: unit.gathered_nbytes for index, unit in enumerate(self.units) if unit.streams}
+    def item_nbytes(self, item: int) -> int:
+        """Return the device memory of a unit's full values, or (``~unit``) of a tile's stored bytes."""
+        if item < 0:
+            return self.units[~item].stored_nbytes if self.travels(~item) else 0
+        return self.units[item].nbytes
 
-    @property
-    def room_of_tiles(self) -> TileRoom:
-        """Return the room that the runtime's prefetcher gives tiles of experts."""
-        nbytes, units = self.streaming_nbytes, self.units
-        stored = {i: units[i].stored_nbytes or each for i, each in nbytes.items() if units[i].routed}
-        room = TileRoom(nbytes, stored, self.division.window)
-        room.hold_together(self.together)
-        return room
+    def travels(self, unit: int) -> bool:
+        """Return whether a unit's shard moves; else it is used, or decoded, where it lies."""
+        return self.units[unit].on_nvme or self.on_accelerator or self.ranks > 1
 
     def gradient_nbytes(self, unit: int) -> int:
         """Return the bytes of this rank's shard of a unit's gradient."""
@@ -263,14 +265,17 @@ class StepScript:
 
     @classmethod
     def of(cls, trace: StepTrace, setup: StepSetup) -> "StepScript":
-        accumulated = trace.accumulated()[0]
-        before, length = setup.micro_batches - 1, len(accumulated)
-        earlier, most = min(before, 2), tries(length)
-        plan = plan_of(accumulated * earlier + trace.events, setup, (length, earlier))
-        while plan.repeats is None and earlier < min(before, most):
-            earlier = min(before, most, 2 * earlier)
-            plan = plan_of(accumulated * earlier + trace.events, setup, (length, earlier))
-        repeated = earlier - 1 if plan.repeats is None else plan.repeats.start // length
+        before, length = setup.micro_batches - 1, len(trace.accumulated()[0])
+        earlier = min(before, tries(length))
+        plan, more = plan_of(trace, setup, earlier), before - earlier
+        turns = [plan.actions[i * length : (i + 1) * length] for i in range(earlier)]
+        repeated = next((i for i, each in enumerate(turns[1:]) if each == turns[i]), earlier - 1)
+        alike = sum(1 for _ in takewhile(lambda each: each == turns[repeated], turns[repeated + 1 :]))
+        if alike:  # one of them is played
+            earlier, more = earlier - alike, more + alike
+            begin, end = repeated * length, (repeated + alike) * length
+            events = plan.events[:begin] + plan.events[end:]
+            plan = replace(plan, events=events, actions=plan.actions[:begin] + plan.actions[end:])
         order, present = StepOrder(), set(plan.begin)
         order.learn(plan.events)
         for (kind, unit), actions in zip(plan.events[: earlier * length], plan.actions, strict=False):
@@ -279,7 +284,7 @@ class StepScript:
             present.difference_update(actions.release)
             present.update(actions.fetch)
         trained = setup.of_others | {unit for _, unit in trace.begun if setup.units[unit].trainable}
-        return cls(plan, earlier, length, repeated, before - earlier, order, frozenset(present), trained)
+        return cls(plan, earlier, length, repeated, more, order, frozenset(present), trained)
 
 
 def tries(events: int) -> int:
@@ -287,39 +292,58 @@ def tries(events: int) -> int:
     return max(_LEAST, _MANY_EVENTS // max(1, events))
 
 
-def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
+def plan_of(trace: StepTrace, setup: StepSetup, earlier: int = 0) -> Plan:
     """Return what the runtime's prefetcher does in a step: its plan, and what it does with tiles of experts.
 
-    These are in no plan, but in room of their own, where they wait as they are stored. What they do in it is
-    taken to be what a plan would have them do, since each step uses about those that the last one used.
+    ``earlier`` micro-batches come before the one of the trace. A tile's stored bytes, from which its full
+    values are decoded, are ``~unit``.
     """
-    units, most, room = setup.units, setup.piece_nbytes, setup.room_of_tiles
-    nbytes = setup.streaming_nbytes
+    units, most, (accumulated, places) = setup.units, setup.piece_nbytes, trace.accumulated()
+    events, length = accumulated * earlier + trace.events, len(accumulated)
+    nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(units) if unit.streams}
     can_stay = {
         index
         for index, unit in enumerate(units)
         if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
     }
-    if not room.stored:
-        return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
-    length, count = repeats or (len(events), 0)
-    left, begin, stays, steady = room.planned_nbytes, tuple[int, ...](), frozenset[int](), 0
-    actions, peak_nbytes = [Actions()] * len(events), 0
-    for is_tile in (False, True):
-        own = [place for place, event in enumerate(events) if units[event.unit].routed == is_tile]
-        again = repeats and (bisect_left(own, length), count)
-        sizes = room.stored if is_tile else nbytes
-        plan = make_plan([events[place] for place in own], sizes, left, can_stay=can_stay, repeats=again)
-        left = setup.division.window - room.slots_nbytes - plan.peak_nbytes
-        begin, stays, peak_nbytes = begin + plan.begin, stays | plan.stays, peak_nbytes + plan.peak_nbytes
-        for place, each in zip(own, plan.actions, strict=True):
-            actions[place] = each
-        if plan.repeats is None:
-            steady = count
-        elif plan.repeats:
-            steady = max(steady, plan.repeats.start // len(plan.repeats))
-    steady_range = range(steady * length, (steady + 1) * length) if steady < count else None
-    return Plan(tuple(events), begin, tuple(actions), peak_nbytes, stays, steady_range)
+    window, tiles = setup.division.window, [index for index in nbytes if units[index].routed]
+    if not tiles:
+        return make_plan(events, nbytes, window, can_stay=can_stay)
+    # Which tiles stay is in no plan: so steps are walked, until one has the plan and what it expects.
+    release, fetch, actions = list[int](), list[int](), list[Actions]()
+    mover: Any = SimpleNamespace(
+        units=units,
+        start=lambda item: fetch.append(_number(item)),
+        release=lambda item: release.append(_number(item)),
+        finish=lambda unit: None,
+        stored_nbytes=lambda unit: rounded(units[unit].stored_nbytes),
+    )
+    prefetcher = Prefetcher(mover, nbytes, window, can_stay, routed=tiles)
+    prefetcher.room.hold_together(setup.together)
+    uses = {index * length + places[at]: use for index in range(earlier) for at, use in trace.tiles.items()}
+    uses |= {earlier * length + at: use for at, use in trace.tiles.items()}
+    for _ in range(_WALKS):
+        begin, peak_nbytes = tuple(map(_number, prefetcher.residents)), 0
+        actions.clear()
+        for at, (kind, unit) in enumerate(events):
+            release.clear()
+            fetch.clear()
+            if kind is Kind.USE and at in uses:
+                prefetcher.use(unit, uses[at].following, recomputed=uses[at].recomputed)
+            else:
+                {Kind.USE: prefetcher.use, Kind.UNPIN: prefetcher.unpin, Kind.DONE: prefetcher.done}[kind](
+                    unit
+                )
+            actions.append(Actions(tuple(release), tuple(fetch)) if release or fetch else _NO_ACTIONS)
+            peak_nbytes = max(peak_nbytes, prefetcher.residents.nbytes)
+        plan = prefetcher.training.plan
+        prefetcher.end_training_pass()
+    stays = frozenset[int]() if plan is None else plan.stays
+    return Plan(events, begin, tuple(actions), peak_nbytes, stays)
+
+
+def _number(item: Item) -> int:
+    return ~item.unit if isinstance(item, StoredItem) else item
 
 
 @dataclass(frozen=True, slots=True)

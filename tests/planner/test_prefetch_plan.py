@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planner.prefetch_plan import LEAD, Event, Filling, Kind, Plan, make_plan, repeats_of, runs_of
+from infinity.planner.prefetch_plan import LEAD, Event, Kind, Plan, make_plan, runs_of
 from tests.helpers.cases import examples, few
 
 fast = examples(150)
@@ -293,77 +293,3 @@ def test_ten_thousand_events_are_planned_in_seconds(capacity):
     begin = time.process_time()
     make_plan(visits(units), nbytes, capacity)
     assert time.process_time() - begin < 10.0  # about one on a slow machine; a square law takes minutes
-
-
-# --- what repeats -----------------------------------------------------------------------------
-
-
-@st.composite
-def micro_batches(draw) -> Case:
-    """Forward and backward of several micro-batches, of which the last one has updates."""
-    units = draw(st.integers(1, 6))
-    order = draw(st.lists(st.integers(0, units - 1), min_size=1, max_size=9))
-    nbytes = {u: draw(st.integers(1, 20)) for u in range(units)}
-    updated = draw(st.sets(st.sampled_from(range(units))))
-    last = visits([*order, *reversed(order)])
-    for unit in updated.intersection(order):
-        at = max(i for i, event in enumerate(last) if event == Event(Kind.UNPIN, unit))
-        last[at] = Event(Kind.DONE, unit)
-    events = visits([*order, *reversed(order)]) * draw(st.integers(2, 9)) + last
-    can_stay = frozenset(draw(st.sets(st.sampled_from(range(units)))))
-    capacity = draw(st.integers(max(nbytes.values()), 1 + sum(nbytes.values())))
-    return Case(tuple(events), nbytes, capacity, can_stay)
-
-
-def walked_whole(case: Case, lead: int = LEAD) -> Plan:
-    length = len(case.events)
-    return make_plan(case.events, case.nbytes, case.capacity, lead, case.can_stay, repeats=(length, 1))
-
-
-@fast
-@given(micro_batches(), st.sampled_from([0, 1, LEAD]))
-def test_a_plan_of_micro_batches_is_the_one_that_a_walk_over_all_of_them_makes(case, lead):
-    assert replace(case.plan(lead), repeats=None) == walked_whole(case, lead)
-
-
-@fast
-@given(micro_batches(), st.integers(1, 5))
-def test_what_a_plan_says_repeats_may_come_again(case, more):
-    plan = case.plan()
-    if plan.repeats is not None:
-        again = slice(plan.repeats.start, plan.repeats.stop)
-        longer = case.events[: again.stop] + case.events[again] * more + case.events[again.stop :]
-        actions = plan.actions[: again.stop] + plan.actions[again] * more + plan.actions[again.stop :]
-        assert walked_whole(replace(case, events=longer)).actions == actions
-
-
-@pytest.mark.parametrize("capacity", [4, 20, 39, 40, 50])
-def test_work_does_not_grow_with_micro_batches(capacity, monkeypatch):
-    played = []
-    note = Filling.note
-    monkeypatch.setattr(Filling, "note", lambda self, *given: played.append(1) or note(self, *given))
-    units = list(range(40))
-    turn = visits([*units, *reversed(units)])
-    last = visits(units) + [Event(k, u) for u in reversed(units) for k in (Kind.USE, Kind.DONE)]
-    for stay in ((), units):
-        played.clear()
-        plan = make_plan(turn * 63 + last, dict.fromkeys(units, 1), capacity, can_stay=stay)
-        assert plan.repeats is not None
-        assert len(plan.actions) == 64 * len(turn)
-        assert len(played) <= 3 * len(turn)
-
-
-@fast
-@given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4), st.lists(st.integers(0, 2), max_size=6))
-def test_repeats_are_found(first, count, rest):
-    events = visits([*first * count, *rest])
-    period, found = repeats_of(events)
-    assert events[:period] * found == events[: period * found]
-    fewest = [
-        p for p in range(1, len(events) // 2 + 1)
-        if events[:p] == events[p : 2 * p]
-        and 2 * next(i for i in range(p, len(events) + 1) if i == len(events) or events[i] != events[i - p])
-        >= len(events)
-    ]  # fmt: skip
-    assert period == min(fewest, default=len(events))
-    assert events[period * found :][:period] != events[:period] or not events
