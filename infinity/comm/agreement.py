@@ -35,8 +35,9 @@ from torch import Tensor
 from infinity.comm.peers import Peers, how_it_ended
 from infinity.core.errors import DivergenceError
 
-#: Kinds of collectives; of those after the first none ends on a rank before all have begun it.
-KINDS = ("check", "share", "gather", "values", "sum", "least", "any", "reduce")
+#: Kinds of collectives; of those between the first and the last none ends on a rank before all have begun it.
+#: ``near`` is a gather that needs the ranks of a node only.
+KINDS = ("check", "share", "gather", "values", "sum", "least", "any", "reduce", "near")
 _ASKED, _REDUCE = 2, KINDS.index("reduce")
 #: Collectives of a step that are remembered; what follows, as in long generations, is asked for.
 MOST_KNOWN = 2**16

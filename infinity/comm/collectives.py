@@ -6,7 +6,8 @@ issues it on process groups of its own. So gathers ahead of their use overlap co
 
 [Note: reduction] Gradients travel in the compute dtype, one slice to each owner, who adds them in fp32 in the
 order of ranks. A ring would move as many bytes, but the order of its additions depends on where an element
-lies in the unit, and for the same exactness it would send fp32.
+lies in the unit, and for the same exactness it would send fp32. Of several nodes see
+:mod:`infinity.comm.nodes`.
 
 [Note: on an accelerator] The thread issues a collective on a stream of its own and goes on with the next; it
 only waits for headers. Waiting for a :class:`Pending` makes the current stream wait for the collective. If a
@@ -22,9 +23,11 @@ forked child, which lacks the threads that the destructor would wait for.
 """
 
 import ctypes
+import hashlib
 import os
 import pickle
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -38,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.comm.agreement import Agreement, Call, Want
+from infinity.comm.nodes import Kept, Nodes, all_gather
 from infinity.comm.peers import FAREWELL_S, Peers
 from infinity.core.errors import InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
@@ -48,9 +52,6 @@ _SLICE_S = 0.25
 _LOOK_S = 2.0
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
-
-#: ``all_gather_into_tensor``, under the name that newer releases of torch want.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending(StreamTransfer):
@@ -78,22 +79,22 @@ class Pending(StreamTransfer):
             raise copied(failure)
 
 
-class DataGroup:
-    """Process group of weights and gradients, and what an accelerator has in flight on it.
+class InFlight:
+    """Watches what an accelerator has in flight on its process ``groups``; on the CPU there are none.
 
-    Used by the collectives' thread only. On the CPU ``group`` is also that of the headers, and nothing is in
-    flight.
+    Used by the collectives' thread only.
     """
 
-    def __init__(self, group: Any, device: torch.device, peers: Peers) -> None:
-        self.group, self.device, self._peers = group, device, peers
+    def __init__(self, device: torch.device, peers: Peers) -> None:
+        self.device, self._peers = device, peers
+        self.groups: list[Any] = []
         self._issued: deque[tuple[Any, float]] = deque()  # and until when each may take
         self._looked_s = 0.0  # when it looked for the other ranks
 
     def watch(self, work: Any) -> None:
         self._issued.append((work, time.monotonic() + self._peers.timeout_s))
 
-    def in_flight(self) -> bool:
+    def any(self) -> bool:
         while self._issued and self._issued[0][0].is_completed():
             self._issued.popleft()
         return bool(self._issued)
@@ -111,56 +112,71 @@ class DataGroup:
         if peers.overdue(what) is None:
             return
         self._issued.clear()
-        group = self.group
-        with suppress(RuntimeError):  # a group that is its own back end has no other
-            group = group._get_backend(self.device)
-        if hasattr(group, "abort"):
-            group.abort()
+        for group in self.groups:
+            with suppress(RuntimeError):  # a group that is its own back end has no other
+                group = group._get_backend(self.device)
+            if hasattr(group, "abort"):
+                group.abort()
 
 
 class Collectives:
     """Collectives of one process, on their own thread and groups; flat buffers lie on ``device``.
 
-    Every rank must construct one at the same point and call its methods in the same order.
+    Every rank must construct one at the same point and call its methods in the same order. ``ranks_per_node``
+    consecutive ranks are taken to be on one node; None: those on one host.
     """
 
     def __init__(
         self, device: torch.device, timeout_s: float,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
+        on_failure: Callable[[BaseException], None] = lambda error: None, ranks_per_node: int | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        group = self._control
-        if device.type != "cpu":
-            group = dist.new_group(
-                backend=dist.get_default_backend_for_device(device),
-                timeout=timedelta(seconds=timeout_s + _WATCHDOG_S),
-            )
         self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
-        self._data = DataGroup(group, device, self.peers)
+        self._in_flight = InFlight(device, self.peers)
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
+
+        def make(ranks: Sequence[int]) -> Any:
+            backend, limit_s, some = "gloo", timeout_s, len(ranks) < self.world_size
+            if device.type != "cpu":
+                backend, limit_s = dist.get_default_backend_for_device(device), timeout_s + _WATCHDOG_S
+            elif not some:
+                return self._control
+            limit = timedelta(seconds=limit_s)
+            return dist.new_group([*ranks], limit, backend, use_local_synchronization=some)
+
+        if ranks_per_node is None:
+            host = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
+            hosts = self._of_all_ranks(torch.tensor([int.from_bytes(host)], device="cpu"))
+            ranks_per_node = _ranks_per_node(hosts.flatten().tolist())
+        self.nodes = Nodes(self.rank, self.world_size, ranks_per_node, make, self._end)
+        if device.type != "cpu":
+            self._in_flight.groups += self.nodes.groups
         self.step = 0  # calls of the optimizer's step, equal on all ranks
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    def gather(self, index: int, where: str, bring: Callable[[], Tensor], kind: str = "gather") -> Pending:
+    def gather(
+        self, index: int, where: str, bring: Callable[[], Tensor], kind: str = "gather",
+        kept: Kept | None = None,
+    ) -> Pending:  # fmt: skip
         """Start the all-gather of unit ``index``; ``where`` is for the error when ranks differ.
 
-        ``kind`` is what is gathered of it: weights, or exact ``values`` that are no part of a pass.
+        ``kind`` is what is gathered of it: weights, or exact ``values`` that are no part of a pass. Slices of
+        other nodes are ``kept``, or were.
 
         ``bring``, on the collectives' thread, waits for this rank's shard and returns the full buffer,
         ``(numel,)``, with the shard in its own slice; it may raise.
         """
 
         def issue(full: Tensor) -> Tensor:
-            shard = full.chunk(self.world_size)[self.rank]
-            group = self._data.group
-            self._end(_all_gather(full, shard, group=group, async_op=True), group)
+            self.nodes.gather(full, kept)
             return full
 
+        kind = "near" if kept is not None and kept.current else kind
         return self._submit(kind, index, where, issue, bring)
 
     def reduce(
@@ -172,9 +188,9 @@ class Collectives:
         All functions are called on the collectives' thread.
 
         Args:
-            buffers: Called if any rank used a parameter. Returns the local gradients, ``(numel,)``; a buffer
-                like it for the slices that arrive; and ``(numel / world_size,)`` for the mean, in the dtype
-                of the additions.
+            buffers: Called if any rank used a parameter. Returns the local gradients, ``(numel,)``, which are
+                overwritten; a buffer like it for the slices that arrive; and ``(numel / world_size,)`` for
+                the mean, in the dtype of the additions.
             used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
             then: Called with ``used`` of all ranks together.
             ready: Waits for what every rank must have done before any goes on; may raise.
@@ -183,13 +199,7 @@ class Collectives:
         def issue(_: object) -> bytes:
             if not any(self._agreement.used):
                 return self._agreement.used
-            (full, spare, out), group = buffers(), self._data.group
-            self._end(dist.all_to_all_single(spare, full, group=group, async_op=True), group)
-            arrived = spare.view(self.world_size, -1)
-            out.copy_(arrived[0])
-            for other in arrived[1:]:
-                out.add_(other)
-            out.div_(self.world_size)
+            self.nodes.reduce(*buffers())
             return self._agreement.used  # another rank may have told more of them meanwhile
 
         return self._submit("reduce", index, where, issue, ready, then=then, used=used)
@@ -261,7 +271,7 @@ class Collectives:
                     pending.result = self._attempt(call, issue, ready)
                     if then is not None:
                         then(pending.result)
-                    pending.record(self._data.device)
+                    pending.record(self._in_flight.device)
                     pending.finish()
             except BaseException as error:  # nothing may end this thread
                 self.peers.tell(error)
@@ -294,14 +304,14 @@ class Collectives:
         """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
         group = group or self._control
         everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
-        self._end(_all_gather(everyone, mine, group=group, async_op=True), group)
+        self._end(all_gather(everyone, mine, group=group, async_op=True), group)
         return everyone.view(self.world_size, -1)
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""
-        if group not in (self._agreement.group, self._control, self._exchanges):
+        if group in self._in_flight.groups:
             work.wait()  # the stream of this thread does
-            self._data.watch(work)
+            self._in_flight.watch(work)
             return
         while not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
@@ -311,10 +321,10 @@ class Collectives:
             try:
                 if self.peers.overdue("its last collectives") is not None:
                     raise RuntimeError("given up")
-                if group is self._control:
-                    self._agreement.join()
-                elif group is self._agreement.group:
+                if group is self._agreement.group:
                     self._agreement.call_others()
+                elif group is not self._exchanges:
+                    self._agreement.join()
             except BaseException:
                 _never_destroy(group)
                 _never_destroy(work)
@@ -322,25 +332,31 @@ class Collectives:
         work.wait()
 
     def _run(self) -> None:
-        use_own_stream(self._data.device)  # gathers beside compute
+        use_own_stream(self._in_flight.device)  # gathers beside compute
         while (job := self._next()) is not None:
             job()
             del job  # while nothing comes, no model is held
-        while self._data.in_flight():  # else an accelerator could wait for ever
-            self._data.look_after()
+        while self._in_flight.any():  # else an accelerator could wait for ever
+            self._in_flight.look_after()
             time.sleep(0.01)
 
     def _next(self) -> Callable[[], None] | None:
         """Return the next job; until it comes, watch what was issued: see [Note: on an accelerator]."""
         while True:
             try:
-                return self._queue.get(timeout=_SLICE_S if self._data.in_flight() else None)
+                return self._queue.get(timeout=_SLICE_S if self._in_flight.any() else None)
             except queue.Empty:
-                self._data.look_after()
+                self._in_flight.look_after()
                 try:
                     self._agreement.join()
                 except BaseException as error:  # nothing may end this thread
                     self.peers.tell(error)
+
+
+def _ranks_per_node(hosts: list[Any]) -> int:
+    """Return how many ranks each host has, from those of all ranks; 1 if not as many, or not side by side."""
+    local = hosts.count(hosts[0])
+    return local if hosts == [host for host in dict.fromkeys(hosts) for _ in range(local)] else 1
 
 
 def _never_destroy(what: Any) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
+from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
 from infinity.core.process import check_meeting_point, launched
 from infinity.device.accelerator import hardware_id
@@ -43,6 +44,10 @@ class Ranks:
     def alone_on_cpu(self) -> bool:
         """Whether this is the only rank, on the CPU: a unit in host memory is its own flat buffer."""
         return self.world_size == 1 and not self.on_accelerator
+
+    @property
+    def nodes(self) -> int:
+        return 1 if self.collectives is None else self.collectives.nodes.count
 
     def least(self, value: int, where: str) -> int:
         """Return the smallest ``value`` of all ranks, so that they decide alike; all must call."""
@@ -193,12 +198,18 @@ def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Stor
     return PrefixStore(word, store)
 
 
-def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None]) -> Ranks:
+def open_ranks(
+    device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None],
+    ranks_per_node: int | None = None,
+) -> Ranks:  # fmt: skip
     """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
         return Ranks(0, 1, device)
+    if ranks_per_node and world_size % ranks_per_node:
+        wanted = f"a number that divides that of ranks, {world_size}; or null: as hosts say"
+        raise SettingError("partition.ranks_per_node", ranks_per_node, wanted)
     with peer_errors("meeting the other ranks"):
-        collectives = Collectives(device, timeout_s, on_failure)
+        collectives = Collectives(device, timeout_s, on_failure, ranks_per_node)
     return Ranks(collectives.rank, collectives.world_size, device, collectives)
 
 

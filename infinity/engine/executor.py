@@ -33,7 +33,7 @@ from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.rule import Rule
 from infinity.optim.rules import DeviceRule, HostRule, PlacedRule, clip_coefficient, measure_rates
 from infinity.partition.builder import PartitionConfig
-from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.mover import KeptSlices, Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.passing import Rooms
@@ -130,7 +130,7 @@ class StepExecutor:
             pool = DevicePool(nbytes, device) if there else HostPool(nbytes, key="memory.device")
             self.device_pool: Pool = pool
             stack.callback(self.device_pool.close)
-            self._serve(leaves, reduction_dtype(config, storage.layout.dtype), stack)
+            self._serve(leaves, config, stack)
             activations.budget = self
             total_nbytes = memory_nbytes(device)[1] if there else total_host_nbytes()
             self.hooks.logits.decide(config.memory.logits, lambda: self._pass_nbytes(total_nbytes))
@@ -160,22 +160,30 @@ class StepExecutor:
         return updates
 
     def _serve(
-        self, leaves: Mapping[nn.Module, tuple[Unit, ...]], reduce_dtype: torch.dtype,
+        self, leaves: Mapping[nn.Module, tuple[Unit, ...]], config: EngineConfig,
         stack: contextlib.ExitStack,
     ) -> None:  # fmt: skip
         """Make the parts that bring weights and take gradients, and connect them to the hooks."""
         ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.timeline.stall), None
         if self.host is not None and self.budget.host is not None:
             staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+        kept, storage, nodes = None, self.tiers.storage, ranks.nodes
+        if config.partition.gather == "auto" and nodes > 1:
+            kept = KeptSlices(
+                self.units, storage.host_pool, nodes,
+                lambda: ranks.least(self.tiers.spare_nbytes(self.units), "partition.gather"),
+            )  # fmt: skip
         self.mover = UnitMover(
-            self.units, pool, staging, ranks.collectives, self.timeline.stall, self.updates.wait_until_unused
-        )
+            self.units, pool, staging, ranks.collectives, self.timeline.stall, self.updates.wait_until_unused,
+            kept,
+        )  # fmt: skip
         stack.callback(self.mover.close)
         streaming = [unit for unit in self.units if self.tiers.streams(unit)]
         self.prefetcher = Prefetcher(
             self.mover, {unit.index: unit.gathered_nbytes for unit in streaming}, self.budget.division.window,
             self._can_stay(), self.updates.order, routed=[unit.index for unit in streaming if unit.routed],
         )  # fmt: skip
+        reduce_dtype = reduction_dtype(config, storage.layout.dtype)
         path = GradientPath(self.mover, self.updates, pool, self.host, ranks.collectives, reduce_dtype)
         stack.callback(path.close)
         pins = BackwardPins(self.prefetcher)

@@ -95,7 +95,8 @@ class Runtime:
 
     def _build(self, device: torch.device, resume: Resume | None) -> None:
         memory, partition, rule = self.config.memory, self.config.partition, find_rule(self.config.rule)
-        self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
+        give_up: Any = weakly(self._give_up)
+        self.ranks = ranks = open_ranks(device, partition.timeout_s, give_up, partition.ranks_per_node)
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
         chosen, line = choose_dtype(

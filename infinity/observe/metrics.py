@@ -59,6 +59,7 @@ class StepReport(AdapterReport):
     stall_s: dict[str, float] = field(default_factory=dict)  # by cause: read, write, update, ...
     nbytes_read: int = 0
     nbytes_written: int = 0
+    nbytes_crossed: int = 0  # of weights and gradients, from other nodes
     planned_nbytes_read: int | None = None  # None while the step is recorded, not planned
     planned_nbytes_written: int | None = None
     on_demand: int = 0  # uses that the plan did not foresee
@@ -252,6 +253,8 @@ def describe(report: StepReport) -> str:
     parts.append(f"stall {stall_s:.2f} s{cause}")
     if report.nbytes_read or report.nbytes_written:
         parts.append(f"read {format_nbytes(report.nbytes_read)} wrote {format_nbytes(report.nbytes_written)}")
+    if report.nbytes_crossed:
+        parts.append(f"from other nodes {format_nbytes(report.nbytes_crossed)}")
     parts += [f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.peak_nbytes.items() if nbytes]
     if report.on_demand:
         parts.append(f"{report.on_demand} on demand")

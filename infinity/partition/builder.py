@@ -59,6 +59,16 @@ class PartitionConfig(Config):
         "gather weights of experts, linear layers and embeddings in tiles; auto: where memory.device cannot "
         "hold them whole; never; or a size such as 64MiB: all that are larger, in tiles of that size",
     )
+    gather: Literal["auto", "world"] = option(
+        "auto",
+        "how weights are gathered again before their next update: auto, within a node, as far as memory.host "
+        "has room for what other nodes sent; world, from all nodes",
+    )
+    ranks_per_node: int | None = setting(
+        None,
+        "as many consecutive ranks are a node, which adds its own gradients first; null: those on one host",
+        Valid(1, 10**5),
+    )
     timeout_s: float = option(
         300.0, "a rank that is silent for this long ends the run (s)", Valid(0.1, 10**7)
     )

@@ -17,6 +17,10 @@ comes far ahead and stays: a few full buffers take turns, and a tile can be deco
 A unit that the next pass begins with keeps its full buffer during its update, which writes this rank's new
 weights into their slice (on an accelerator: into a copy of it in pinned host memory).
 
+[Note: slices of other nodes]
+Those that came across a node's border for a gather stay in host memory, if there is room, and are current
+until the unit's weights change. That and the order of gathers are the same on all ranks.
+
 [Note: staging]
 A shard larger than a piece of staging is read in pieces: while one is uploaded, the next is read into a
 second buffer if there is room. Shards are uploaded in the order in which they were asked for. One that found
@@ -24,7 +28,7 @@ no buffer gets one at its turn; until then no later shard takes one, which would
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
+from infinity.comm.nodes import Kept
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import Transfer, rounded, stream
@@ -123,6 +128,49 @@ class Staging:
         return ready
 
 
+class KeptSlices:
+    """Keeps slices that came from other ``nodes``, in memory of ``pool``: see [Note: slices of other nodes].
+
+    It is for as many units as ``room_nbytes()`` says, on all ranks the same, frozen ones first.
+    """
+
+    def __init__(self, units: Sequence[Unit], pool: Pool, nodes: int, room_nbytes: Callable[[], int]) -> None:
+        self._units, self._pool, self._others, self._room_nbytes = units, pool, nodes - 1, room_nbytes
+        self._leases: dict[int, Lease] = {}
+        self._weights: dict[int, object] = {}  # which ones are there, or will be once they are gathered
+        self.choose()
+
+    def choose(self) -> None:
+        """Choose units anew. Nothing may be on its way; every rank must call."""
+        self.close()
+        left_nbytes = self._room_nbytes()
+        for unit in sorted(self._units, key=lambda unit: bool(unit.trainable)):
+            if rounded(nbytes := self._nbytes(unit)) <= left_nbytes:
+                left_nbytes -= rounded(nbytes)
+                self._leases[unit.index] = self._pool.lease(nbytes, who=f"{unit.name} from other nodes")
+
+    def of(self, unit: Unit) -> Kept | None:
+        """Return what the next gather of a unit uses, or keeps; None: nothing is kept."""
+        lease, now = self._leases.get(unit.index), (unit.updates, unit.stored, unit.home.averaged)
+        if lease is None or lease.nbytes != self._nbytes(unit):  # it has thawed
+            return None
+        current, self._weights[unit.index] = self._weights.get(unit.index) == now, now
+        return Kept(lease, current)
+
+    def forget(self, units: Iterable[int] | None = None) -> None:
+        """Forget the slices of these units; None: of all."""
+        for index in [*self._weights] if units is None else units:
+            self._weights.pop(index, None)
+
+    def close(self) -> None:
+        self.forget()
+        while self._leases:
+            self._leases.popitem()[1].release()
+
+    def _nbytes(self, unit: Unit) -> int:
+        return self._others * (unit.shard_nbytes if unit.stored is None else unit.stored.shard_nbytes)
+
+
 class Staying(NamedTuple):
     """Holds a unit's full buffer while the unit is updated; see [Note: a unit that stays]."""
 
@@ -170,9 +218,11 @@ class UnitMover:
     def __init__(
         self, units: Sequence[Unit], pool: Pool | CountingPool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits, wait_until_unused: Callable[[Unit], object],
+        kept: KeptSlices | None = None,
     ) -> None:  # fmt: skip
         self.units, self.pool, self.staging = units, pool, staging
         self.collectives, self.waits, self._wait_until_unused = collectives, waits, wait_until_unused
+        self.kept = kept
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
@@ -227,7 +277,8 @@ class UnitMover:
             full: Tensor = lease.tensor
             return full
 
-        return self.collectives.gather(unit.index, unit.name, bring).wait
+        kept = None if self.kept is None else self.kept.of(unit)
+        return self.collectives.gather(unit.index, unit.name, bring, kept=kept).wait
 
     def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool) -> _Stored:
         """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
@@ -412,3 +463,5 @@ class UnitMover:
         self._decoding.shutdown()
         if self.staging is not None:
             self.staging.uploads.shutdown()
+        if self.kept is not None:
+            self.kept.close()

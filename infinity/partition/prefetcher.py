@@ -335,11 +335,15 @@ class Prefetcher:
     def forget(self, units: Iterable[int] | None = None) -> None:
         """Release ``units`` (None: everything) that are present: their copies are stale."""
         stale = None if units is None else set(units)
+        if self.mover.kept is not None:
+            self.mover.kept.forget(stale)
         self.residents.release([item for item in self.residents if stale is None or _unit_of(item) in stale])
 
     def resize(self, capacity_nbytes: int) -> None:
         """Keep within another capacity; plans for the old one are forgotten."""
         self.forget()
+        if self.mover.kept is not None:
+            self.mover.kept.choose()
         self.residents.capacity_nbytes = capacity_nbytes
         self.room = self._make_tile_room(self.routed)
         self.training.follow(None)

@@ -236,10 +236,9 @@ def rank_rates(
         gather = reduce = between / away
         if machine.nodes.count > 1:
             assert links.network_bytes_per_s is not None
-            # A ring crosses each node's border once; in an all-to-all every rank sends to every other node.
-            gather = min(gather, links.network_bytes_per_s / away)
-            crossing = local * (ranks - local) / ranks
-            reduce = min(reduce, links.network_bytes_per_s / crossing)
+            # Each byte of a node's border once, then or before within the node: both steps after each other.
+            crossing = (ranks - local) / ranks / links.network_bytes_per_s
+            gather = reduce = 1 / (crossing + (local - 1) / local / between)
     of_memory, own = host.bytes_per_s / local, min(used, cores)
     background = own if machine.on_accelerator else max(1, int(used) // 2)
     updated = host.update_bytes_per_s(state or ADAMW.layout(DTYPES[dtype]))

@@ -171,6 +171,14 @@ class Tiers:
             if unit.trainable:
                 self._make_trainable(unit)
 
+    def spare_nbytes(self, units: Iterable[Unit]) -> int:
+        """Return half of the host memory that neither residents nor chunks of updates may take."""
+        storage, pool = self.storage, self.storage.host_pool
+        wished = sum(self.resident_nbytes_of(unit, moments=bool(unit.trainable)) for unit in units)
+        chunks_nbytes = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
+        taken = min(self.resident_nbytes, wished) + chunks_nbytes
+        return max(0, pool.capacity_nbytes - max(pool.leased_nbytes, taken)) // 2
+
     def _hold(self, unit: Unit, home: BaseHome, aside_nbytes: int) -> None:
         """Read a quantized unit's stored form into host memory, if it fits with the bytes to set aside."""
         assert unit.stored is not None

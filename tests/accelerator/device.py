@@ -25,7 +25,7 @@ from tests.accelerator.simulator import HOST, Mark, Range, Simulator
 simulator = Simulator()
 #: Of each device (bytes); addresses only, until they are used.
 DEVICE_NBYTES = 2**32
-DEVICES = 2
+DEVICES = 4
 _PAGE_NBYTES = 4096
 
 _lib: Any = None

@@ -60,7 +60,7 @@ def _writes(write: Any, engine: Any, extent: Any, memory: Any) -> Move:
 
 
 def _starts(engine: Any, memory: Any, start: Callable[[], Move], *, writes: bool) -> Move:
-    if not isinstance(memory, memoryview):
+    if not isinstance(memory, memoryview) or not memory.nbytes:
         return start()
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ranges = [(address, address + memory.nbytes)]

@@ -2,7 +2,7 @@
 
 from tests.accelerator.harness import DEVICE, HOST, NVME, Scenario
 
-TIGHT = ("memory.device=64KiB",)
+TIGHT, NODES = ("memory.device=64KiB",), "partition.ranks_per_node=2"
 #: Gradients that wait for ``step()`` do not fit host memory.
 SMALL = ("memory.nvme=[{folder}]", "memory.host=200KiB", "memory.resident=false", "memory.engine=threads")
 
@@ -108,6 +108,8 @@ SLOW: dict[str, Scenario] = {
     "base in MXFP4 in tiles": Scenario(base="gpt_oss", lora=4, steps=2, more=("partition.tile=7KiB",)),
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
+    "two nodes": Scenario(world=4, accumulate=2, clip=1.0, steps=3, more=(NODES, "memory.device=400KiB")),
+    "two nodes, quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2, world=4, more=(NODES,)),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
     "on the device": Scenario(place=DEVICE),
     "on the device, forgotten": Scenario(place=DEVICE, steps=2, forgets=True),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from infinity.comm import collectives, peers
+from infinity.comm import peers
 from infinity.comm.ranks import open_ranks
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.limits import HANG_S
@@ -62,13 +62,10 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
 
     stuck = Group(dies and dist.get_rank() == 1)
 
-    class DataGroup(collectives.DataGroup):
-        def __init__(self, group: Any, device: torch.device, peers: Any) -> None:
-            super().__init__(stuck, device, peers)
-
-    collectives.DataGroup = DataGroup  # type: ignore[misc]
     ranks = open_ranks(CPU, HANG_S, on_failure)
     assert ranks.collectives is not None
+    ranks.collectives.nodes._inner = stuck
+    ranks.collectives._in_flight.groups.append(stuck)
     ranks.collectives.peers.timeout_s = timeout_s
     ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
     if closes:

@@ -390,7 +390,7 @@ def test_a_unit_that_stays_gives_all_back_when_it_is_released_after_its_update(s
 class FailedPeer:
     """Another rank that fails in each gather, and may write on."""
 
-    def gather(self, index, name, bring):
+    def gather(self, index, name, bring, kept=None):
         failed = Transfer()
         failed.finish(ConnectionError("a peer"))
         return failed

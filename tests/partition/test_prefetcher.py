@@ -27,7 +27,7 @@ class FakeMover:
     """
 
     def __init__(self, stored: int = 0) -> None:
-        self.stored = stored
+        self.stored, self.kept = stored, None
         self.units = defaultdict(lambda: SimpleNamespace(trainable=(0,)))
         self.decoded: set[int] = set()
         self.calls: list[tuple[str, int]] = []

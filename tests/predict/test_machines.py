@@ -51,12 +51,12 @@ def test_ranks_share_what_a_node_has() -> None:
     assert alone.gather_bytes_per_s == float("inf")
 
 
-def test_an_all_to_all_over_nodes_waits_for_the_network_of_all_ranks_of_a_node() -> None:
+def test_each_byte_of_a_gather_and_a_reduction_crosses_the_border_of_a_node_once() -> None:
     machine = load_machine("hgx-h100").with_ranks(64)
     assert machine.nodes.count == 8
     rates = rank_rates(machine, 64, "bf16")
-    assert rates.gather_bytes_per_s == pytest.approx(400e9 / (63 / 64))  # a ring crosses a border once
-    assert rates.reduce_bytes_per_s == pytest.approx(400e9 / (8 * 56 / 64))
+    within, across = 7 / 8 / machine.links.device_bytes_per_s, 56 / 64 / 400e9
+    assert rates.gather_bytes_per_s == rates.reduce_bytes_per_s == pytest.approx(1 / (within + across))
 
 
 @pytest.mark.parametrize(
