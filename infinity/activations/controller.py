@@ -7,24 +7,24 @@ blocks would gather different units. The second pass under the plan is metered, 
 
 [Note: the time of a pass]
 A pass lasts from its forward to the next one, or to the end of its step; only passes that end as the profiled
-one did are compared with it. The profiled pass itself is slow, since its operators go through Python. So the
-plan takes a step to last as long as the quickest pass that found everything compiled and every buffer made,
+one did are compared with it. The profiled pass is slow, since its operators go through Python. So the plan
+takes a step to last as long as the quickest pass that found everything compiled and every buffer made,
 without its waits and without the time that moving its bytes cost.
 
 [Note: wrapped forwards]
-``forward`` of each block is wrapped, only while a forward pass runs. The wrapper tells the tensor cache the
-position of the pass, and puts a block that is to be recomputed under ``torch.utils.checkpoint``; there, and
-in the recomputation, the block's own forward runs.
+``forward`` of each block is wrapped, only while a forward pass runs: to tell the tensor cache the position of
+the pass, and to put a block that is to be recomputed under ``torch.utils.checkpoint``.
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
     TensorCache,
+    is_plain,
     patched,
     planned,
-    storages_of,
     uniform,
 )
 from infinity.core.errors import BudgetError
@@ -150,32 +150,21 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
             among[name] = buffer
 
 
-class ActivationBudget(Protocol):
-    """Tells how much device memory a step itself may allocate."""
+class ActivationBudget:
+    """Tells how much device memory a step itself may allocate; by itself ``capacity_nbytes``, unshared."""
+
+    def __init__(self, capacity_nbytes: int | None = None) -> None:
+        self.capacity_nbytes = capacity_nbytes
 
     def capacities(self) -> Sequence[int | None]:
         """Return the bytes that activations may have, the best division of memory first; None: no bound."""
+        return [self.capacity_nbytes]
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Take note that the plan was made for one of the capacities, and takes at most ``kept_nbytes``."""
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         """Return the error to raise when no plan for a profile fits any capacity."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixedCapacity:
-    """An :class:`ActivationBudget` of a capacity that nothing else shares."""
-
-    capacity_nbytes: int | None = None
-
-    def capacities(self) -> Sequence[int | None]:
-        return [self.capacity_nbytes]
-
-    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
-        pass
-
-    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         return budget_error(profile, hardware, self.capacity_nbytes or 0)
 
 
@@ -244,7 +233,7 @@ class Activations:
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
-        self.budget = budget or FixedCapacity()
+        self.budget = budget or ActivationBudget()
         self.meters = policy == "plan"  # one pass, which is slower
         self.metered_nbytes: int | None = None  # the peak of that pass
         self._hardware, self._decide, self._units = hardware, decide, units
@@ -263,7 +252,8 @@ class Activations:
         self.passes.begin()
         if self.policy != "keep":
             blocks = recomputable_blocks(model)
-            self.cache.exempt = storages_of([*weights, *model.buffers()])
+            own = (each for each in (*weights, *model.buffers()) if is_plain(each))
+            self.cache.exempt = weakref.WeakSet(each.untyped_storage() for each in own)
             place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
             policy = uniform(place, last=2 * len(blocks) - 1)
             if self.planning is not None:

@@ -1,7 +1,7 @@
 """Compute logits slice by slice where a cross entropy reads them, so that they never exist whole.
 
-With a large vocabulary nothing is as large as a batch's logits and what their loss makes of them: an fp32
-copy, its log-softmax, gradients. But the loss of a row needs the logits of that row only.
+With a large vocabulary nothing is as large as a batch's logits, and what their loss makes of them. But the
+loss of a row needs the logits of that row only.
 
 [Note: pending logits]
 While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor with the shape of

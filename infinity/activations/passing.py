@@ -10,8 +10,7 @@ gradients of all micro-batches wait before the first is taken, as their values d
 
 [Note: who holds what]
 After backward a loss that is still referred to holds all nodes, but not what these have saved. So nodes refer
-to gradients only, which are gone when they are taken. Values are held by what recomputes the block that takes
-them.
+to gradients only, which are gone when they are taken; what recomputes the block that takes them holds values.
 """
 
 import itertools
@@ -80,7 +79,9 @@ class Passing:
     @uninterrupted
     def put(self, tensor: Tensor, key: SlotKey, place: Place) -> SlotHandle:
         """Keep or begin to store ``tensor``, never written again; DiskError: no room, or a store failed."""
-        cache, tensor = self.cache, _alone(tensor.detach())
+        cache, tensor = self.cache, tensor.detach()
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # with nothing else in its storage
         cache.stats.free_dropped()
         slot = Slot(key, tensor.untyped_storage(), tensor._version, cache.stats)
         handle = SlotHandle(slot, None, tensor)
@@ -110,12 +111,6 @@ class Passing:
         if last:
             self.cache.queue.cancel(handle.slot)
         return handle.slot.fetch()
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, contiguous and with nothing else in its storage: copied if it is not."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Gradients:

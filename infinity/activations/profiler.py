@@ -9,9 +9,8 @@ gives that one the life that it has when nothing moves.
 A storage, which views share, is known by a weak reference, which ends when its memory is given back.
 
 [Note: the block of a backward operator]
-Autograd numbers nodes in the order of forward, so the numbers at a block's beginning and end tell whose
-forward made the node that runs a backward operator. Operators that accumulate gradients, and those of a
-recomputed forward, belong to the node before.
+Autograd numbers nodes in the order of forward, so the numbers at a block's ends tell whose forward made the
+node that runs an operator. Those that accumulate gradients, or recompute, belong to the node before.
 """
 
 import itertools

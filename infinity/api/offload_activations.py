@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.controller import Activations, FixedCapacity, Policy
+from infinity.activations.controller import ActivationBudget, Activations, Policy
 from infinity.activations.recompute import in_backward, untraced
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
@@ -112,7 +112,7 @@ def _serve(
     stores = open_stores(device, pool, piece_nbytes(host_nbytes), volume, engine)
     activations = Activations(
         TensorCache(device, stores, lambda wait: wait()), policy,
-        lambda: measure_hardware(device, directories, host_nbytes), FixedCapacity(capacity_nbytes),
+        lambda: measure_hardware(device, directories, host_nbytes), ActivationBudget(capacity_nbytes),
         partial(ranks.decide, where="agreeing on the plan for activations"),
     )  # fmt: skip
     stack.callback(activations.close)

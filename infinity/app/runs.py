@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.api.checkpoints import CHECKPOINTS_FOLDER
-from infinity.core.choice import CHOICE, Choice
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,
@@ -34,6 +33,7 @@ from infinity.core.errors import (
 )
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import CHOICE, Choice
 from infinity.nvme.run_directory import size_of
 from infinity.observe.metrics import StepReport, last_step, read_metrics
 from infinity.recipes.loading import load_recipe

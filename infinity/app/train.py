@@ -29,11 +29,10 @@ from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
-from infinity.core.choice import Choice
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import FOLDER
+from infinity.core.plan import FOLDER, Choice
 from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
 from infinity.device.accelerator import memory_nbytes

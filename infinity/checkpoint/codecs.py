@@ -13,8 +13,7 @@ the largest size of its row, then times 1 / 127, in fp32.
 A block or group keeps its scale (and zero point), unless the format's own rule gives one with a smaller sum
 of squared errors. A value that equals the decoded one keeps its code, any other gets the nearest. So
 unchanged blocks come back bit by bit, also where two codes decode to one value (INT8 with bf16 scales). A
-scale that cannot encode anything (0, NaN) is not kept. GPTQ has no encoder: its codes are chosen with data,
-so that errors of a column make up for those before it; AWQ chooses its scales with data.
+scale that cannot encode anything (0, NaN) is not kept. GPTQ and AWQ, which choose with data, have no encoder.
 
 The formats' rules: FP8 maps the largest value to 448 (the scale is rounded up to a power of two, where scales
 are such); MXFP4 takes the exponent of the largest value, less 2 (OCP Microscaling 1.0, 6.3), and saturates;
@@ -213,10 +212,7 @@ def _look_up(numbers: Sequence[float] | Tensor, codes: Tensor) -> Tensor:
 def decode_mxfp4(first: int, blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode matrices of gpt-oss's experts, transposed as its model has them: ``(experts, in, out)``.
 
-    Args:
-        blocks: Two values a byte, the first in the low half: ``(experts, out, groups, 16)``, uint8; ``in`` is
-            ``32 * groups``.
-        scales: Exponents, plus 127: ``(experts, out, groups)``, uint8.
+    ``blocks`` are ``(experts, out, in / 32, 16)``, two values a byte; ``scales`` their exponents, plus 127.
     """
     values, exponents = _e2m1_as_float(blocks), scales.int() - 127
     half = exponents >> 1  # 2 ** 128 is no number
@@ -361,11 +357,8 @@ def decode_int8(
 ) -> Tensor:
     """Decode rows of int8 numbers with one scale per group, to the scales' dtype.
 
-    Args:
-        codes: ``(n, columns)``, int8.
-        scales: Scales of each row's groups, of equal size: ``(n, groups)``, or ``(1, 1)`` for all rows.
-        zeros: Zero points, like ``scales``, int8; None: all are 0.
-        factor: Multiplies each product, as LLM.int8 does; None: 1.
+    ``scales`` are those of each row's groups, of equal size: ``(n, groups)``, or ``(1, 1)`` for all rows;
+    ``zeros``, int8, are like them. ``factor`` multiplies each product, as LLM.int8 does.
     """
     values = codes.float().view(len(codes), scales.shape[1], -1)  # sums and products round once, at the end
     if zeros is not None:
@@ -564,12 +557,9 @@ def decode_gptq(
 ) -> Tensor:
     """Decode a whole matrix as GPTQ packs it, in the scales' dtype: ``(out, in)``.
 
-    Args:
-        packed: ``32 / bits`` values a word, the first in the lowest bits: ``(in * bits / 32, out)``, int32.
-        zeros: Packed along a row: ``(groups, out * bits / 32)``, int32.
-        scales: ``(groups, out)``.
-        groups: The group of each input, ``(in,)``.
-        less_one: Zeros are stored less one, as in ``gptq``; ``gptq_v2`` has them as they are.
+    Words have ``32 / bits`` values, the first in the lowest bits: of columns in ``packed``, ``(words, out)``,
+    of rows in ``zeros``, ``(groups, words)``. ``scales`` are ``(groups, out)``, and ``groups`` has that of
+    each input. ``less_one``: zeros are stored less one, as in ``gptq``, not ``gptq_v2``.
     """
     packed, zeros, scales, groups = packed[0], zeros[0], scales[0], groups[0]
     if less_one:  # all of a word at one time
@@ -584,10 +574,8 @@ def decode_gptq(
 def decode_awq(first: int, packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     """Decode a whole matrix as AWQ packs it for its GEMM kernels, in the scales' dtype: ``(out, in)``.
 
-    Args:
-        packed: Eight values of a row in a word, the even ones in its lower half: ``(in, out / 8)``, int32.
-        zeros: Zero points, packed likewise: ``(groups, out / 8)``.
-        scales: Scales of groups of inputs, of equal size: ``(groups, out)``.
+    Words have eight values of a row, the even ones in the lower half: ``packed`` ``(in, out / 8)``, ``zeros``
+    ``(groups, out / 8)``. ``scales`` are those of groups of inputs, of equal size: ``(groups, out)``.
     """
     packed, zeros, scales = packed[0], zeros[0], scales[0]
     groups, rows = scales.shape

@@ -8,8 +8,7 @@ without gap or overlap to the end of the file, each with the bytes of its shape.
 by torch's restricted unpickler, which makes tensors, mapped, and runs no code of the file's.
 
 [Note: byte ranges]
-The safetensors library maps files and gives whole tensors; a load reads ranges of them, once, into memory of
-its own. So bytes are read here, from the places that follow from the library's order of the tensors.
+The safetensors library maps files and gives whole tensors; a load reads ranges, once, into memory of its own.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Compiles decoders for an accelerator: one kernel for each format, which torch makes of the same operators.
 
 [Note: the eager operators decide]
-A kernel is used only if the first piece that it decodes has the bits that the eager operators give. Else, and
-where nothing can be compiled (no Triton, no C compiler), these go on, and one line says why.
+A kernel is used only if the first piece that it decodes has the bits that the eager operators give. Else, or
+without Triton or a C compiler, these go on, and one line says why.
 
 [Note: when it is compiled]
 While the model is made, by a thread, from zeros in the shapes of a piece. A first decode waits for that, and

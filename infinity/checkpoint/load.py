@@ -92,6 +92,10 @@ class Traced(Stored):
             part.source.fill(part.offset, out[part.start : part.start + part.numel])
 
 
+def parts_of(stored: Stored) -> list[Part[Stored]]:
+    return stored.parts if isinstance(stored, Traced) else [Part(0, stored, 0, stored.shape.numel())]
+
+
 def cut(parts: Sequence[Part[Source]], start: int, numel: int) -> Iterator[Part[Source]]:
     """Yield the parts of ``numel`` flat elements from ``start`` on, counted from there."""
     at, first, stop = bisect_right(parts, start, key=lambda part: part.start) - 1, start, start + numel
@@ -268,9 +272,9 @@ def sources_of(model: Any, checkpoint: Checkpoint) -> dict[str, set[str]]:
     found, _, _ = _find(model, checkpoint, dict(named_targets(model)))
 
     def made_of(stored: Stored) -> list[Stored]:
-        if isinstance(stored, Traced):
-            return [part.source for part in stored.parts]
-        return stored.sources if isinstance(stored, Converted) else [stored]
+        if isinstance(stored, Converted):
+            return stored.sources
+        return [part.source for part in parts_of(stored)]
 
     return {name: {keys[id(each)] for each in made_of(stored)} for name, stored in found.items()}
 
@@ -368,8 +372,7 @@ def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None
 
 def fill_rounded(stored: Stored, start: int, out: Tensor) -> None:
     """Fill ``out`` with elements from ``start`` on, read from files, and rounded as by :func:`make_part`."""
-    whole = [Part(0, stored, 0, stored.shape.numel())]
-    for part in cut(stored.parts if isinstance(stored, Traced) else whole, start, len(out)):
+    for part in cut(parts_of(stored), start, len(out)):
         make_part(part, out[part.start : part.start + part.numel])
 
 
@@ -604,9 +607,7 @@ class CheckpointValues:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:
                 [(_, values)] = self._values[id(s.whole)]
-                whole = [Part(0, values, 0, values.shape.numel())]
-                parts = values.parts if isinstance(values, Traced) else whole
-                for part in cut(parts, s.first + low - s.offset, high - low):
+                for part in cut(parts_of(values), s.first + low - s.offset, high - low):
                     yield low + part.start, part
 
     def close(self) -> None:

@@ -4,12 +4,10 @@
 A checkpoint brings no code. Some names in a ``config.json`` mean code that is fetched: an attention
 ``owner/repository`` is a native library of the hub, as are ``flash_attention_2`` where that package is not
 installed and the experts ``deepgemm`` and ``sonicmoe``; ``auto_map`` means Python files beside the weights.
-Only names of installed code are taken. Models of transformers that ask for a kernel by themselves do without
-it: :func:`offline`.
+Only names of installed code are taken. Models that ask for kernels by themselves do without: :func:`offline`.
 
 [Note: sizes]
-A count in ``config.json`` costs its writer nothing and its reader memory: 10**9 labels make as many names. So
-implausible counts are refused before a config is made of them.
+10**9 labels in ``config.json`` make as many names. So implausible counts are refused before one is made.
 """
 
 import inspect

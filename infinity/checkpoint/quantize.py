@@ -73,6 +73,11 @@ class _Weight:
         return len(self.shape) == 2
 
     @property
+    def is_large(self) -> bool:
+        floats = self.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return floats and len(self.shape) in (2, 3) and min(self.shape[-2:]) >= _LEAST_ROWS
+
+    @property
     def inputs(self) -> int:
         return self.shape[1] if self.down else self.shape[-1]
 
@@ -89,25 +94,15 @@ _Tensors: TypeAlias = Mapping[str, tuple[torch.dtype, _Shape] | Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Describes how weights are stored, and how a config says so.
+    """Describes how weights are stored, and how a config says so."""
 
-    Attributes:
-        tensors: Returns the tensors that a weight becomes.
-        fits: Returns whether the form has a place and whole blocks for a weight.
-        config: The ``quantization_config``, but for the names of linear layers that are left, its entry
-            ``left_in``; empty: it says so already.
-        replaces: The end of a weight's key that the endings of tensors replace.
-        leaves: Returns whether a config leaves out what has this name.
-        name: For people.
-    """
-
-    tensors: Callable[[_Weight], _Tensors]
-    fits: Callable[[_Weight], bool]
-    config: Mapping[str, Any]
-    left_in: str = ""
-    replaces: str = ""
-    leaves: Callable[[str], bool] = lambda name: False
-    name: str = ""
+    tensors: Callable[[_Weight], _Tensors]  # that a weight becomes
+    fits: Callable[[_Weight], bool]  # whether there is a place, and whole blocks, for a weight
+    config: Mapping[str, Any]  # the ``quantization_config``, to which is added
+    left_in: str = ""  # the entry with the names of linear layers that are left; empty: none
+    replaces: str = ""  # the end of a weight's key that the endings of tensors replace
+    leaves: Callable[[str], bool] = lambda name: False  # whether a config leaves out what has this name
+    name: str = ""  # for people
 
     def __str__(self) -> str:
         return self.name
@@ -158,63 +153,48 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     return said | {"config_groups": {"group_0": group}}
 
 
-_PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+_INT8 = {"num_bits": 8, "type": "int"}
+_PER_TOKEN = _INT8 | {"strategy": "token", "symmetric": True, "dynamic": True}
 _E2M1 = {"num_bits": 4, "type": "float"}
 #: By the name of each form.
 FORMS: dict[str, _Form] = {
     "fp8": _Form(
-        _fp8,
-        lambda weight: weight.is_matrix or weight.shape[1] % min(weight.shape[1], _FP8_BLOCK) == 0,
-        {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
-        },
-        "modules_to_not_convert",
+        _fp8, lambda weight: weight.is_matrix or weight.shape[1] % min(weight.shape[1], _FP8_BLOCK) == 0,
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+         "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK]}, "modules_to_not_convert",
     ),
     "int8": _Form(
         lambda weight: {"": (torch.int8, weight.shape), "_scale": (torch.float32, (weight.shape[0], 1))},
         lambda weight: weight.is_matrix,
-        _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _PER_TOKEN),
-        "ignore",
+        _compressed("int-quantized", _INT8 | {"strategy": "channel"}, _PER_TOKEN), "ignore",
     ),
     "mxfp4": _Form(
         lambda weight: {k: (torch.uint8, weight.divided(n)) for k, n in (("_packed", 2), ("_scale", 32))},
         lambda weight: weight.is_matrix and weight.inputs % 32 == 0,
-        _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}),
-        "ignore",
+        _compressed("mxfp4-pack-quantized", _E2M1 | {"strategy": "group", "group_size": 32}), "ignore",
     ),
     "nvfp4": _Form(
-        _nvfp4,
-        lambda weight: weight.is_matrix and weight.inputs % 16 == 0,
-        _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}),
-        "ignore",
+        _nvfp4, lambda weight: weight.is_matrix and weight.inputs % 16 == 0,
+        _compressed("nvfp4-pack-quantized", _E2M1 | {"strategy": "tensor_group", "group_size": 16}), "ignore",
     ),
     "nf4": _Form(
-        _nf4,
-        lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0,
-        {
-            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
-            "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
-            "bnb_4bit_use_double_quant": False,
-        },
-        "llm_int8_skip_modules",
+        _nf4, lambda weight: math.prod(weight.shape) % _NF4_BLOCK == 0,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+         "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+         "bnb_4bit_use_double_quant": False}, "llm_int8_skip_modules",
     ),
 }  # fmt: skip
 #: Those of checkpoints that have experts in one tensor, where they differ.
 _WITH_EXPERTS: dict[str, _Form] = {
     "mxfp4": _Form(
-        _mxfp4_experts,
-        lambda weight: weight.down and weight.inputs % 32 == 0,
-        {"quant_method": "mxfp4"},
-        "modules_to_not_convert",
+        _mxfp4_experts, lambda weight: weight.down and weight.inputs % 32 == 0,
+        {"quant_method": "mxfp4"}, "modules_to_not_convert",
     ),
     "nvfp4": _Form(
-        _nvfp4_modelopt,
-        lambda weight: weight.inputs % 16 == 0,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-        "ignore",
+        _nvfp4_modelopt, lambda weight: weight.inputs % 16 == 0,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "ignore",
     ),
-}
+}  # fmt: skip
 
 
 def published(form: str, said: Mapping[str, Any], bits: int, size: int, left: Sequence[str]) -> _Form:
@@ -305,12 +285,9 @@ def fingerprint(source: Path, like: Path) -> str:
 
 @contextmanager
 def template(
-    source: Path,
-    form: str | _Form,
-    *,
-    auto_class: Any = None,
+    source: Path, form: str | _Form, *, auto_class: Any = None,
     config_overrides: Mapping[str, Any] | None = None,
-) -> Iterator[Path]:
+) -> Iterator[Path]:  # fmt: skip
     """Make the template of ``source`` in ``form``, a directory without values that goes with the context.
 
     The model is built on the meta device, of ``auto_class`` with ``config_overrides``. Raises a
@@ -337,7 +314,7 @@ def template(
         chosen, left = dict[str, _Weight](), list[str]()
         for name, keys in weights.items():
             left_out = any(made.leaves(key.removesuffix(".weight")) for key in keys)
-            whole = all(_is_large(each) and made.fits(each) for each in keys.values())
+            whole = all(each.is_large and made.fits(each) for each in keys.values())
             if keys and whole and not left_out:
                 chosen |= keys
             elif name.endswith(".weight"):
@@ -373,11 +350,6 @@ def _kept(model: Any) -> Iterator[nn.Parameter]:
         yield from () if each is None else each.parameters()
     for _, router in routers(model):
         yield from router.parameters()
-
-
-def _is_large(weight: _Weight) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return len(weight.shape) in (2, 3) and min(weight.shape[-2:]) >= _LEAST_ROWS and weight.dtype in floats
 
 
 def _write_template(

@@ -2,9 +2,8 @@
 
 [Note: from files to files]
 Weights that share a scale may lie in several shards, units and ranks. So the model is exported first, in the
-compute dtype, and every rank reads its share of the tensors from there and encodes them piece by piece. A
-finished run has such an export already; any other one is made in the hidden directory, and removed before
-that is published.
+compute dtype, to the hidden directory (a finished run has such an export already), and every rank reads its
+share of the tensors from there and encodes them piece by piece.
 
 [Note: the same layout]
 Every file has the header of the checkpoint's file of that name. What the checkpoint does not quantize keeps
@@ -121,15 +120,10 @@ def _companions(plain: Path) -> list[Path]:
 
 
 def export_stored(
-    like: Path,
-    out: Path,
-    *,
-    shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-    export: Callable[[Path], Path],
-    ranks: Ranks,
-    companions: Callable[[Path], Iterable[Path]] = _companions,
+    like: Path, out: Path, *, shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+    export: Callable[[Path], Path], ranks: Ranks, companions: Callable[[Path], Iterable[Path]] = _companions,
     on_progress: OnProgress | None = None,
-) -> Requantized:
+) -> Requantized:  # fmt: skip
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
     ``export`` returns the directory of a plain export, made at the given path or elsewhere, and is called on

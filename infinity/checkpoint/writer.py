@@ -17,7 +17,6 @@ as fast as through the page cache, which only the ends of a run go through that 
 import errno as errno_names
 import glob
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -38,6 +37,7 @@ from infinity.comm.ranks import ALONE, Ranks, agree, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.files import open_locked, sync
 from infinity.core.nbytes import BLOCK_NBYTES, aligned
+from infinity.device.memory import HostBuffer
 
 #: Bytes of a block, and how many blocks are filled or written at a time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
@@ -295,8 +295,7 @@ class OutputFile:
         stop = base + len(memory)
         first, last = aligned(offset), stop - stop % BLOCK_NBYTES
         if self._direct < 0 or first >= last:
-            self._write(self._buffered, offset, memory[offset - base :])
-            return
+            first = last = stop
         self._write(self._buffered, offset, memory[offset - base : first - base])
         self._write(self._direct, first, memory[first - base : last - base])
         self._write(self._buffered, last, memory[last - base :])
@@ -334,15 +333,12 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 class RangeWriter(AbstractContextManager["RangeWriter"]):
-    """Writes ranges of files in the background, and closes the files that it opened.
-
-    Ranges that follow each other in one file become large writes, so give them in ascending order.
-    """
+    """Writes ranges of files in the background; in ascending order, as these become large writes."""
 
     def __init__(self) -> None:
         self.nbytes = 0  # handed over so far
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
-        self._free = [_block() for _ in range(_DEPTH)]
+        self._free: list[_Bytes] = [HostBuffer(_WRITE_NBYTES).tensor.numpy() for _ in range(_DEPTH)]
         #: The block that is filled with bytes [start, stop) of a file; it begins with the page of ``start``.
         self._filling: tuple[OutputFile, _Bytes] | None = None
         self._start = self._stop = 0
@@ -356,10 +352,7 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
         return self._opened[-1]
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
-        """Hand over ``values``, contiguous and on the CPU, for the bytes from ``offset`` on.
-
-        They may be overwritten as soon as this returns. Errors of the disk are raised by :meth:`check`.
-        """
+        """Hand over ``values``, contiguous on the CPU, which may change then; :meth:`check` raises errors."""
         self.write_bytes(file, offset, values.detach().reshape(-1).view(torch.uint8).numpy())
 
     def write_bytes(self, file: OutputFile, offset: int, data: _Bytes) -> None:
@@ -415,11 +408,3 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
         self._threads.shutdown(cancel_futures=True)  # they write to the files, and end first
         for file in self._opened:
             file.close()
-
-
-def _block() -> _Bytes:
-    """Return ``_WRITE_NBYTES`` of page-aligned memory."""
-    memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)

@@ -4,8 +4,7 @@
 Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
 first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
 *The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward.
-*The window*, which the prefetcher fills, is the rest: at least two of the largest units, or those in use at
-one time by nested modules or by a block that is recomputed.
+*The window*, which the prefetcher fills, is the rest: at least two of the largest units, or all in use.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
@@ -240,8 +239,7 @@ def divide_device(
     Args:
         ceiling: The most that a derived budget may be.
         early: Whether an update inside backward is done with its gradient.
-        together: Positions of units that are gathered as one.
-        in_use: Positions of units that are in use at one time.
+        together: Positions of units that are gathered as one; ``in_use``: that are in use at one time.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
         spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
         block: Bytes of a window for all micro-batches in one block.

@@ -10,8 +10,7 @@ is read (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never
 
 [Note: one kind of lock]
 Every lock is ``flock`` on an open descriptor, which the kernel gives back however the process ends. A holder
-may unlink the file: the next one then finds that its descriptor has no name any more, and opens the path
-again.
+may unlink the file: the next one finds that its descriptor has no name, and opens the path again.
 """
 
 import errno

@@ -1,6 +1,6 @@
-"""The measured saved tensors of a step, the plan for them that runtime and simulator follow, and their file.
+"""The measured saved tensors of a step, the plan for them, and what a plan chose for a run; their files.
 
-The planner reads nothing else of a model. Positions are indices of operators.
+Runtime and simulator follow the plan; the planner reads nothing else of a model. Positions are of operators.
 
 [Note: regions]
 A forward pass is cut into stretches: region ``2 * b + 1`` is the b-th call of a block, the even regions lie
@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from infinity.core.errors import RecipeError
+from infinity.core.errors import InfinityError, RecipeError, StateError
 from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
 
@@ -24,8 +24,8 @@ from infinity.core.nbytes import format_nbytes
 _MOST_NBYTES = 2**28
 #: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
 _VERSION = 3
-#: The file in a run's folder.
-FOLDER, PLAN = "activations", "plan.json"
+#: The files in a run's folder.
+FOLDER, PLAN, CHOICE = "activations", "plan.json", "choice.json"
 
 
 class SlotKey(NamedTuple):
@@ -292,3 +292,40 @@ def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
     (first, words), rest = parts[0], parts[1:]
     named = f"{first} of {len(regions)} block{'s' if len(regions) > 1 else ''} {words}"
     return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
+
+
+Value = int | str | bool | None
+
+
+class Choice(NamedTuple):
+    """Holds values of keys that a recipe left to ``auto``; its file is a run's own, or that of a cache."""
+
+    values: Mapping[str, Value]  # empty: nothing is better than what they stand for without a plan
+    line: str  # for people: what was chosen, and what that gains
+    host_nbytes: int = 0  # free memory that it was planned for
+    device_nbytes: int = 0
+
+    def how_to_do_without(self, error: BaseException) -> str | None:
+        """Return what to change where ``error`` may come from a choice that this model does not bear."""
+        of_model = isinstance(error, StateError) or not isinstance(error, InfinityError | OSError)
+        if self.values.get("train.schedule") != "layer" or not (of_model and isinstance(error, Exception)):
+            return None
+        return (
+            "auto chose train.schedule=layer, which runs the model's blocks in another order; a model that "
+            "cannot run so needs train.schedule=step, in a new run (run.name)"
+        )
+
+    def write(self, path: Path) -> None:
+        write_file(path, json.dumps(self._asdict(), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> "Choice | None":
+        """Return the choice in a file; None: there is none, or it is something else."""
+        try:
+            found = cls(**json.loads(read_file(path, _MOST_NBYTES)))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+        kinds = {"values": dict, "line": str, "host_nbytes": int, "device_nbytes": int}
+        fields = found._asdict()
+        plain = all(type(fields[name]) is kind for name, kind in kinds.items())
+        return found if plain and found.line.isprintable() else None

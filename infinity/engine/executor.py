@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from infinity.activations.controller import Activations
+from infinity.activations.controller import ActivationBudget, Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
@@ -93,7 +93,7 @@ class PassFigures:
     moved: tuple[int, int] = (0, 0)  # bytes that updates and records were to move since the beginning
 
 
-class StepExecutor:
+class StepExecutor(ActivationBudget):
     """Runs the training steps of one model, and divides its budgets again when more is known.
 
     ``leaves`` are units that are gathered as one, by module. Gradients that are clipped (``clips``) are kept

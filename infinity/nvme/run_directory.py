@@ -34,10 +34,8 @@ def new_run_id() -> str:
 class RunDirectory:
     """Owns one rank's place in the directory ``root/run_id``, which it makes or joins, and locks.
 
-    Raises:
-        LockedError: A live process holds the rank's place in it: another run has this id.
-        UnsafePathError: It, or ``root``, is another user's or writable by all users; nothing was changed.
-        DirectoryError: It cannot be made or written.
+    LockedError: a live process holds the rank's place. UnsafePathError: it, or ``root``, is another user's,
+    or all may write it. DirectoryError: it cannot be made or written.
     """
 
     def __init__(self, root: Path, run_id: str, rank: int) -> None:

@@ -135,24 +135,23 @@ class VolumeFile:
         try:
             if self.stamp is not None:
                 now = _stamp_of(self.path.stat())
-            else:
-                named = self.sealed or is_named(self.fd, self.path)
-                # `nbytes` first: another thread makes the file larger before it.
-                nbytes, size = self.nbytes, os.fstat(self.fd).st_size
+                if now[:2] != self.stamp[:2]:
+                    raise ChangedCheckpointError(self.path, "was replaced")
+                if now != self.stamp:
+                    what = f"was written ({self.stamp[2]} bytes before, {now[2]} now)"
+                    raise ChangedCheckpointError(self.path, what)
+                return
+            nbytes = self.nbytes  # first: another thread makes the file larger before it
+            if not (self.sealed or is_named(self.fd, self.path)):
+                raise ChangedFileError(self.path, "was removed or replaced")
+            if (size := os.fstat(self.fd).st_size) < nbytes:
+                raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {nbytes}")
         except FileNotFoundError:
             raise ChangedCheckpointError(self.path, "was removed") from None
+        except ChangedFileError:
+            raise
         except OSError as error:
             raise DiskError(error.errno or errno.EIO, "check", self.path) from error
-        if self.stamp is not None:
-            if now[:2] != self.stamp[:2]:
-                raise ChangedCheckpointError(self.path, "was replaced")
-            if now != self.stamp:
-                what = f"was written ({self.stamp[2]} bytes before, {now[2]} now)"
-                raise ChangedCheckpointError(self.path, what)
-        elif not named:
-            raise ChangedFileError(self.path, "was removed or replaced")
-        elif size < nbytes:
-            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {nbytes}")
 
     def close(self) -> None:
         if self.fd >= 0:

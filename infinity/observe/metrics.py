@@ -275,10 +275,9 @@ def _each(losses: Mapping[str, float | None]) -> str:
 class MetricsFile(View):
     """View that appends JSON lines to ``path``, each flushed before the call returns.
 
-    A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
-    "evaluation" (those of :class:`Evaluation`, ``perplexity``). Figures that are not finite are null. Lines
-    after step ``after`` are cut (None: none). If ``synced``, lines survive a power cut, as commits after them
-    do.
+    A line has ``kind`` "step" (the fields of :class:`StepReport`, and more) or "evaluation" (those of
+    :class:`Evaluation`). Figures that are not finite are null. Lines after step ``after`` are cut.
+    If ``synced``, lines survive a power cut, as commits after them do.
     """
 
     def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:

@@ -33,9 +33,9 @@ import torch
 
 from infinity.checkpoint.directory import read_json_object
 from infinity.comm.ranks import world_size
-from infinity.core.choice import Choice, Value
 from infinity.core.errors import InfinityError, first_line, quiet_libraries
 from infinity.core.files import own_directory
+from infinity.core.plan import Choice, Value
 from infinity.device.accelerator import memory_nbytes, name_of
 from infinity.device.machine import free_host_nbytes, local_ranks, total_host_nbytes, usable_cores
 from infinity.predict.best import FREE, Best, find_best

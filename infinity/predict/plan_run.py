@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infinity.core.choice import CHOICE, Choice
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import (
+    CHOICE,
     FOLDER,
     PLAN,
     ActivationPlan,
+    Choice,
     Outcome,
     Phase,
     Place,

@@ -13,8 +13,8 @@ import infinity
 from infinity.app.loop import Loop
 from infinity.app.runs import interrupted_run
 from infinity.app.train import train
-from infinity.core.choice import CHOICE, Choice
 from infinity.core.errors import RecipeError
+from infinity.core.plan import CHOICE, Choice
 from infinity.device.machine import total_host_nbytes
 from infinity.predict import auto
 from infinity.predict.auto import choose, is_worth_it

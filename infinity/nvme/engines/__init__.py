@@ -4,13 +4,10 @@ A transfer is cut into requests, queued, and ends with its last request. Blockin
 threads work wherever Linux does; each other engine has a file.
 
 [Note: the life of a request]
-An engine takes a queued request, urgent ones first, with :meth:`QueuedEngine.take`, moves its bytes, and
-gives :meth:`QueuedEngine.settle` the result. What is missing goes back to the front of the queue. A transfer
-ends when each of its requests is settled, also after an error: until then the kernel may touch the memory.
-
-[Note: Ctrl-C]
-A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing that
-counts, a single append to a queue: no interrupt can leave a request that is never settled.
+A caller does one thing that counts, a single append to a queue: no Ctrl-C can leave a request that is never
+settled. An engine takes it, urgent ones first (:meth:`QueuedEngine.take`), moves its bytes, and gives
+:meth:`QueuedEngine.settle` the result. What is missing goes back to the front of the queue. A transfer ends
+when each of its requests is settled, also after an error: until then the kernel may touch the memory.
 """
 
 import errno

@@ -78,7 +78,8 @@ class LibaioEngine(QueuedEngine):
     def _submit(self, slots: list[int]) -> None:
         taken = code = 0
         try:
-            taken = self._c.io_submit(self._context, len(slots), self._slots.pointers(slots))
+            pointers = (self._c.iocb_p * len(slots))(*(self._slots.pointers[slot] for slot in slots))
+            taken = self._c.io_submit(self._context, len(slots), pointers)
         except OSError as error:
             code = error.errno or errno.EIO
         with self.lock:
@@ -127,7 +128,7 @@ class _KernelSlots:
         self.free = list(range(count))
         self._blocks = (c.iocb * count)()
         self._common = [block.u.c for block in self._blocks]  # views of the same memory
-        self._pointers = [ctypes.pointer(block) for block in self._blocks]
+        self.pointers = [ctypes.pointer(block) for block in self._blocks]
         self._requests: list[Request | None] = [None] * count
 
     def fill(self, request: Request) -> int:
@@ -148,7 +149,3 @@ class _KernelSlots:
         assert request is not None
         self.free.append(slot)
         return request
-
-    def pointers(self, slots: list[int]) -> Any:
-        """Return the argument of io_submit."""
-        return (self._c.iocb_p * len(slots))(*(self._pointers[slot] for slot in slots))
