@@ -282,12 +282,12 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 633,
-    "activations": 2413,
+    "activations": 2416,
     "api": 4562,
     "app": 2574,
-    "checkpoint": 4200,
+    "checkpoint": 4173,
     "comm": 1208,
-    "core": 2172,
+    "core": 2168,
     "data": 2667,
     "device": 1068,
     "engine": 4008,
@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2899,
     "partition": 2718,
     "planner": 2281,
-    "predict": 4930,
+    "predict": 4931,
     "recipes": 2067,
     "shards": 4553,
 }

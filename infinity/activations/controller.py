@@ -17,7 +17,6 @@ the pass, and to put a block that is to be recomputed under ``torch.utils.checkp
 """
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -36,9 +35,9 @@ from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
     TensorCache,
-    is_plain,
     patched,
     planned,
+    storages_of,
     uniform,
 )
 from infinity.core.errors import BudgetError
@@ -252,8 +251,7 @@ class Activations:
         self.passes.begin()
         if self.policy != "keep":
             blocks = recomputable_blocks(model)
-            own = (each for each in (*weights, *model.buffers()) if is_plain(each))
-            self.cache.exempt = weakref.WeakSet(each.untyped_storage() for each in own)
+            self.cache.exempt = storages_of([*weights, *model.buffers()])
             place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
             policy = uniform(place, last=2 * len(blocks) - 1)
             if self.planning is not None:

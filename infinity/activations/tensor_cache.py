@@ -23,7 +23,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -458,6 +458,11 @@ class SlotHandle(KeptTensor):
         empty = torch.empty(0, dtype=self._tensor.dtype, device=storage.device)
         offset = self._offset + offset_nbytes // empty.itemsize
         return empty.set_(storage, offset, self._size, self._stride)
+
+
+def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
+    """Return the storages of ``tensors``, held weakly; see [Note: identity]."""
+    return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from infinity.api import optimizer as own
 from infinity.api.quantize import quantized_base
 from infinity.api.several import adapter, check_adapter
-from infinity.checkpoint.directory import Checkpoint, readable
+from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.core.errors import CheckpointError, StateError
+from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
@@ -284,7 +284,7 @@ def _open_base(checkpoint: Checkpoint, values: CheckpointValues, runtime: Runtim
     with contextlib.ExitStack() as opened:
         files = []
         for file in checkpoint.files:
-            with readable(file.path):
+            with library_errors(CheckpointError, str(file.path)):
                 files.append(open_sealed(file.path, file.fd))
             opened.callback(os.close, files[-1].fd)
         first = storage.volume.add_sealed(files)

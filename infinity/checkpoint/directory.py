@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from infinity.core.errors import CheckpointError, first_line
+from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.files import open_regular, read_file
 from infinity.core.nbytes import Piece
 
@@ -211,7 +211,7 @@ class ReadableFile:
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.path, self.number, self.nbytes_read = path, number, 0  # place in a checkpoint, bytes of tensors
-        with readable(path):
+        with library_errors(CheckpointError, str(path)):
             self.fd = open_regular(path)
 
     def close(self) -> None:
@@ -271,19 +271,15 @@ class TensorFile(ReadableFile):
             raise
 
     def _read_header(self) -> None:
-        try:
-            # By descriptor, so that it is the file which was found to be a regular one.
-            with safe_open(f"/proc/self/fd/{self.fd}", framework="numpy") as file:
-                slices = [(key, file.get_slice(key)) for key in file.offset_keys()]
-                found = [
-                    (key, each.get_dtype(), shape := torch.Size(each.get_shape()), shape.numel())
-                    for key, each in slices
-                ]
-        except Exception as error:  # SafetensorError, and those of shapes beyond 64 bits
-            raise CheckpointError(
-                f"{self.path} ({self.nbytes} bytes) is not a valid safetensors file: {str(error)[:300]}. "
-                "Download or copy it again"
-            ) from error
+        what = f"{self.path} ({self.nbytes} bytes) is not a valid safetensors file: download or copy it again"
+        # By descriptor, so that it is the file which was found to be a regular one.
+        own = f"/proc/self/fd/{self.fd}"
+        with library_errors(CheckpointError, what), safe_open(own, framework="numpy") as file:
+            slices = [(key, file.get_slice(key)) for key in file.offset_keys()]
+            found = [
+                (key, each.get_dtype(), shape := torch.Size(each.get_shape()), shape.numel())
+                for key, each in slices
+            ]
         length = int.from_bytes(self.read_bytes(0, 8), "little")
         self.header = bytes(self.read_bytes(0, 8 + length))  # everything before the first tensor
         offset = len(self.header)
@@ -343,35 +339,22 @@ class MemoryTensor(Stored):
 
 
 def _unpickle(path: Path) -> dict[str, Stored]:
-    def refused(what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{path}{what}. Convert it once: load it with AutoModel.from_pretrained(DIR) where you trust it, "
-            "and save it with save_pretrained(NEW_DIR), which writes safetensors"
-        )
-
-    try:
+    what = (
+        f"{path} cannot be read as plain tensors. Convert it once: load it by AutoModel.from_pretrained(DIR) "
+        "where you trust it, and save it with save_pretrained(NEW_DIR), which writes safetensors"
+    )
+    with library_errors(CheckpointError, what):
         os.close(open_regular(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of any type, when the file has anything in it
-        raise refused(f" cannot be read as plain tensors: {first_line(error)}") from error
-    if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
-        raise refused(" is not a dictionary of tensors")
-    for key, tensor in loaded.items():
-        if not isinstance(key, str):
-            raise refused(f" has the key {repr(key)[:100]}; wanted the name of a parameter")
-        if tensor.layout != torch.strided or not tensor.is_cpu or tensor.dtype not in DTYPES.values():
-            kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}".replace("torch.", "")
-            raise refused(f": {key[:200]!r} is a tensor without plain values ({kind})")
+        if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
+            raise ValueError("it is not a dictionary of tensors")
+        for key, tensor in loaded.items():
+            if not isinstance(key, str):
+                raise ValueError(f"it has the key {repr(key)[:100]}; wanted the name of a parameter")
+            if tensor.layout != torch.strided or not tensor.is_cpu or tensor.dtype not in DTYPES.values():
+                kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}".replace("torch.", "")
+                raise ValueError(f"{key[:200]!r} is a tensor without plain values ({kind})")
     return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
-
-
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raise errors of the system about ``path`` as a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 #: The number of a layer in the name of a tensor.
@@ -395,14 +378,12 @@ def with_layer(name: str, layer: str) -> str:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise a CheckpointError if it is too long or something else."""
-    with readable(path):
+    with library_errors(CheckpointError, str(path)):
         raw = read_file(path, _MOST_JSON_NBYTES)
-    try:
+    with library_errors(CheckpointError, f"{path} is not a JSON object"):
         parsed = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a JSON object: {str(error)[:200]}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} is not a JSON object: {repr(parsed)[:100]}")
+        if not isinstance(parsed, dict):
+            raise ValueError(repr(parsed)[:100])
     return parsed
 
 

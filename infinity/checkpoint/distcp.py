@@ -32,9 +32,8 @@ from infinity.checkpoint.directory import (
     Stored,
     StoredTensors,
     View,
-    readable,
 )
-from infinity.core.errors import CheckpointError, first_line, library_errors
+from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.files import read_file
 from infinity.core.nbytes import Box, boxes, flat_offset, overlap
 
@@ -69,14 +68,15 @@ class DistributedCheckpoint(StoredTensors):
                 f"{self.path}: {what}; wanted a directory that torch.distributed.checkpoint.save or "
                 "infinity.save_checkpoint has written"
             )
-        with readable(self.path / METADATA):
+        with library_errors(CheckpointError, str(self.path / METADATA)):
             raw = read_file(self.path / METADATA, _MOST_METADATA_NBYTES)
         what = f"{self.path / METADATA} is refused: it is damaged, or loading it would run code"
         with library_errors(CheckpointError, what):
             return _Unpickler(io.BytesIO(raw)).load()
 
     def _parse(self, metadata: Any) -> None:
-        try:
+        what = f"{self.path / METADATA} is not as torch.distributed.checkpoint writes it"
+        with library_errors(CheckpointError, what):
             records = {
                 (_text(key.fqn), _numbers(getattr(key, "offset", None))): info
                 for key, info in metadata.storage_data.items()
@@ -87,13 +87,6 @@ class DistributedCheckpoint(StoredTensors):
                     self[name] = self._tensor(name, entry, records)
                 else:
                     self.objects[name] = self._record(records[name, None])
-        except CheckpointError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise CheckpointError(
-                f"{self.path / METADATA} is not as torch.distributed.checkpoint writes it "
-                f"({type(error).__name__}: {first_line(error)})"
-            ) from error
 
     def _tensor(self, key: str, entry: Any, records: Mapping[Any, Any]) -> "ChunkedTensor":
         dtype, shape = entry.properties.dtype, _numbers(entry.size)

@@ -26,7 +26,7 @@ from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import Checkpoint, Latest, Stored, read_json_object
 from infinity.checkpoint.quantized import Decoded, SlabPart
 from infinity.core.config import shown
-from infinity.core.errors import CheckpointError, first_line, library_errors
+from infinity.core.errors import CheckpointError, library_errors
 from infinity.device.machine import compile_ahead
 
 #: ModelOpt's file beside a ``config.json`` that does not name the quantization.
@@ -66,17 +66,16 @@ def read_quantization(path: Path) -> Quantization | None:
     file, given = declared(path)
     if not given:
         return None
-    try:
+    what = (
+        f"{path} holds quantized weights that cannot be decoded. Decoded are fp8 (e4m3 with block scales), "
+        f"mxfp4, compressed-tensors ({', '.join(_COMPRESSED)}), modelopt ({', '.join(_MODELOPT)}), awq, "
+        "gptq (4 or 8 bits) and bitsandbytes; save another one as bf16 once, with the library that wrote it. "
+        f"quantization_config in {file}"
+    )
+    with library_errors(CheckpointError, what):
         if not isinstance(given, dict):
             raise ValueError(f"it is {shown(given)}; wanted a map")
         return _parse(given)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise CheckpointError(
-            f"{path} holds quantized weights that cannot be decoded: quantization_config in {file}: "
-            f"{first_line(error)}. Decoded are fp8 (e4m3 with block scales), mxfp4, compressed-tensors "
-            f"({', '.join(_COMPRESSED)}), modelopt ({', '.join(_MODELOPT)}), awq (gemm), gptq (4 or 8 bits) "
-            "and bitsandbytes. Save another one as bf16 once, with the library that wrote it"
-        ) from error
 
 
 def declared(path: Path) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from infinity.core.errors import InfinityError, RecipeError, StateError
+from infinity.core.errors import InfinityError, RecipeError, StateError, library_errors
 from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
 
@@ -257,15 +257,11 @@ class Planning:
     def load(cls, folder: Path) -> "Planning":
         """Read what :meth:`save` wrote; raise a RecipeError for a file that is missing or another one."""
         path = folder / PLAN
-        try:
+        with library_errors(RecipeError, f"{path}: wanted a plan that infinity wrote"):
             given = json.loads(read_file(path, _MOST_NBYTES))
             if (version := given.pop("version")) == _VERSION:
                 found: Planning = _built(cls, given)
                 return found
-        except OSError as error:
-            raise RecipeError(f"{path}: {error.strerror}; wanted a plan that infinity wrote") from error
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise RecipeError(f"{path}: not a plan that infinity wrote: {error}") from error
         raise RecipeError(
             f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
             f"reads version {_VERSION}. Use that release, or train again for a new plan"
