@@ -321,7 +321,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 @_command(
-    _RUN,
+    _argument("run", "RUN|DIR", "a run's folder, or a model or adapters that were exported"),
     _argument("--prompt", "TEXT", "answer this, and end (default: the lines of standard input)"),
     _argument("--tokens", "N", "tokens of an answer, at most", type=_at_least_one(int), default=512),
     _argument("--temperature", "T", "0: the likeliest token each time", type=float, default=0.0),
@@ -329,10 +329,10 @@ def _report(args: argparse.Namespace) -> None:
     _argument("--adapter", "NAME", "of several adapters this one"),
 )
 def _chat(args: argparse.Namespace) -> None:
-    """Talk to a run's model, with the chat template of its tokenizer.
+    """Talk to a run's model, or an exported one, with the chat template of its tokenizer.
 
-    Its weights are those that the run saved (run.save), or, of a run that was interrupted, those of its last
-    committed step; the run can still go on.
+    Weights of a run are those that it saved (run.save), or, where it was interrupted, those of its last
+    committed step; it can still go on.
     """
     from infinity.app.chat import chat
     from infinity.app.samples import Writing

@@ -105,6 +105,9 @@ class LoraConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            wanted = "all-linear alone, or names of layers; lora.modules_to_save trains a head beside them"
+            raise SettingError("target_modules", self.target_modules, wanted)
         names: Sequence[str] = () if self.active else _OF_ADAPTERS  # else all weights would be trained
         wanted = "without lora.rank or lora.adapter"
         if self.adapter is not None:

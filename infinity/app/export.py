@@ -43,11 +43,11 @@ def publish_run(
     their base, if it is not where they say. Of several adapters, which have a folder each, ``adapter`` is
     published alone.
     """
-    (folder, adapter), target = _folder_of(path, adapter), user_path(out, "OUT")
+    (folder, adapter), target = folder_of(path, adapter), user_path(out, "OUT")
     is_run = adapter is not None or not (folder / CONFIG).is_file()
     flag = "--merge" if merge else "--per-expert" if per_expert else ""
     if merge and not is_run:
-        found, result = _base_of(folder, base), None
+        found, result = base_of(folder, base), None
         if rank() == 0:
             result = _merge(folder, found, target, stored)
         return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
@@ -73,10 +73,10 @@ def publish_run(
         alone, after = not merge and now.trains_adapters, f" after step {step}"
     elif rank() == 0 and recipe is not None and merge:
         adapters = saved_folder(source) / (adapter or "")
-        result = _merge(adapters, _base_of(adapters, recipe.model.path), target, stored, recipe)
+        result = _merge(adapters, base_of(adapters, recipe.model.path), target, stored, recipe)
     elif rank() == 0 and per_expert:
         adapters = saved_folder(source) / (adapter or "") if is_run else source
-        config = read_config(_base_of(adapters, base))
+        config = read_config(base_of(adapters, base))
         copy_saved(adapters, target, lambda copied: split_experts(copied, config))
     elif rank() == 0:
         result = export_run(source, out, stored_as, adapter)
@@ -109,14 +109,14 @@ def of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Rec
     return recipe
 
 
-def _folder_of(path: str | Path, adapter: str | None) -> tuple[Path, str | None]:
+def folder_of(path: str | Path, adapter: str | None) -> tuple[Path, str | None]:
     """Return the folder of a run, and ``adapter``; or that of one of several which were exported together."""
     folder = user_path(path, "RUN")
     inside = folder / (adapter or "")
     return (inside, None) if (inside / CONFIG).is_file() else (folder, adapter)
 
 
-def _base_of(adapters: Path, given: str | Path | None) -> Path:
+def base_of(adapters: Path, given: str | Path | None) -> Path:
     """Return the directory of the base of ``adapters``, which is ``given`` or the one that they name."""
     named = given or read_json_object(adapters / CONFIG).get("base_model_name_or_path")
     if not named:

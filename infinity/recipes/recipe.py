@@ -311,7 +311,8 @@ class Recipe:
 
     def as_without_plan(self) -> "Recipe":
         """Return the recipe with the schedule that ``auto`` stands for where nothing is planned."""
-        return with_values(self, {"train.schedule": "step"} if self.train.schedule == "auto" else {})
+        layer = self.train.schedule == "layer"
+        return self if layer else with_values(self, {"train.schedule": "step", "train.group": None})
 
     def with_absolute_paths(self) -> "Recipe":
         """Return the same recipe with absolute paths, where a recipe can have them; ``run.dir`` stays."""

@@ -171,7 +171,7 @@ def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("trained", ["all", "adapters", "two adapters"])
-def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: str):
+def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: str, monkeypatch):
     make_base(tmp_path / "base")
     question = {"messages": [{"role": "user", "content": "hello there"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(question) + "\n")
@@ -198,6 +198,11 @@ def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: st
         assert line["prompt"] == question["messages"]
         assert line["text"]
         assert answer(run, "hello there", adapter=line.get("adapter")) == line["text"]
+    publish_run(run, tmp_path / "out")
+    exact = infinity.load_recipe(overrides=["train.dtype=fp32", "train.threads=1"])
+    monkeypatch.setattr("infinity.app.chat.Recipe", lambda: exact)  # of what was exported: no recipe says it
+    for line in found:
+        assert answer(tmp_path / "out", "hello there", adapter=line.get("adapter")) == line["text"]
     if names:
         assert found[0]["text"] != found[1]["text"]
         with pytest.raises(RecipeError, match=r"takes one of the adapters a, b: add --adapter NAME"):

@@ -177,6 +177,11 @@ def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
             "got '-rf'; wanted a printable folder name without / and no - in front, of at most 200 bytes",
         ),
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
+        (
+            "lora.target_modules=[all-linear,lm_head]",
+            "got ['all-linear', 'lm_head']; wanted all-linear alone, or names of layers; "
+            "lora.modules_to_save trains a head beside them",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place_and_what_is_wanted(
@@ -187,6 +192,14 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_wanted(
     section, _, name = key.partition(".")
     path = write(tmp_path, f"{section}:\n  {name}: {value}\n")
     assert refused(path) == f"{key} in {path}: {message}"
+
+
+def test_groups_of_micro_batches_need_the_schedule_that_has_them() -> None:
+    message = "train.group on the command line: got 4; wanted null with train.schedule=step, which takes"
+    assert refused(None, "train.schedule=step", "train.group=4").startswith(message)
+    recipe = load_recipe(overrides=["train.group=4"])
+    assert recipe.train.group == 4
+    assert recipe.as_without_plan().train.group is None  # where no plan chooses the schedule
 
 
 @pytest.mark.parametrize(
