@@ -179,8 +179,10 @@ def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
         (
             "lora.target_modules=[all-linear,lm_head]",
-            "got ['all-linear', 'lm_head']; wanted all-linear alone, or names of layers; "
-            "lora.modules_to_save trains a head beside them",
+            (
+                "got ['all-linear', 'lm_head']; wanted all-linear alone, or names of layers; "
+                "lora.modules_to_save trains a head beside them"
+            ),
         ),
     ],
 )
