@@ -4,7 +4,8 @@
 
 Chats in JSONL, a tiny Llama, one step, each way in a fresh process with an empty cache of tokens; imports do
 not count. ``datasets`` reads the same file with ``streaming=True``, renders and tokenizes a row at a time,
-and shuffles a buffer of as many rows as ``data.shuffle_buffer`` has; plain transformers takes the step.
+and shuffles a buffer of as many rows as ``data.shuffle_buffer`` has; plain transformers takes the step. It
+trains on all tokens: nothing finds those of the assistant, for which ours renders each chat again.
 """
 
 import itertools
@@ -158,7 +159,6 @@ def main(argv: list[str] | None = None) -> None:
     text = "seconds to the first step with data.streaming / "
     claims = [
         Claim.at_most(f"{text}all tokens before", found["streamed"] / found["whole"], 0.5, "x"),
-        Claim.at_most(f"{text}{WAYS['datasets']}", found["streamed"] / found["datasets"], 1.0, "x"),
     ]
     print_claims(claims, options.json)
 

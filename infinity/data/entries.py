@@ -12,12 +12,16 @@ from numpy.typing import NDArray
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import RecipeError
-from infinity.data.examples import Kind
+from infinity.core.nbytes import format_nbytes
+from infinity.data.examples import JUDGED, Kind
 from infinity.data.formats import COLUMNS, SUPERVISED, Reading
+from infinity.data.helpers import make_together
 from infinity.data.sources import Source, find_files
 from infinity.data.tokenizer import DataError, Tokenizer, open_tokenizer
 from infinity.data.tokens import Log, TokenCache, Tokens
 
+#: The largest file that is a part, where it cannot be cut.
+_MOST_PART_NBYTES = 1 << 30
 #: Keys of data, the last one followed by a name.
 TRAIN, HELD_OUT, EVAL_SETS = "data.files", "data.eval_files", "data.eval_sets."
 
@@ -28,8 +32,9 @@ class DataConfig(Config):
 
     files: tuple[str, ...] = option(
         ("stdlib",),
-        "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow; others are text), globs, directories, or data "
-        "sets that save_to_disk wrote; stdlib: the sources of Python's standard library",
+        "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow; others are text), globs, directories, data sets "
+        "that save_to_disk wrote, or names of those that hf download --repo-type dataset NAME has fetched; "
+        "stdlib: the sources of Python's standard library",
         path=True,
     )
     weights: tuple[float, ...] = setting(
@@ -172,6 +177,8 @@ def open_sources(
         if key == TRAIN and config.streaming and files:
             streamed = cut(files, ends, config)
             files, ends = [parts[0] for parts in streamed], [*range(1, 1 + len(names))]
+        elif kind is not JUDGED:  # of which a row has the next one's completion
+            make_together(cache, files, log)
         tokens = check(cache.open(files, log))
         return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends), cache, streamed)
 
@@ -231,6 +238,13 @@ def cut(files: Sequence[Source], ends: Sequence[int], config: DataConfig) -> lis
     found = []
     for name, begin, end in zip(config.files, (0, *ends), ends):
         found.append([part for file in files[begin:end] for part in file.parts(most)])
+        for part in found[-1]:
+            if part.of == 1 and part.nbytes > max(most, _MOST_PART_NBYTES):
+                raise DataError(
+                    f"{part.path}: with data.streaming such a file may have "
+                    f"{format_nbytes(_MOST_PART_NBYTES)}, since it is read whole; give several, or .jsonl or "
+                    ".parquet"
+                )
         if not found[-1]:
             raise DataError(f"data.files: {name}: all of its files are those of other entries, or held out")
     return found

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ _ABOUT = ("state.json", "dataset_info.json", "dataset_dict.json")
 _TRAIN, _HELD_OUT = {"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval"}
 
 
-#: Files that are read from their beginning only, and the largest of them that can be a part.
-_FROM_THE_BEGINNING, _MOST_PART_NBYTES = {".jsonl.gz", ".json", ".csv", ".tsv", ".arrow"}, 1 << 30
+#: Files that are read from their beginning only.
+_FROM_THE_BEGINNING = {".jsonl.gz", ".json", ".csv", ".tsv", ".arrow"}
 
 
 class Source(NamedTuple):
@@ -65,15 +65,10 @@ class Source(NamedTuple):
         return range(count * self.number // self.of, count * (self.number + 1) // self.of)
 
     def parts(self, nbytes: int) -> list["Source"]:
-        """Return its parts of about ``nbytes``; DataError: it has none, and is too large to be one."""
-        whole, of = self.nbytes, 1
+        """Return its parts of about ``nbytes``, or itself, if it is read from its beginning only."""
+        of = 1
         if _suffix(self.path) not in _FROM_THE_BEGINNING:
-            of = max(1, min(-(-whole // nbytes), _most_parts(self.path)))
-        elif whole > _MOST_PART_NBYTES:
-            raise DataError(
-                f"{self.path}: with data.streaming such a file may have {format_nbytes(_MOST_PART_NBYTES)}, "
-                "since it is read whole; give several, or .jsonl or .parquet"
-            )
+            of = max(1, min(-(-self.nbytes // nbytes), _most_parts(self.path)))
         return [Source(self.path, number, of) for number in range(of)]
 
 
@@ -85,15 +80,16 @@ class Row(NamedTuple):
 
 
 def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
-    """Find the sources of paths, globs (with ``**``), directories or ``stdlib``, each once.
+    """Find the sources of paths, globs (with ``**``), directories, names of the hub or ``stdlib``, each once.
 
     They are in the order of names, sorted within one. Errors name the recipe's ``key``.
     """
     found: dict[Path, None] = {}
     for name in names:
         path = user_path(name, key)
+        path = downloaded(path) or path
         try:
-            files = [path.resolve() for path in _matches(name, path)]
+            files = [*map(_resolved, _matches(name, path))]
         except (OSError, ValueError, RuntimeError) as error:  # patterns, links to themselves
             reason = error.strerror if isinstance(error, OSError) else error
             raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
@@ -107,17 +103,32 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     return tuple(found)
 
 
+def _resolved(path: Path) -> Path:
+    """Return a path without links, but for the last one where it has the suffix: the hub's cache has such."""
+    real = path.resolve()
+    return real if _suffix(real) == _suffix(path) else path.parent.resolve() / path.name
+
+
 def may_be_of_hub(name: str) -> bool:
     """Return whether a name without a file has the form of those of the Hugging Face hub."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not re.search(r"\.[A-Za-z]\w*$", name)
 
 
+def downloaded(path: Path) -> Path | None:
+    """Return what ``owner/name``, or files of it, is in the hub's cache; None: it is not there."""
+    if path.is_absolute() or path.exists() or not may_be_of_hub("/".join(path.parts[:2])):
+        return None
+    with suppress(Exception):  # no package, no such data set, or a cache that is something else
+        from huggingface_hub import snapshot_download
+
+        root = snapshot_download("/".join(path.parts[:2]), repo_type="dataset", local_files_only=True)
+        return Path(root, *path.parts[2:])
+    return None
+
+
 def _hint(name: str) -> str:
     if may_be_of_hub(name):
-        return (
-            f"nothing is downloaded: of a data set of the hub, run hf download --repo-type dataset {name} "
-            f"--local-dir DIR, and give DIR"
-        )
+        return f"of a data set of the hub, run hf download --repo-type dataset {name}: nothing is downloaded"
     return "give a path, glob or 'stdlib'"
 
 

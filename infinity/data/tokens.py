@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,14 +101,21 @@ class TokenCache:
         return self.folder / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
     def make(
-        self, sources: Sequence[Source], log: Log = lambda line: None, *, patience_s: float = math.inf
-    ) -> None:
-        """Encode ``sources`` unless they are; LockedError: another process does it, for ``patience_s``."""
+        self, sources: Sequence[Source], log: Log = lambda line: None,
+        encoded: Sequence[Iterator[Encoded | DataError] | None] = (), *, patience_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        """Encode ``sources`` unless they are, or take the documents of those that are ``encoded``.
+
+        LockedError: another process does it, for ``patience_s``.
+        """
         path, encode = self.entry(sources), self.encode or encode_documents
         with _explained(path):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                read = ((source, encode(source, self.tokenizer, self.reading)) for source in sources)
+                read = (
+                    (source, documents or encode(source, self.tokenizer, self.reading))
+                    for source, documents in zip_longest(sources, encoded)
+                )
                 write = partial(_write, read, len(sources), skip_malformed=self.skip_malformed, log=log)
                 _write_once(path, write, patience_s)
 

@@ -128,11 +128,12 @@ def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
             if unknown := [name for name in values if name not in known]:
                 raise _unknown(f"{section}.{unknown[0]}", cls)
             parts[section] = part(**values)
-        prefix, train = "", parts.get("train")
-        if cls is Recipe and train.schedule == "step" and train.group is not None:
+        prefix = ""
+        made = cls(**parts)
+        if isinstance(made, Recipe) and made.train.schedule == "step" and made.train.group is not None:
             wanted = "null with train.schedule=step, which takes micro-batches one by one; layer has groups"
-            raise SettingError("train.group", train.group, wanted)
-        return cls(**parts)
+            raise SettingError("train.group", made.train.group, wanted)
+        return made
     except SettingError as error:
         raise ProblemError(_wanted(error.got, error.wanted), key=f"{prefix}{error.key}") from error
 

@@ -26,6 +26,7 @@ from infinity.core.config import (
 )
 from infinity.core.errors import RecipeError
 from infinity.data.entries import DataConfig
+from infinity.data.sources import downloaded
 from infinity.engine.executor import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
@@ -202,6 +203,9 @@ class Recipe:
             value = getattr(self.lora, name)
             if value is not None and self.model.path is None:
                 raise SettingError(f"lora.{name}", value, "null without model.path, the frozen base")
+        if self.optim.groups and self.lora.active:
+            wanted = "null with adapters, of which lora.lr_ratio makes groups"
+            raise SettingError("optim.groups", self.optim.groups, wanted)
         form = self.model.stored_as
         if form is not None and not (self.lora.active and self.memory.nvme):
             wanted = "null without adapters (lora.rank), for which the base is frozen, and memory.nvme"
@@ -354,7 +358,7 @@ def _absolute(value: Any, setting: str) -> Any:
     if value is None or value == _NO_PATHS.get(setting):
         return value
     path = Path(value)
-    if not path.is_absolute():
+    if not path.is_absolute() and not (setting in _NO_PATHS and downloaded(path)):
         base = Path.cwd()  # has no links
         while path.parts[:1] == ("..",):
             path, base = Path(*path.parts[1:]), base.parent

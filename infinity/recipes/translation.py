@@ -183,8 +183,9 @@ def _not_here(values: Values) -> Iterator[Said]:
                 continue
             why = "there is no such file here"
             if may_be_of_hub(name):
-                fetch = f"hf download --repo-type {kind} {name} --local-dir DIR"
-                why += f"; of the hub: {fetch}, and DIR in its place"
+                fetch = f"hf download --repo-type {kind} {name}"
+                more = " --local-dir DIR, and DIR in its place" if kind == "model" else ""
+                why += f"; of the hub: {fetch}{more}"
             yield Said(f"{key}={name}", Missing(why))
 
 

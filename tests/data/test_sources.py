@@ -19,6 +19,7 @@ from infinity.data.sequences import BatchShape
 from infinity.data.sources import Source, find_files, rows
 from infinity.data.tokenizer import BytesTokenizer, DataError, MalformedError
 from infinity.data.tokens import TokenCache, Tokens
+from infinity.recipes.loading import load_recipe
 
 ROWS = [{"prompt": f"question {i}\n", "completion": f'an "answer", {i}\n', "id": i} for i in range(600)]
 COLUMNS = ("prompt", "completion", "id")
@@ -158,10 +159,35 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="hf download --repo-type dataset tatsu-lab/alpaca --local-dir DIR"):
+    with pytest.raises(DataError, match="run hf download --repo-type dataset tatsu-lab/alpaca: nothing is"):
         find_files(["tatsu-lab/alpaca"])
     with pytest.raises(DataError, match="give a path, glob or 'stdlib'"):
         find_files(["data/chat.jsonl"])
+
+
+def test_a_name_of_the_hub_is_what_was_downloaded_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the hub's cache are links, whose targets have other names."""
+    cache = tmp_path / "hub/datasets--some--chats"
+    for folder in ("blobs", "refs", "snapshots/1234/data"):
+        (cache / folder).mkdir(parents=True)
+    (cache / "refs/main").write_text("1234")
+    for name in ("train-0", "train-1", "test-0"):
+        (cache / "blobs" / f"sum{name}").write_text(json.dumps({"text": name}) + "\n")
+        (cache / f"snapshots/1234/data/{name}.jsonl").symlink_to(f"../../../blobs/sum{name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    found = find_files(["some/chats/data/train*"])
+    assert [rows(Source(file), Reading()).__next__().record for file in found] == [
+        {"text": "train-0"}, {"text": "train-1"}
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"has files of train and test-0\.jsonl: give those to train on"):
+        find_files(["some/chats"])
+    recipe = load_recipe(overrides=["data.files=[some/chats/data/train*]"])
+    assert recipe.with_absolute_paths().data.files == ("some/chats/data/train*",)  # a run that goes on has it
+    with pytest.raises(DataError, match="run hf download --repo-type dataset some/others"):
+        find_files(["some/others"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import RecipeError
-from infinity.data import stream
+from infinity.data import helpers, stream
 from infinity.data.entries import DataConfig
 from infinity.data.formats import Reading
 from infinity.data.opening import Data, open_data
@@ -63,7 +64,7 @@ def documents(batches: Iterable[Batch]) -> list[str]:
 def none_ahead(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Start no process: what is read is the same without, and it takes some seconds to begin."""
     if "ahead" not in request.fixturenames:
-        monkeypatch.setattr(stream.PartTokens, "_write_ahead", lambda self, parts: None)
+        monkeypatch.setattr(stream, "Helpers", lambda cache, count: Mock())
 
 
 @pytest.fixture
@@ -306,8 +307,8 @@ def test_the_next_window_is_written_by_a_process_that_ends_with_its_rank(tmp_pat
     tokens, following = windows._tokens, [windows._parts[at] for at in windows._windows_of(0)[1]]
     written = [tokens._cache.entry([part]) for part in following]
     assert comes_true(lambda: all(path.exists() for path in written))
-    process = tokens._ahead
-    assert process is not None
+    assert tokens._helpers is not None
+    [process] = tokens._helpers.processes
     del loader, tokens, windows
     assert comes_true(lambda: process.poll() is not None)
 
@@ -319,13 +320,55 @@ def test_a_process_that_writes_ahead_ends_when_its_rank_is_killed_and_leaves_err
     files = [Source(Path(name)) for name in write(tmp_path)]
     (tmp_path / "bad.jsonl").write_text("no\n")
     cache = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
-    process = subprocess.Popen([sys.executable, "-m", "infinity.data.stream"], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "infinity.data.helpers"], stdin=subprocess.PIPE)
     assert process.stdin is not None
     for order in (cache, [Source(tmp_path / "bad.jsonl"), files[0]], [files[1]]):
         process.stdin.write(pickle.dumps(order))
     process.stdin.close()  # as the system does
     assert process.wait(60) == 0
     assert not cache.entry([Source(tmp_path / "bad.jsonl")]).exists()
+
+
+@pytest.mark.parametrize("malformed", [False, True])
+def test_large_files_are_encoded_by_several_processes_into_the_same_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, malformed: bool
+) -> None:
+    files = [Source(Path(name)) for name in write(tmp_path)]
+    (tmp_path / "c.txt").write_text("a text, which is not cut\n")
+    with files[1].path.open("a") as file:
+        file.write("no\n" * malformed)
+    sources, said = [*files, Source(tmp_path / "c.txt")], list[str]()
+    made, again = (
+        TokenCache(folder=tmp_path / name, tokenizer=BytesTokenizer(), skip_malformed=malformed)
+        for name in ("made", "again")
+    )
+    monkeypatch.setattr(helpers, "PART_NBYTES", 400)
+    monkeypatch.setattr(helpers, "WORTH_NBYTES", 1000)
+    monkeypatch.setattr(helpers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(helpers, "LINES_EVERY_S", 0)
+    helpers.make_together(made, sources, said.append)
+    assert [path.name for path in (tmp_path / "made").iterdir() if path.is_dir()] == [
+        made.entry(sources).name
+    ]
+    assert any(re.fullmatch(r"tokenizing .*: \d+ of \d+ parts", line) for line in said)
+    one, other = made.open(sources), again.open(sources)
+    assert one.digest == other.digest
+    assert one.malformed[0] == other.malformed[0] == malformed
+    for name in ("values", "documents", "sources"):
+        assert (getattr(one, name) == getattr(other, name)).all()
+
+
+def test_a_malformed_row_of_a_large_file_is_named_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write(tmp_path)
+    with Path(files[0]).open("a") as file:
+        file.write("no\n")
+    monkeypatch.setattr(helpers, "PART_NBYTES", 400)
+    monkeypatch.setattr(helpers, "WORTH_NBYTES", 1000)
+    monkeypatch.setattr(helpers, "Helpers", lambda cache, count: Mock())
+    with pytest.raises(DataError, match=rf"^{files[0]}:{ROWS // 2 + 1}: not JSON"):
+        opened(tmp_path, files=files, streaming=False)
 
 
 def test_tokenizers_and_caches_reach_another_process(tmp_path: Path) -> None:
