@@ -54,10 +54,10 @@ def generate(job: Job) -> list[dict[str, Any]]:
         model = AutoModelForCausalLM.from_pretrained(job.source, dtype=DTYPES[job.dtype])
     else:
         recipe = infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])
-        model = infinity.from_pretrained(job.source, recipe).requires_grad_(False)
+        model = infinity.from_pretrained(job.source, recipe)
         storage = runtime_of(model).tiers.storage
         engine = None if storage.store is None else storage.store.engine
-    model.eval()
+    model.eval()  # not frozen, in any way: torch multiplies frozen weights with the last position's slice slowly
     figures = []
     for batch in job.batches:
         generator = torch.Generator().manual_seed(batch)

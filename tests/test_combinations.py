@@ -102,7 +102,9 @@ OPTIONS[RANKS] = Row(("train.batch_size=1",), same_losses=True)
 #: Sums are rounded in another order with these.
 IN_ANOTHER_ORDER = {RANKS, SLICES, TILES}
 INTERRUPTED = "interrupted, and gone on (`durability.every=1`)"
-OPTIONS[INTERRUPTED] = Row(("durability.every=1", "memory.nvme=[FOLDER/nvme]"), same_losses=True)
+OPTIONS[INTERRUPTED] = Row(
+    ("durability.every=1", "memory.versions=2", "memory.nvme=[FOLDER/nvme]"), same_losses=True
+)
 ROWS = {**{task: Row() for task in TASKS}, **FORMS, **OPTIONS}
 #: What an error says where two do not combine, by the mark of its note, and the note.
 ERRORS = {
@@ -128,12 +130,20 @@ ERRORS = {
         "What the reference says of all data is computed before the first step.",
     ),
     "7": (
-        r"optim\.groups: .*wanted null with adapters, of which lora\.lr_ratio makes groups",
+        r"optim\.groups.*wanted null with adapters, of which lora\.lr_ratio makes groups",
         "`lora.lr_ratio` makes groups of adapters.",
     ),
     "8": (
         r"optim\.ema.*wanted null: schedulefree keeps an average of its own",
         "Schedule-free AdamW keeps an average of its own.",
+    ),
+    "9": (
+        r"optim\.schedule.*wanted constant: schedulefree",
+        "Schedule-free AdamW has no schedule but its warm-up.",
+    ),
+    "10": (
+        r"optim\.name: got 'adafactor'; wanted a rule of elements",
+        "Adafactor's sums are over whole matrices.",
     ),
 }
 REFUSED = {
@@ -141,6 +151,8 @@ REFUSED = {
         "average of the weights (`optim.ema`)",
         "schedule-free AdamW (`optim.name=schedulefree`)",
     ): "8",
+    ("schedule-free AdamW (`optim.name=schedulefree`)", "cosine with warm-up (`optim.schedule`)"): "9",
+    (TILES, "Adafactor (`optim.name=adafactor`)"): "10",
     ("numbers by names (`optim.groups`)", "adapters"): "7",
     ("numbers by names (`optim.groups`)", "several adapters"): "7",
     ("numbers by names (`optim.groups`)", "adapters, NF4 base"): "7",
