@@ -57,7 +57,7 @@ def generate(job: Job) -> list[dict[str, Any]]:
         model = infinity.from_pretrained(job.source, recipe)
         storage = runtime_of(model).tiers.storage
         engine = None if storage.store is None else storage.store.engine
-    model.eval()  # not frozen, in any way: torch multiplies frozen weights with the last position's slice slowly
+    model.eval()  # not frozen: torch multiplies the last positions with frozen weights slowly
     figures = []
     for batch in job.batches:
         generator = torch.Generator().manual_seed(batch)
