@@ -325,7 +325,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that accumulates gradients; the first backward pass after it completes them.
 
     Raises:
-        BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
+        BudgetError: Gradients that wait for later micro-batches fit nowhere; the message has the arithmetic.
     """
     executor = runtime_of(model).executor()
     with uninterrupted:

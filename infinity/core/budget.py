@@ -9,7 +9,8 @@ first, otherwise those of units in host memory; until the last micro-batch, unde
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
 few bytes as possible. Of equal units the first of the model keep theirs in memory: backward comes to them
-last, with little time to write.
+last, with little time to write. Sums of micro-batches do the same until the next one adds to them; beside an
+accelerator those of any unit leave its memory for host memory, and from there for NVMe.
 
 [Note: the host budget beside an accelerator]
 On an accelerator gradients wait in host memory, beside residents (each with room for its own gradient),
@@ -26,7 +27,7 @@ What the device budget has beyond all of that, and a window for all weights, hol
 is host memory, the model's first ones first: they are updated there, and their gradients wait there.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
@@ -53,7 +54,7 @@ class UnitSizes:
     trainable: bool
     waits: bool  # its gradient, in device memory, for ``step`` or for the last micro-batch
     waits_in_host: bool = False  # its gradient, in host memory, for ``step``
-    spills: bool = False  # its gradient waits for nothing but ``step``, so it may wait on NVMe
+    spills: bool = False  # it may wait on NVMe
     parameter: str = ""  # the largest
     parameter_nbytes: int = 0
     stored: int = 0  # what the flat buffer is decoded from
@@ -76,7 +77,8 @@ class DeviceBudget:
     early: bool  # gradients need not wait for ``step()``: an update inside backward is done with them
     lag: int  # room beside the window: early updates may lag by as much, and need not
     least: int  # the smallest total that would do
-    spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
+    spilled: tuple[int, ...] = ()  # positions of units whose gradients leave: see the note
+    ahead: bool = False  # one of them may come back while another one leaves
     on_device: tuple[int, ...] = ()  # positions of units: see [Note: states on an accelerator]
     states: int = 0  # what these states take, with their updates
 
@@ -91,6 +93,21 @@ class HostBudget:
     piece: int  # the most that one shard on its way takes at one time
     stays: int  # the part of ``staging`` that weights may take while they stay
     spilled: tuple[int, ...] = ()  # positions of units: see [Note: gradients that spill]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Says how one model's units share the device budget (positions of units, and bytes)."""
+
+    early: bool  # an update inside backward is done with its gradient
+    world_size: int
+    together: Sequence[Sequence[int]] = ()  # units that are gathered as one
+    in_use: Collection[Collection[int]] = ()  # units that are in use at one time
+    in_host: bool = False  # gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`
+    accumulates: bool = False  # gradients of micro-batches add up
+    updates: int = 0
+    decoding: int = 0
+    block: int = 0  # of a window for all micro-batches in one block
 
 
 #: Chunks that are not small are a whole number of these, of which every field of any rule is whole blocks.
@@ -142,13 +159,12 @@ def spread(sizes: Sequence[int], room: int) -> Iterator[int]:
             yield place
 
 
-def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
-    """Return positions of units whose gradients spill; the others that might have ``room`` (bytes)."""
+def _choose_spilled(gradients: Mapping[int, int], room: int) -> tuple[int, ...]:
+    """Return positions of ``gradients`` (bytes) that spill; the others that might have ``room`` (bytes)."""
     spilled = []
-    for place in sorted((i for i, u in enumerate(units) if u.spills), key=lambda i: -units[i].shard_grad):
-        nbytes = rounded(units[place].shard_grad)
-        if nbytes <= room:
-            room -= nbytes
+    for place in sorted(gradients, key=lambda place: -gradients[place]):
+        if gradients[place] <= room:
+            room -= gradients[place]
         else:
             spilled.append(place)
     return tuple(sorted(spilled))
@@ -175,14 +191,14 @@ def divide_host(
     free = total - residents - beside - chunks
     spilled: tuple[int, ...] = ()
     if free < waiting + passing + piece:
-        waiting -= rounded_sum(u.shard_grad for u in units if u.spills)
-        passing = max((rounded(u.shard_grad) for u in units if u.spills), default=passing)
+        may_spill = {i: rounded(u.shard_grad) for i, u in enumerate(units) if u.spills and u.waits_in_host}
+        waiting -= sum(may_spill.values())
+        passing = max(may_spill.values(), default=passing)
         # Weights on their way, and a gradient that comes while one is written, have their room first. Below
         # they get a quarter and a half of what is left.
         wished = 4 * (STAGED_PIECES * shard - piece) + 2 * passing
-        spilled = _choose_spilled(units, free - waiting - passing - piece - wished)
-        on_nvme = frozenset(spilled)
-        waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in on_nvme)
+        spilled = _choose_spilled(may_spill, free - waiting - passing - piece - wished)
+        waiting += sum(may_spill.values()) - sum(may_spill[place] for place in spilled)
     if free < (needed := waiting + passing + piece):
         raise _host_too_small(
             total, total - free - chunks, chunks, (waiting, passing, piece), units, resident
@@ -230,36 +246,34 @@ def _host_too_small(
 
 
 def divide_device(
-    total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
-    together: Sequence[Sequence[int]] = (), in_use: Iterable[Collection[int]] = (), in_host: bool = False,
-    updates: int = 0, decoding: int = 0, spill_above: int | None = None, block: int = 0,
+    total: int | None, ceiling: int, units: Sequence[UnitSizes], sharing: Sharing,
+    spill_above: int | None = None,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
-    Args:
-        ceiling: The most that a derived budget may be.
-        early: Whether an update inside backward is done with its gradient.
-        together: Positions of units that are gathered as one; ``in_use``: that are in use at one time.
-        in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
-        spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
-        block: Bytes of a window for all micro-batches in one block.
+    A derived budget is at most ``ceiling``; gradients spill if they would make it larger than ``spill_above``
+    (None: ``ceiling``).
     """
-    waits = [u for u in units if u.waits]
-    working = _working_nbytes(units, world_size, together)
-    windows = _windows(units, together, in_use, block)
+    waits, early, several = [u for u in units if u.waits], sharing.early, sharing.world_size > 1
+    working = _working_nbytes(units, sharing)
+    windows = _windows(units, sharing)
     window_least = max(windows.values())
     grad = rounded_sum(u.shard_grad for u in waits)
-    needed = grad + working + window_least + updates + decoding
-    may_spill = [] if in_host else [rounded(u.shard_grad) for u in units if u.spills]
-    least, bound = needed - sum(may_spill), ceiling if total is None else total
+    needed = grad + working + window_least + sharing.updates + sharing.decoding
+    leaves = (i for i, u in enumerate(units) if u.waits and (u.spills or sharing.in_host))
+    may_spill = {i: rounded(units[i].shard_grad) for i in leaves}
+    most = max(may_spill.values(), default=0)
+    # Several ranks add a reduced gradient to the sum, which comes back beside it.
+    back = most if sharing.accumulates and several else 0
+    least, bound = needed - sum(may_spill.values()) + back, ceiling if total is None else total
     spilled: tuple[int, ...] = ()
     if may_spill and needed > (bound if spill_above is None else spill_above):
         # One that comes while one is written has its room before those that stay.
-        spilled = _choose_spilled(units, bound - least - max(may_spill))
-        freed = rounded_sum(units[i].shard_grad for i in spilled)
-        grad, needed = grad - freed, needed - freed
+        spilled = _choose_spilled(may_spill, bound - least - most)
+        freed = sum(may_spill[place] for place in spilled)
+        grad, needed, working = grad - freed, needed - freed + back, working + back
         waits = [u for i, u in enumerate(units) if u.waits and i not in spilled]
-    lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not in_host]
+    lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not sharing.in_host]
     backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
     if total is None:
         window_all = sum(u.gathered for u in units if u.streams)
@@ -272,10 +286,10 @@ def divide_device(
             "for updates (memory.updates=host: none)",
             "for decoding quantized weights",
         ]
-        parts = list(zip([grad, working, window_least, updates, decoding], texts))
-        raise _too_small(total, parts, units, waits, in_host)
-    if spilled:  # what is left, less than one gradient more, lets gradients lag
-        return DeviceBudget(total, window_least, False, early, 0, least, spilled)
+        parts = list(zip([grad, working, window_least, sharing.updates, sharing.decoding], texts))
+        raise _too_small(total, parts, units, waits)
+    if spilled:  # what is left, less than one gradient more, lets gradients lag, or come back ahead
+        return DeviceBudget(total, window_least, False, early, 0, least, spilled, total - needed >= most)
     spare = total - needed
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
@@ -283,23 +297,17 @@ def divide_device(
 
 
 def _too_small(
-    total: int, parts: list[tuple[int, str]], units: Sequence[UnitSizes], waits: Sequence[UnitSizes],
-    in_host: bool,
-) -> BudgetError:  # fmt: skip
+    total: int, parts: list[tuple[int, str]], units: Sequence[UnitSizes], waits: Sequence[UnitSizes]
+) -> BudgetError:
     biggest = max(units, key=lambda u: u.full)
     trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
     for at, unit in ((1, trained), (2, None if biggest is trained else biggest)):
         if unit is not None:
             parts[at] = parts[at][0], f"{parts[at][1]} ({unit.name}, {format_nbytes(unit.full)})"
-    # Gradients wait for the micro-batches that follow, where they wait in device memory at all.
-    if any(in_host or (u.on_nvme and not u.spills) for u in waits):
-        occasion = "the last micro-batch (no_sync)"
-        way_out = ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
-    else:
-        occasion, way_out = "step()", ""
-        if waits and any(u.on_nvme for u in units):
-            way_out = ", or set memory.resident=false: gradients of units on NVMe can wait there"
-    parts[0] = parts[0][0], f"{parts[0][1]} {occasion}"
+    parts[0] = parts[0][0], f"{parts[0][1]} step()"
+    way_out = ""
+    if waits and any(u.on_nvme for u in units):
+        way_out = ", or set memory.resident=false: gradients of units on NVMe can wait there"
     needed = sum(nbytes for nbytes, _ in parts)
     return BudgetError(
         f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
@@ -308,25 +316,23 @@ def _too_small(
     )
 
 
-def _working_nbytes(units: Sequence[UnitSizes], world_size: int, together: Sequence[Sequence[int]]) -> int:
+def _working_nbytes(units: Sequence[UnitSizes], sharing: Sharing) -> int:
     """Return room beside held gradients: a full one, the reduction's second buffer, an update's weights."""
     largest = max((rounded(u.full) for u in units if u.trainable), default=0)
     leaf = max(
-        (rounded_sum(units[i].full for i in group if units[i].trainable) for group in together), default=0
+        (rounded_sum(units[i].full for i in each if units[i].trainable) for each in sharing.together),
+        default=0,
     )
-    working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
+    working = max(largest * (2 if sharing.world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
     return working + rounded_sum(u.full for u in units if u.lingers)
 
 
-def _windows(
-    units: Sequence[UnitSizes], together: Sequence[Sequence[int]], in_use: Iterable[Collection[int]],
-    block: int,
-) -> dict[str, int]:  # fmt: skip
+def _windows(units: Sequence[UnitSizes], sharing: Sharing) -> dict[str, int]:
     """Return windows, the largest of which is required, each with its reason."""
     flight = max((u.gathered for u in units if u.streams), default=0)
-    leaves = (sum(units[i].gathered for i in group) + flight for group in together)
+    leaves = (sum(units[i].gathered for i in group) + flight for group in sharing.together)
     nested = 0
-    for each in in_use:  # they come one by one, so one is being decoded
+    for each in sharing.in_use:  # they come one by one, so one is being decoded
         streaming = [units[i] for i in each if units[i].streams]
         decoded = max((rounded(u.stored) for u in streaming), default=0)
         nested = max(nested, rounded_sum(u.full for u in streaming) + decoded)
@@ -334,7 +340,7 @@ def _windows(
         "two units in flight": 2 * flight,
         "units that are gathered as one": max(leaves, default=0),
         "units in use at one time": nested,
-        "all micro-batches in one block (the ordinary schedule needs less)": block,
+        "all micro-batches in one block (the ordinary schedule needs less)": sharing.block,
     }
 
 
@@ -351,6 +357,8 @@ def _indivisible(unit: UnitSizes) -> str:
 
 def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
     """Give states of units what a division leaves of ``bound``, less the ``scratch`` bytes of updates."""
+    if made.spilled:  # gradients come first
+        return made
     all_weights = sum(u.gathered for u in units if u.streams)
     window, others = min(made.window, all_weights), made.total - made.window
     room, states, gradients = bound - others - window - scratch, 0, 0

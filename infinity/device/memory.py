@@ -448,6 +448,7 @@ class CountingPool:
     def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], object]], None]) -> None:
         self._pool, self._stalls = pool, stalls
         self._held_back: list[Lease] = []
+        self.reclaim: Callable[[], None] = lambda: None  # gives back what may come later
 
     def hold_back(self, lease: Lease) -> None:
         """Keep a lease until :meth:`give_back`, or until a buffer does not fit beside it."""
@@ -464,6 +465,7 @@ class CountingPool:
         found = [self._pool.try_lease(nbytes, who=who)]
         if found[0] is None:
             self.give_back()
+            self.reclaim()
             self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
         assert found[-1] is not None
         return found[-1]

@@ -2,9 +2,9 @@
 
 [Note: more gradients than before]
 The first division expects one backward pass, in which the parameters that were trainable when the optimizer
-was made get gradients. Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a
-thawed unit has a gradient that was not counted. So the first ``no_sync``, and the first forward with thawed
-weights, divide again, or raise with what is required.
+was made get gradients. Under ``no_sync`` the gradients of all units wait for the next micro-batch, in device
+memory or elsewhere, and a thawed unit has a gradient that was not counted. So the first ``no_sync``, and the
+first forward with thawed weights, divide again, or raise with what is required.
 
 [Note: units in use at one time]
 A module's units are in use while the modules inside it run. A block that is recomputed in backward uses its
@@ -129,6 +129,7 @@ class UnitBudget:
 
     @property
     def spilled(self) -> frozenset[int]:
+        """Return units whose gradients wait on NVMe."""
         return frozenset(self.division.spilled if self.host is None else self.host.spilled)
 
     @property
@@ -229,14 +230,14 @@ class UnitBudget:
                 sizes[index] = replace(sizes[index], lingers=in_part)
             lingering = {i for i, each in enumerate(sizes) if each.lingers}
             in_use = {each | lingering for each in in_use}
-        on_accelerator = self._ranks.on_accelerator
-        host = self._divide_host(sizes, given) if on_accelerator else None
-        made = budget.divide_device(
-            None if given.shared else self.device_nbytes, given.ceiling, sizes,
+        sharing = budget.Sharing(
             early=given.early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
-            in_use=in_use, in_host=on_accelerator, updates=self._updates_nbytes,
-            decoding=self._decoding_nbytes, block=given.block,
+            in_use=in_use, in_host=self._ranks.on_accelerator, accumulates=given.accumulates,
+            updates=self._updates_nbytes, decoding=self._decoding_nbytes, block=given.block,
+        )  # fmt: skip
+        made = budget.divide_device(
+            None if given.shared else self.device_nbytes, given.ceiling, sizes, sharing,
             spill_above=self.device_nbytes if given.shared and given.most is None else None,
         )  # fmt: skip
         if self.device_nbytes is not None and made.total > self.device_nbytes:
@@ -245,6 +246,11 @@ class UnitBudget:
                 f"{format_nbytes(made.least)} ({made.least} bytes), without activations. Raise memory.device",
                 "memory.device",
             )
+        host = None
+        if self._ranks.on_accelerator:
+            left = [replace(sizes[place], waits_in_host=True) for place in made.spilled]
+            in_host = {**dict(enumerate(sizes)), **dict(zip(made.spilled, left, strict=True))}
+            host = self._divide_host([*in_host.values()], given)
         if given.states and given.most is not None:
             made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
         self._given, self.host, self.division = given, host, made
@@ -266,6 +272,9 @@ class UnitBudget:
         stored, thawed = unit.stored, trainable and unit.stored is not None
         on_nvme = unit.home.tier is Tier.NVME or thawed
         until_step, in_host = not (given.early and on_nvme), self._ranks.on_accelerator
+        waits = trainable and (given.accumulates or (until_step and not in_host))
+        # What waits for the step on NVMe is read by chunks, which has to be the update's only pass.
+        spills = trainable and on_nvme and (not until_step or self._tiers.storage.rule.in_one_pass)
         numel, largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         state_nbytes = self._tiers.layout.state_nbytes(unit.shard_numel)
         states = rounded(unit.shard_nbytes) + rounded(state_nbytes)
@@ -277,13 +286,9 @@ class UnitBudget:
             streams=self._tiers.streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,
-            waits=trainable and (given.accumulates or (until_step and not in_host)),
+            waits=waits,
             waits_in_host=trainable and until_step and in_host,
-            spills=trainable
-            and until_step
-            and on_nvme
-            and self._tiers.storage.rule.in_one_pass
-            and (in_host or not given.accumulates),
+            spills=spills,
             parameter=largest,
             parameter_nbytes=numel * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,

@@ -278,10 +278,11 @@ class StepExecutor(ActivationBudget):
         self._resize_host_pools()
         if self.mover.staging is not None and self.budget.host is not None:
             self.mover.staging.piece_nbytes = self.budget.host.piece
-        self.gradients.hold_weights = self.budget.hold_weights
+        self.gradients.hold_weights, sums = self.budget.hold_weights, self.gradients.path.sums
+        sums.leaving, sums.ahead = frozenset(division.spilled), division.ahead
         self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
-        self.updates.stored_gradients.place(self.budget.spilled, self.updates.ready)
+        self.updates.stored_gradients.place(self.budget.spilled, {*self.updates.ready, *sums.away})
         if self.blocks is not None:
             self.hold_blocks(*self.blocks)
 

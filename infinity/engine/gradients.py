@@ -1,9 +1,6 @@
 """Gradients of one model's step: collected by unit, reduced, and given to the updates when they are complete.
 
-[Note: micro-batches]
-With one rank a micro-batch adds to the flat gradient in the compute dtype, as ``p.grad`` would. With several
-ranks each micro-batch is reduced at once and the shards are summed: full gradients of a model larger than
-memory could not be kept.
+Sums over micro-batches are in :mod:`infinity.engine.sums`.
 
 [Note: parameters without a gradient]
 A parameter that no backward pass of this step reached on any rank is left alone, as torch's optimizers leave
@@ -36,10 +33,10 @@ complete the same units, so they decide alike; leaves have room of their own.
 
 import functools
 import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +49,8 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, rounded
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
-from infinity.device.memory import CountingPool, HostPool, Lease, Pool
+from infinity.device.memory import CountingPool, HostPool, Lease
+from infinity.engine.sums import Gradient, Sums
 from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -60,52 +58,6 @@ from infinity.partition.tiles import METADATA
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
-
-
-@dataclass(slots=True)
-class Gradient:
-    """Holds the gradient of one unit, ``(numel,)``, or of this rank's shard of it, ``(shard_numel,)``."""
-
-    lease: Lease
-    dtype: torch.dtype
-    used: bytearray  # 1: the segment has a gradient of this step, of a shard on any rank
-    open: Tensor | None = None  # of a unit: ``flat``, made once for all its parameters
-
-    @classmethod
-    def of(cls, unit: Unit, pool: Pool | CountingPool) -> "Gradient":
-        """Return an empty one of a whole unit; blocks while updates hold too much memory."""
-        lease = pool.lease(unit.nbytes, who=f"gradient of {unit.name}")
-        used, values = bytearray(len(unit.segments)), lease.tensor.view(unit.dtype)
-        return cls(lease, unit.dtype, used, values)
-
-    @property
-    def flat(self) -> Tensor:
-        """Return the values, ordered after every earlier use of their buffer."""
-        return self.lease.tensor.view(self.dtype)
-
-    def add(self, segment: Segment, grad: Tensor) -> None:
-        """Add one parameter's gradient of this backward, as ``p.grad`` would."""
-        if grad.is_sparse:
-            wanted = "wanted a dense one. Build the embedding with sparse=False"
-            raise StateError(f"{segment.name} got a sparse gradient; {wanted}")
-        assert self.open is not None
-        place = segment.view_of(self.open)
-        if self.used[segment.index]:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
-            self.used[segment.index] = 1
-
-    def seal(self, segments: Iterable[Segment]) -> None:
-        """Set elements that no gradient of the unit's ``segments`` reached to zero (frozen ones, padding)."""
-        flat, position = self.flat, 0
-        for segment in segments:
-            if self.used[segment.index]:
-                if position < segment.offset:
-                    flat[position : segment.offset].zero_()
-                position = segment.stop
-        if position < len(flat):
-            flat[position:].zero_()
 
 
 class ReleasedGradient(torch.Tensor):
@@ -167,6 +119,41 @@ class HostPools(NamedTuple):
     staging: HostPool
 
 
+class OffloadThread:
+    """Runs what copies gradients off an accelerator, and back, on a thread with a stream of its own.
+
+    ``updates`` hear what is to come, and what went wrong.
+    """
+
+    def __init__(self, device: torch.device, updates: Updates) -> None:
+        self._updates = updates
+        self._pool = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
+        self._ident = 0  # of the thread, once it runs
+
+    def run(self, call: Callable[[], None]) -> Transfer:
+        """Run ``call`` there, behind those before it; at once if this is that thread."""
+        left = Transfer()
+        if threading.get_ident() == self._ident:
+            call()
+            left.finish()
+            return left
+        self._updates.announce(left)
+
+        def run() -> None:
+            self._ident = threading.get_ident()
+            try:
+                call()
+            except BaseException as error:  # a thread that waits for a buffer must hear of it, too
+                self._updates.on_failure(error)
+                raise
+
+        self._pool.submit(left.run, run)
+        return left
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class GradientPath:
     """Brings complete gradients of units to the updates of their shards.
 
@@ -179,16 +166,29 @@ class GradientPath:
     ) -> None:  # fmt: skip
         self.mover, self.updates, self.pool, self.host = mover, updates, pool, host
         self.collectives, self.reduce_dtype = collectives, reduce_dtype
-        self._shards: dict[int, Gradient] = {}  # sums of earlier micro-batches
         self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
-        self._offload_thread: ThreadPoolExecutor | None = None
+        self._beside: OffloadThread | None = None
         self._norms: torch.Stream | None = None
         self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
         self.watchers: OrderedDict[int, OnGradient] = OrderedDict()  # of each step's gradients
         if mover.staging is not None:
             device = mover.staging.device
             self._norms = new_stream(device)
-            self._offload_thread = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
+            self._beside = OffloadThread(device, updates)
+        gradients = None if host is None else host.gradients
+        self.sums = Sums(pool, gradients, updates.stored_gradients, self._offload)
+
+    def begin(self, unit: Unit) -> Gradient:
+        """Return what a backward pass adds a unit's gradient to: with one rank the sum of earlier ones."""
+        found = list[Gradient | None]()
+        if self.collectives is None and unit.index in self.sums:
+            self.mover.waits("read", lambda: found.append(self.sums.take(unit)))
+        gradient = found[0] if found else None
+        if gradient is None:
+            return Gradient.of(unit, self.pool)
+        gradient.open = gradient.flat
+        self.sums.expect_next(self.mover.units)
+        return gradient
 
     def send(self, unit: Unit, gradient: Gradient | None, weights: TakesWeights | None) -> None:
         """Send a complete gradient of a backward pass to its update; None: there is none (one rank only).
@@ -201,9 +201,12 @@ class GradientPath:
             if self.collectives is not None:
                 self._reduce(unit, gradient, weights)
                 return
-            self._hold_back(gradient.lease)
-        assert weights is not None
-        self._offload(unit, partial(self._hand_over, unit, gradient, weights))
+            if weights is not None or unit.index in self.sums.leaving:
+                self._hold_back(gradient.lease)
+        if weights is not None:
+            self._pass_on(unit, partial(self._hand_over, unit, gradient, weights))
+        elif gradient is not None:
+            self.sums.put(unit, gradient)
 
     def wait_for_reduction(self) -> None:
         """Wait for the last reduction where the next gradient does: see [Note: gradients that pass]."""
@@ -221,15 +224,13 @@ class GradientPath:
             self._unread.clear()
 
     def reset(self) -> None:
-        for shard in self._shards.values():
-            shard.lease.release()
-        self._shards.clear()
+        self.sums.clear()
         self._unread.clear()
         self._reducing = None
 
     def close(self) -> None:
-        if self._offload_thread is not None:
-            self._offload_thread.shutdown()
+        if self._beside is not None:
+            self._beside.close()
 
     def _hold_back(self, *leases: Lease) -> None:
         """Hold a gradient's memory until the next one has begun: see [Note: gradients that pass]."""
@@ -243,6 +244,8 @@ class GradientPath:
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
         nbytes = unit.shard_numel * self.reduce_dtype.itemsize
         lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
+        if self.mover.staging is None:  # else what follows on another thread may not have put the sum there
+            self.sums.expect(unit)
         self._hold_back(flat, spare, lease)
 
         def buffers() -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +257,7 @@ class GradientPath:
             spare.release()
             lease.record_use()
             reduced = Gradient(lease, self.reduce_dtype, bytearray(used))
-            self._offload(unit, partial(self._add_up, unit, reduced, weights))
+            self._pass_on(unit, partial(self._add_up, unit, reduced, weights))
 
         pending = self.collectives.reduce(
             unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.records.wait_for_commit
@@ -262,37 +265,38 @@ class GradientPath:
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None
 
-    def _offload(self, unit: Unit, call: Callable[[], None]) -> None:
-        """Run ``call`` on this thread, or on the one that copies gradients off the accelerator."""
-        if self._offload_thread is None or unit.index in self.updates.chosen:
+    def _pass_on(self, unit: Unit, call: Callable[[], None]) -> None:
+        """Run ``call``, which gives a unit's gradient to its update, where it leaves the accelerator."""
+        if unit.index in self.updates.chosen:
             call()
-            return
+        else:
+            self._offload(call)
+
+    def _offload(self, call: Callable[[], None]) -> Transfer:
+        """Run ``call`` where gradients leave the accelerator; without one on this thread."""
+        if self._beside is not None:
+            return self._beside.run(call)
+        call()
         left = Transfer()
-        self.updates.announce(left)
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # a thread that waits for a buffer must hear of it, too
-                self.updates.on_failure(error)
-                raise
-
-        self._offload_thread.submit(left.run, run)
+        left.finish()
+        return left
 
     def _add_up(self, unit: Unit, reduced: Gradient, weights: TakesWeights | None) -> None:
         """Add a micro-batch's gradient to the step's sum; hand the sum over after the last one."""
-        earlier = self._shards.get(unit.index)
+        total = self.sums.take(unit)
         if not any(reduced.used):
             reduced.lease.release()
-        elif earlier is None:
-            self._shards[unit.index] = reduced
+        elif total is None:
+            total = reduced
         else:
-            earlier.flat.add_(reduced.flat)
-            earlier.lease.record_use()
-            earlier.used = bytearray(map(operator.or_, earlier.used, reduced.used))
+            total.flat.add_(reduced.flat)
+            total.lease.record_use()
+            total.used = bytearray(map(operator.or_, total.used, reduced.used))
             reduced.lease.release()
         if weights is not None:
-            self._hand_over(unit, self._shards.pop(unit.index, None), weights)
+            self._hand_over(unit, total, weights)
+        elif total is not None:
+            self.sums.put(unit, total)
 
     def _hand_over(self, unit: Unit, total: Gradient | None, weights: TakesWeights) -> None:
         """Give a step's gradient to the update; None: see [Note: parameters without a gradient]."""
@@ -397,12 +401,12 @@ class Gradients:
         used = {id(segment.whole) for segment in self.received.values() if segment.is_tile}
         for unit, segment in self.units.segments() if used else ():
             waiting = unit.index not in self._open and unit.index not in self.completions.passed
-            if id(segment.whole) in used and segment.is_tile and waiting:
+            summed = self.path.collectives is None and unit.index in self.path.sums
+            if id(segment.whole) in used and segment.is_tile and waiting and not summed:
                 gradient = self._begin(unit)
                 gradient.used[segment.index] = 1
                 gradient.flat.zero_()
-                if self.completions.syncing or self.path.collectives is not None:
-                    self._complete(unit)
+                self._complete(unit)
 
     def reset(self, *, committed: bool = False) -> None:
         """Drop the remaining gradients of this step, which is ``committed`` or forgotten."""
@@ -426,19 +430,19 @@ class Gradients:
         if not self.completions.passed:  # the last reduction of the micro-batch before
             self.path.wait_for_reduction()
         self.borrow([unit.index, *self._open])
-        gradient = self._open[unit.index] = Gradient.of(unit, self.path.pool)
+        gradient = self._open[unit.index] = self.path.begin(unit)
         self.path.pool.give_back()
         return gradient
 
     def _complete(self, unit: Unit) -> None:
         """Reduce the gradient of ``unit`` from this backward; after the last micro-batch hand it over."""
         self.completions.complete(unit.index)
-        if unit.index not in self._open and self.path.collectives is not None:
-            self._begin(unit)  # another rank may have one
-        if not self.completions.syncing:
+        syncing, several = self.completions.syncing, self.path.collectives is not None
+        if unit.index not in self._open and (several or (syncing and unit.index in self.path.sums)):
+            self._begin(unit)  # another rank may have one, or a micro-batch before had
+        if not syncing:
             self.pins.unpin(unit.index)
-            if self.path.collectives is not None:
-                self._send(unit, None)
+            self._send(unit, None)
             return
         try:
             self._send(unit, self._take_weights(unit))  # that may raise, while the gradient is in its place
@@ -495,17 +499,22 @@ class Gradients:
 
     def _others_nbytes(self) -> int | None:
         """Return the bytes that other gradients than the open ones may take; None: there is room for all."""
-        updates, completions = self.path.updates, self.completions
-        spilled = updates.stored_gradients.chosen
+        updates, completions, sums = self.path.updates, self.completions, self.path.sums
+        spilled, accumulates = (
+            updates.stored_gradients.chosen,
+            completions.accumulated or not completions.syncing,
+        )
         early = updates.early and not updates.speculation.clips  # else they are kept until step
-        all_wait = completions.accumulated or not completions.syncing or not (early or spilled)
+        spilled = updates.stored_gradients.chosen | (sums.leaving if accumulates else frozenset())
+        all_wait = (accumulates or not early) and not spilled
 
         def waits(unit: Unit) -> bool:
-            return unit.index not in spilled and (all_wait or not early or unit.home.tier is Tier.HOST)
+            held = accumulates or not early or unit.home.tier is Tier.HOST
+            return unit.index not in spilled and held
 
         if self.path.collectives is None:
-            delivered = (self.units[i] for i in completions.delivered)
-            return None if all_wait else sum(rounded(unit.nbytes) for unit in delivered if waits(unit))
+            others = (self.units[i] for i in completions.delivered | sums.here.keys())
+            return None if all_wait else sum(rounded(unit.nbytes) for unit in others if waits(unit))
         if self.path.host is None and self._reserve_nbytes is None:
             trained, itemsize = [u for u in self.units if u.trainable], self.path.reduce_dtype.itemsize
             shards = [unit.shard_numel * itemsize for unit in trained if waits(unit)]

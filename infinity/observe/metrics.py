@@ -65,7 +65,7 @@ class StepReport(AdapterReport):
     on_demand: int = 0  # uses that the plan did not foresee
     speculated: int = 0  # updates that started inside backward, before the norm was known
     rolled_back: int = 0  # those of them that started again, or were forgotten in a skipped step
-    spilled_nbytes: int = 0  # of gradients that wait on NVMe until step()
+    spilled_nbytes: int = 0  # of gradients that wait on NVMe: until step(), or for the next micro-batch
     tiles: int = 0  # of packed experts, that come and go
     tiles_used: int = 0  # those of them that some rank's batches were routed to
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme

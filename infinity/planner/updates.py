@@ -238,7 +238,8 @@ class ShardUpdate:
 
     def __init__(self, name: str, *, early: bool, keeps: bool, spills: bool) -> None:
         self.lifecycle = Lifecycle(f"update of {name}", UpdateState.HELD)
-        self._early, self._keeps, self._spills = early, keeps, spills
+        self._early, self._keeps = early, keeps
+        self._spills = spills and (keeps or not early)  # else it does not wait
         self.in_flight = False  # it was started and has not landed
         self._storing = self._reading = self._rolling_back = False
         self._has_gradient = self._has_weights = True  # in memory

@@ -233,8 +233,9 @@ def cost_lines(run: DryRun, tokens: float | None = None) -> Iterator[str]:
             f"{format_nbytes(run.division.states)}, and are updated there"
         )
     if run.spilled_nbytes:
+        each = "micro-batch" if run.micro_batches > 1 else "step"
         yield (
-            f"{format_nbytes(run.spilled_nbytes)} of gradients wait on NVMe in each step; "
+            f"{format_nbytes(run.spilled_nbytes)} of gradients wait on NVMe in each {each}; "
             f"{'memory.host' if run.machine.on_accelerator else 'memory.device'} is too small for them"
         )
     if run.passing is not None and run.passing.nbytes:

@@ -79,7 +79,7 @@ class _Player:
         self._coming: dict[int, list[Callable[[], object]] | None] = {}
         self._staying: set[int] = set()
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
-        self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
+        self._sums = _PlayedSums(setup, self._clock, self._memory)
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
         self._carried = False  # one of the micro-batch before was
@@ -102,11 +102,12 @@ class _Player:
         for each in trace.stored:
             before[at[each.asked_at]].append(partial(self._ask, each))
         for position, unit in trace.begun:
-            if index == 0 or setup.ranks > 1:
+            if index == 0 or setup.ranks > 1 or unit in self._sums.leaving:
                 after[at[position]].append(partial(self._begin_gradient, unit))
         for position, unit in trace.completed:
             # In the last micro-batch the plan's events tell those of units that stream.
-            if (last and not setup.units[unit].streams) or (not last and setup.ranks > 1):
+            adds = setup.ranks > 1 or unit in self._sums.leaving
+            if (last and not setup.units[unit].streams) or (not last and adds):
                 after[at[position]].append(partial(self._end_gradient, unit, last))
         return list(zip(before, work_s, after))
 
@@ -177,7 +178,8 @@ class _Player:
                 self._clock.wait(lambda: not self._reducing, LINKS)
                 self._carried = False
             self._gradients[unit] = self.setup.units[unit].nbytes
-            self._memory.lease(self.setup.units[unit].nbytes)
+            if self.setup.ranks > 1 or not self._sums.take(unit):
+                self._memory.lease(self.setup.units[unit].nbytes)
             self._memory.end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
@@ -186,8 +188,13 @@ class _Player:
         # It has been copied to the unit's buffer, and its norm is taken.
         self._clock.compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
+            if unit in self._sums.away:
+                self._begin_gradient(unit)
+            nbytes = self._gradients.pop(unit, 0)
             if ends:
-                self._hand_over(unit, self._gradients.pop(unit, 0), self._memory.turn)
+                self._hand_over(unit, nbytes, self._memory.turn)
+            elif nbytes:
+                self._sums.put(unit, self._memory.turn)
             return
         if not self._gradients.pop(unit, 0):
             self._memory.lease(shape.nbytes)
@@ -197,6 +204,8 @@ class _Player:
             self._clock.wait(lambda: not self._reducing, LINKS)
         self._memory.lease(shape.nbytes)
         self._memory.lease(shard)
+        if unit in self._sums.away:
+            self._sums.bring_back(unit)  # while the gradient is reduced
         self._arriving += 1
         self._reducing += 1
         turn = self._memory.turn
@@ -207,12 +216,13 @@ class _Player:
             for _ in range(2):  # the gradient, and what the other ranks sent
                 self._memory.give_back_late(shape.nbytes, turn)
             complete = turn
-            if unit in self._reduced:  # it was added to that of earlier micro-batches, whose turns are over
+            if self._sums.add(unit):  # to that of earlier micro-batches, whose turns are over
                 self._memory.give_back_late(shard, turn)
                 complete = OVER
-            self._reduced[unit] = shard
             if ends:
-                self._hand_over(unit, self._reduced.pop(unit), complete)
+                self._hand_over(unit, shard, complete)
+            else:
+                self._sums.put(unit, complete)
 
         self._clock.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
@@ -278,11 +288,13 @@ class _Player:
             for item in script.present:
                 self._memory.lease(setup.item_nbytes(item))
                 self._coming[item] = None
-            gradients = self._gradients if setup.ranks == 1 else self._reduced
+            gradients = self._gradients if setup.ranks == 1 else self._sums.here
             for _, unit in self.trace.begun:
-                nbytes = setup.units[unit].nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
-                gradients[unit] = nbytes
-                self._memory.lease(nbytes)
+                if unit in self._sums.leaving:
+                    self._sums.away[unit] = None
+                else:
+                    gradients[unit] = nbytes = setup.gradient_nbytes(unit)
+                    self._memory.lease(nbytes)
         self._play(script.earlier)
         marks = [self._mark()]
         while len(marks) <= (1 if script.is_long else _MOST_STEPS):
@@ -337,7 +349,8 @@ class _Player:
         return (
             self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
             {item: waiting is None for item, waiting in self._coming.items()}, self._staying.copy(),
-            dict(self._gradients), dict(self._reduced), dict(self._away),
+            dict(self._gradients), dict(self._sums.here), dict(self._away),
+            tuple(self._sums.away.items()),
         )  # fmt: skip
 
     def _play_micro_batch(self, index: int) -> None:
@@ -390,6 +403,69 @@ class _Player:
                 self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
         if shape.trainable:
             self._end_gradient(unit, True)
+
+
+class _PlayedSums:
+    """Drives sums of earlier micro-batches by the clock, as :class:`infinity.engine.sums.Sums`."""
+
+    def __init__(self, setup: StepSetup, clock: VirtualClock, memory: DeviceMemory) -> None:
+        self._setup, self._clock, self._memory = setup, clock, memory
+        self.leaving = frozenset(setup.division.spilled)  # units whose sums leave device memory
+        self.here: dict[int, int] = {}  # device memory of those that stay
+        self.away: dict[int, bool | None] = {}  # whether those that left are back; None: they stay away
+
+    def put(self, unit: int, turn: int) -> None:
+        """Keep a sum in device memory, which it has had since ``turn``, or let it leave."""
+        nbytes, clock = self._setup.gradient_nbytes(unit), self._clock
+        if unit not in self.leaving:
+            self.here[unit] = nbytes
+            return
+        self.away[unit] = None
+        give_back = partial(self._memory.give_back_late, nbytes, turn)
+        if not self._setup.on_accelerator:
+            clock.move(Channel.NVME_WRITE, nbytes, give_back)
+            return
+        clock.move(Channel.DEVICE_TO_HOST, nbytes, give_back)
+        if unit in self._setup.spilled:
+            clock.move(Channel.NVME_WRITE, nbytes, _nothing)
+
+    def take(self, unit: int) -> bool:
+        """Wait for a sum that left, and let the next one come; return whether there is one."""
+        if unit not in self.away:
+            return False
+        self.bring_back(unit)
+        self._clock.wait(lambda: bool(self.away[unit]), "read")
+        del self.away[unit]
+        if self._setup.division.ahead and self.away:
+            self.bring_back(next(iter(self.away)))
+        return True
+
+    def add(self, unit: int) -> bool:
+        """Add a reduced gradient to the sum; return whether there is one."""
+        left = unit in self.away  # it came beside the reduction
+        self.away.pop(unit, None)
+        return self.here.pop(unit, 0) > 0 or left
+
+    def bring_back(self, unit: int) -> None:
+        """Begin to bring a sum back to device memory, if it is away."""
+        if self.away[unit] is None:
+            nbytes, self.away[unit] = self._setup.gradient_nbytes(unit), False
+            self._memory.lease(nbytes)
+
+            def is_there() -> None:
+                if self.away.get(unit) is False:  # else its reduction has ended before
+                    self.away[unit] = True
+
+            def upload() -> None:
+                if self._setup.on_accelerator:
+                    self._clock.move(Channel.HOST_TO_DEVICE, nbytes, is_there)
+                else:
+                    is_there()
+
+            if unit in self._setup.spilled:
+                self._clock.move(Channel.NVME_READ, nbytes, upload)
+            else:
+                upload()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -23,6 +23,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
-from infinity.core.nbytes import Extent, Transfer
+from infinity.core.nbytes import Extent, Transfer, chained
 from infinity.device.memory import Lease
 from infinity.optim.rules import PlacedRule
 from infinity.partition.unit import Segment, Unit, UpdateFuture
@@ -95,10 +96,10 @@ class Started:
 
 
 class StoredGradients:
-    """Gradients of the ``chosen`` units, which wait on NVMe."""
+    """Gradients of the ``chosen`` units, which wait on NVMe; ``planned`` counts what they move."""
 
-    def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
-        self._tiers, self._units = tiers, units
+    def __init__(self, tiers: Tiers, units: Sequence[Unit], planned: dict[str, int]) -> None:
+        self._tiers, self._units, self._planned = tiers, units, planned
         self.chosen: frozenset[int] = frozenset()
         self._places: dict[int, Extent] = {}
         self._writes: dict[int, Transfer] = {}  # the last of each unit
@@ -115,16 +116,29 @@ class StoredGradients:
             self._places[unit.index] = self._tiers.store.volume.allocate(nbytes, what=what)
         return self._places[unit.index]
 
-    def write(self, unit: Unit, memory: memoryview) -> Transfer:
+    def write(self, unit: Unit, lease: Lease) -> Transfer:
         """Start to write a unit's gradient, once nothing uses its place any more."""
         self._wait_for_place(unit.index)
-        stored = self._writes[unit.index] = self._tiers.store.engine.write(self.place_of(unit), memory)
+        place = self.place_of(unit)
+        self._planned["write"] += place.nbytes
+        stored = self._tiers.store.engine.write(place, lease.memory[: place.nbytes])
+        self._writes[unit.index] = stored
         return stored
 
+    def read(self, unit: Unit, lease: Lease) -> Transfer:
+        """Start to read what was written last, once it is there."""
+        place, engine = self.place_of(unit), self._tiers.store.engine
+        self._planned["read"] += place.nbytes
+        memory = lease.memory[: place.nbytes]
+        return chained(self._writes[unit.index], partial(engine.read, place, memory))
+
     def _wait_for_place(self, index: int) -> None:
-        for last in (self._units[index].home.updating, self._writes.get(index)):
-            if last is not None:
-                last.wait()
+        updating, written = self._units[index].home.updating, self._writes.get(index)
+        if updating is not None:
+            updating.wait()
+        if written is not None:
+            with suppress(OSError):  # who needed what was written has raised it
+                written.wait()
 
     def place(self, indices: frozenset[int], in_use: Iterable[int]) -> None:
         """Store gradients of exactly these units from the next step on; places ``in_use`` stay."""
@@ -165,7 +179,7 @@ class Updates:
         for unit in units:
             unit.home.updating = None  # of an optimizer before
         self.records = Records(tiers, units, commits, every, speculation)
-        self.stored_gradients = StoredGradients(tiers, units)
+        self.stored_gradients = StoredGradients(tiers, units, self.records.planned)
         self._lock = threading.Lock()  # guards the states of updates
 
     def announce(self, incoming: Transfer) -> None:
@@ -204,11 +218,8 @@ class Updates:
         for action in actions:
             match action:
                 case Do.STORE:
-                    nbytes = self.tiers.gradient_nbytes(pending.unit)
-                    stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
-                    pending.stored = stored
-                    self.records.planned["write"] += nbytes
-                    stored.then(lambda: self._on(pending, pending.update.stored))
+                    pending.stored = self.stored_gradients.write(pending.unit, pending.lease)
+                    pending.stored.then(lambda: self._on(pending, pending.update.stored))
                 case Do.START:
                     self._start(pending)
                 case Do.CANCEL:

@@ -14,6 +14,7 @@ FAST: dict[str, Scenario] = {
         model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
     ),
     "two ranks, accumulated": Scenario(accumulate=2, world=2, steps=2, clip=1.0),
+    "llama, accumulated on nvme": Scenario(place=SMALL, more=TIGHT, accumulate=2, steps=2, clip=1.0),
     "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
     "on the device, clipped": Scenario(place=DEVICE, clip=1.0, steps=2),
 }
@@ -52,6 +53,16 @@ SLOW: dict[str, Scenario] = {
     "llama in fp32": Scenario(dtype="fp32", clip=1.0),
     "llama in fp16": Scenario(dtype="fp16"),
     "llama, accumulated": Scenario(accumulate=3, clip=1.0, steps=2),
+    "llama, accumulated in host memory": Scenario(place=HOST, more=TIGHT, accumulate=3, steps=2),
+    "llama, accumulated on nvme, one ahead": Scenario(
+        place=SMALL, more=("memory.device=112KiB",), accumulate=3, steps=2
+    ),
+    "two ranks, accumulated in host memory": Scenario(
+        more=("memory.device=176KiB",), accumulate=2, steps=2, world=2, clip=1.0
+    ),
+    "two ranks, accumulated on nvme": Scenario(
+        place=SMALL, more=("memory.device=176KiB",), accumulate=3, steps=2, world=2
+    ),
     "gpt2": Scenario(model="gpt2", clip=1.0),
     "gpt2 with dropout": Scenario(model="gpt2", dropout=0.1, more=("memory.activations=recompute",)),
     "t5": Scenario(model="t5", clip=1.0),

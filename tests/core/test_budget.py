@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core import budget
-from infinity.core.budget import UnitSizes, chunk_numel, divide_device, settled_nbytes, spread
+from infinity.core.budget import Sharing, UnitSizes, chunk_numel, divide_device, settled_nbytes, spread
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import rounded
 
@@ -36,21 +36,23 @@ models = st.lists(unit_sizes(), min_size=1, max_size=12)
 def least(units, early: bool, world_size: int) -> int:
     """The smallest budget, as the error tells it."""
     with pytest.raises(BudgetError) as raised:
-        divide_device(-1, 0, units, early=early, world_size=world_size)  # without streams 0 may be enough
+        divide_device(
+            -1, 0, units, Sharing(early=early, world_size=world_size)
+        )  # without streams 0 may be enough
     return int(re.search(r"\((\d+) bytes\)", str(raised.value))[1])
 
 
 @given(models, st.booleans(), st.sampled_from([1, 4]))
 def test_what_the_error_says_is_needed_is_enough_and_no_less(units, early, world_size):
     needed = least(units, early, world_size)
-    assert divide_device(needed, 0, units, early=early, world_size=world_size).total == needed
+    assert divide_device(needed, 0, units, Sharing(early=early, world_size=world_size)).total == needed
     with pytest.raises(BudgetError):
-        divide_device(needed - 1, 0, units, early=early, world_size=world_size)
+        divide_device(needed - 1, 0, units, Sharing(early=early, world_size=world_size))
 
 
 def test_an_error_says_which_budget_is_too_small():
     small = {
-        "memory.device": lambda: divide_device(1, 0, [LAYER], early=False, world_size=1),
+        "memory.device": lambda: divide_device(1, 0, [LAYER], Sharing(early=False, world_size=1)),
         "memory.host": lambda: chunk_numel(1, 2, 14, 2**20),
     }
     for part, divide in small.items():
@@ -65,7 +67,7 @@ def test_an_error_says_which_budget_is_too_small():
 def test_a_larger_budget_never_gives_less(units, early, world_size, more):
     needed = least(units, early, world_size)
     small, large = (
-        divide_device(needed + n, 0, units, early=early, world_size=world_size) for n in sorted(more)
+        divide_device(needed + n, 0, units, Sharing(early=early, world_size=world_size)) for n in sorted(more)
     )
     assert small.hold_weights <= large.hold_weights
     if small.hold_weights == large.hold_weights:
@@ -76,7 +78,7 @@ def test_a_larger_budget_never_gives_less(units, early, world_size, more):
 @given(models, st.booleans(), st.sampled_from([1, 4]), st.integers(0, 2**33))
 def test_the_window_holds_two_of_the_largest_and_leaves_what_gradients_need(units, early, world_size, more):
     needed = least(units, early, world_size)
-    division = divide_device(needed + more, 0, units, early=early, world_size=world_size)
+    division = divide_device(needed + more, 0, units, Sharing(early=early, world_size=world_size))
     assert division.least == needed
     largest = max((rounded(u.full) for u in units if u.streams), default=0)
     held = sum(rounded(u.shard_grad) for i, u in enumerate(units) if u.waits and i not in division.spilled)
@@ -90,7 +92,7 @@ def test_a_derived_budget_is_enough_and_stays_under_the_ceiling_where_it_can(
     units, early, ceiling, world_size
 ):
     needed = least(units, early, world_size)
-    total = divide_device(None, ceiling, units, early=early, world_size=world_size).total
+    total = divide_device(None, ceiling, units, Sharing(early=early, world_size=world_size)).total
     assert needed <= total <= max(needed, ceiling)
 
 
@@ -105,9 +107,9 @@ def test_the_device_budget_in_numbers():
     assert least(units, early=False, world_size=2) == gradients + 4 * 8 * MIB + window
     units = [replace(unit, on_nvme=True) for unit in units]
     # clipping: weights are held for the update only if all of them fit beside the rest
-    tight = divide_device(44 * MIB + 11 * MIB, 0, units, early=False, world_size=1)
+    tight = divide_device(44 * MIB + 11 * MIB, 0, units, Sharing(early=False, world_size=1))
     assert (tight.hold_weights, tight.window) == (False, window + 11 * MIB)
-    roomy = divide_device(44 * MIB + 13 * MIB, 0, units, early=False, world_size=1)
+    roomy = divide_device(44 * MIB + 13 * MIB, 0, units, Sharing(early=False, world_size=1))
     assert (roomy.hold_weights, roomy.window) == (True, window + MIB)
 
 
@@ -119,30 +121,30 @@ def test_frozen_units_need_a_window_and_neither_gradients_nor_updates():
     assert least([frozen, adapter, frozen], early=False, world_size=1) == window + 3 * 2 * MIB
     assert least([frozen, adapter, frozen], early=False, world_size=2) == window + 5 * 2 * MIB
     experts = [frozen, replace(adapter, waits=False), frozen]
-    made = divide_device(None, 0, experts, early=True, world_size=2, together=[(0, 1, 2)])
+    made = divide_device(None, 0, experts, Sharing(early=True, world_size=2, together=[(0, 1, 2)]))
     assert made.least == (30 + 2 + 30 + 30) * MIB + max(4 * 2, 2 + 3 * 2) * MIB
     with pytest.raises(BudgetError) as raised:
-        divide_device(1, 0, [frozen, adapter], early=False, world_size=1)
+        divide_device(1, 0, [frozen, adapter], Sharing(early=False, world_size=1))
     assert (
         "4 MiB for the gradient and update of the largest unit that is trained (adapters, 2 MiB), 60 MiB "
         in (str(raised.value))
     )
     assert "for two units in flight (experts, 20 MiB). Raise" in str(raised.value)
     with pytest.raises(BudgetError) as raised:
-        divide_device(1, 0, [frozen], early=False, world_size=1)
+        divide_device(1, 0, [frozen], Sharing(early=False, world_size=1))
     assert "update" not in str(raised.value)
 
 
 def test_units_in_use_at_one_time_have_room_and_one_of_them_is_decoded():
     units = [replace(LAYER, name=f"layers.{i}", stored=MIB, trainable=False, waits=False) for i in range(6)]
     units[5] = replace(units[5], streams=False)
-    made = divide_device(None, 0, units, early=True, world_size=1, in_use=[(0, 1)])
+    made = divide_device(None, 0, units, Sharing(early=True, world_size=1, in_use=[(0, 1)]))
     assert made.least == 2 * 5 * MIB
     in_use = [(1, 2), (0, 1, 2, 3, 5), (4, 5)]
-    made = divide_device(None, 0, units, early=True, world_size=1, in_use=in_use)
+    made = divide_device(None, 0, units, Sharing(early=True, world_size=1, in_use=in_use))
     assert made.least == made.window == (4 * 4 + 1) * MIB
     with pytest.raises(BudgetError, match=r"17 MiB for units in use at one time"):
-        divide_device(made.least - 1, 0, units, early=True, world_size=1, in_use=in_use)
+        divide_device(made.least - 1, 0, units, Sharing(early=True, world_size=1, in_use=in_use))
 
 
 def test_gradients_of_units_on_nvme_spill_where_memory_is_short_and_no_more_than_must():
@@ -151,7 +153,7 @@ def test_gradients_of_units_on_nvme_spill_where_memory_is_short_and_no_more_than
     fixed = 4 * MIB + 2 * 4 * MIB + 2 * 4 * MIB  # the gradient that stays, working memory and window
 
     def spilled(total: int | None, ceiling: int = 0, **options: int) -> tuple[int, ...]:
-        made = divide_device(total, ceiling, units, early=False, world_size=1, **options)
+        made = divide_device(total, ceiling, units, Sharing(early=False, world_size=1), **options)
         assert made.least == fixed
         assert made.total >= fixed
         if made.spilled:
@@ -177,7 +179,7 @@ def test_gradients_of_units_on_nvme_spill_where_memory_is_short_and_no_more_than
 @given(models, st.sampled_from([1, 4]), st.integers(0, 2**33), st.integers(0, 2**33))
 def test_spilled_gradients_may_spill_and_are_needed(units, world_size, more, ceiling):
     needed = least(units, False, world_size)
-    made = divide_device(needed + more, ceiling, units, early=False, world_size=world_size)
+    made = divide_device(needed + more, ceiling, units, Sharing(early=False, world_size=world_size))
     assert all(units[i].spills for i in made.spilled)
     assert sorted(set(made.spilled)) == list(made.spilled)
     spilling = sum(rounded(u.shard_grad) for u in units if u.spills)
@@ -187,18 +189,18 @@ def test_spilled_gradients_may_spill_and_are_needed(units, world_size, more, cei
 def test_a_block_of_a_layer_schedule_has_its_window_before_gradients_that_could_spill():
     units = [replace(LAYER, name=f"layers.{i}", spills=True) for i in range(5)]
     total = (2 + 2 + 4) * 4 * MIB
-    made = divide_device(total, 0, units, early=False, world_size=1)
+    made = divide_device(total, 0, units, Sharing(early=False, world_size=1))
     assert (made.window, made.spilled) == (8 * MIB, (3, 4))
-    made = divide_device(total, 0, units, early=False, world_size=1, block=20 * MIB)
+    made = divide_device(total, 0, units, Sharing(early=False, world_size=1, block=20 * MIB))
     assert (made.window, made.spilled) == (20 * MIB, (0, 1, 2, 3, 4))
     with pytest.raises(BudgetError, match=r"28 MiB for all micro-batches in one block"):
-        divide_device(total, 0, units, early=False, world_size=1, block=28 * MIB)
+        divide_device(total, 0, units, Sharing(early=False, world_size=1, block=28 * MIB))
 
 
 def test_the_error_names_every_part_and_what_to_turn():
     unit = replace(LAYER, name="layers.7", on_nvme=False)
     with pytest.raises(BudgetError) as raised:
-        divide_device(1 * MIB, 0, [unit] * 3, early=False, world_size=1)
+        divide_device(1 * MIB, 0, [unit] * 3, Sharing(early=False, world_size=1))
     text = str(raised.value)
     parts = (
         "is 1 MiB", "at least 28 MiB", "12 MiB of gradients that wait for step()",
@@ -208,24 +210,20 @@ def test_the_error_names_every_part_and_what_to_turn():
     for part in parts:
         assert part in text
     with pytest.raises(BudgetError, match=r"or set memory\.resident=false"):
-        divide_device(1 * MIB, 0, [unit, replace(LAYER, waits=False)], early=False, world_size=1)
+        divide_device(1 * MIB, 0, [unit, replace(LAYER, waits=False)], Sharing(early=False, world_size=1))
     unit = replace(unit, on_nvme=True)
     with pytest.raises(BudgetError) as raised:
-        divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
-    assert "4 MiB of gradients that wait for the last micro-batch" in str(raised.value)
-    assert "train.schedule=layer" in str(raised.value)
-    with pytest.raises(BudgetError) as raised:
-        divide_device(1 * MIB, 0, [replace(unit, waits=False)], early=True, world_size=1)
+        divide_device(1 * MIB, 0, [replace(unit, waits=False)], Sharing(early=True, world_size=1))
     assert str(raised.value).endswith("Raise memory.device")
 
 
 def test_a_unit_that_one_parameter_fills_is_explained_by_its_name_and_size():
     unit = replace(LAYER, parameter="layers.0.experts.down_proj", parameter_nbytes=3 * MIB)
     with pytest.raises(BudgetError) as raised:
-        divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
+        divide_device(1 * MIB, 0, [unit], Sharing(early=True, world_size=1))
     assert "layers.0.experts.down_proj alone takes 3 MiB, and is gathered whole" in str(raised.value)
     with pytest.raises(BudgetError) as raised:
-        divide_device(1 * MIB, 0, [replace(unit, parameter_nbytes=MIB)], early=True, world_size=1)
+        divide_device(1 * MIB, 0, [replace(unit, parameter_nbytes=MIB)], Sharing(early=True, world_size=1))
     assert "alone" not in str(raised.value)
 
 
@@ -326,14 +324,26 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
 
 def test_gradients_that_wait_in_host_memory_take_no_device_memory():
     units = [replace(LAYER, waits=False, waits_in_host=True)] * 3
-    division = divide_device(16 * MIB, 0, units, early=False, world_size=1, in_host=True)
+    sharing = Sharing(early=False, world_size=1, in_host=True, accumulates=True)
+    division = divide_device(16 * MIB, 0, units, sharing)
     assert (division.least, division.lag) == (16 * MIB, 0)
-    accumulating = [replace(unit, waits=True, spills=True) for unit in units]  # in host memory
-    with pytest.raises(
-        BudgetError, match=r"12 MiB of gradients that wait for the last micro-batch"
-    ) as raised:
-        divide_device(16 * MIB, 0, accumulating, early=False, world_size=1, in_host=True)
-    assert "max_grad_norm" not in str(raised.value)
+    accumulating = [replace(unit, waits=True) for unit in units]  # they leave for host memory
+    made = divide_device(16 * MIB, 0, accumulating, sharing)
+    assert (made.least, made.spilled, made.ahead) == (16 * MIB, (0, 1, 2), False)
+    made = divide_device(24 * MIB, 0, accumulating, sharing)
+    assert (made.least, made.spilled, made.ahead) == (16 * MIB, (1, 2), True)
+    assert divide_device(28 * MIB, 0, accumulating, sharing).spilled == ()
+
+
+def test_sums_of_micro_batches_come_back_beside_the_reduction_of_several_ranks():
+    units = [replace(LAYER, name=f"layers.{i}", spills=True) for i in range(4)]
+    sharing = Sharing(early=True, world_size=2, accumulates=True)
+    fixed = 4 * 4 * MIB + 2 * 4 * MIB  # working memory and window
+    made = divide_device(fixed + 4 * MIB, 0, units, sharing)
+    assert (made.least, made.spilled, made.ahead) == (fixed + 4 * MIB, (0, 1, 2, 3), False)
+    assert divide_device(fixed + 16 * MIB, 0, units, sharing).spilled == ()
+    with pytest.raises(BudgetError, match=rf"at least 28 MiB \({fixed + 4 * MIB} bytes\)"):
+        divide_device(fixed, 0, units, sharing)
 
 
 @given(st.integers(0, 2**36))
@@ -344,7 +354,7 @@ def test_pieces_for_an_accelerator_are_blocks_that_fit_together(staging):
 
 
 def test_a_model_without_parameters_needs_nothing():
-    assert divide_device(1, 0, [], early=True, world_size=1).window >= 0
+    assert divide_device(1, 0, [], Sharing(early=True, world_size=1)).window >= 0
 
 
 @given(st.integers(0, 2**36), st.sampled_from([6, 10, 12, 14]), st.integers(1, 64))

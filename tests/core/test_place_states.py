@@ -5,7 +5,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.budget import DeviceBudget, UnitSizes, divide_device, left_for_states, place_states
+from infinity.core.budget import (
+    DeviceBudget,
+    Sharing,
+    UnitSizes,
+    divide_device,
+    left_for_states,
+    place_states,
+)
 from infinity.core.nbytes import rounded
 
 MIB = 2**20
@@ -29,7 +36,7 @@ def models(draw) -> list[UnitSizes]:
 
 
 def divided(total: int | None, ceiling: int, units: list[UnitSizes]) -> DeviceBudget:
-    return divide_device(total, ceiling, units, early=False, world_size=1, in_host=True)
+    return divide_device(total, ceiling, units, Sharing(early=False, world_size=1, in_host=True))
 
 
 def gradients(made: DeviceBudget, units: list[UnitSizes]) -> int:

@@ -131,6 +131,8 @@ CASES = {
     "gpt-spilled": ["memory.device=1MiB"],
     "gpt-spilled-and-held": ["memory.device=640KiB", "memory.versions=1"],
     "gpt-accumulated": ["train.accumulate=3"],
+    "gpt-accumulated-and-spilled": ["train.accumulate=4", "memory.device=1MiB", "optim.max_grad_norm=null"],
+    "gpt-accumulated-clipped-and-spilled": ["train.accumulate=2", "memory.device=640KiB"],
     "gpt-recomputed": ["memory.activations=recompute"],
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
@@ -166,7 +168,7 @@ CASES = {
 
 #: Each way that units, homes and budgets are decided, once; the others are long tests.
 FEW = (
-    "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
+    "gpt-tight", "gpt-accumulated-and-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
     "quantized-lora-in-host-memory", "half-lora-in-host-memory", "llama-logits-in-slices",
     "gpt-in-tiles-recomputed", "experts-lora", "llama-scoring",
 )  # fmt: skip
