@@ -92,10 +92,7 @@ class LogitSlices:
         self.decide("whole", lambda: None)
 
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
-        """Make pending: no calls (whole), calls in training (slices), or those that do not fit (auto).
-
-        ``room`` returns the bytes of device memory that a pass may take; None: no bound.
-        """
+        """Make calls pending: none (whole), those in training (slices), or beyond ``room()`` bytes (auto)."""
         self._mode, self._room = mode, room
         #: Of models that ran.
         self._heads = weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module | None]]()

@@ -43,8 +43,7 @@ def _same(value: Any) -> Any:
 class Choice:
     """Holds names that modules look up when they run, such as those of the adapters that are used.
 
-    Modules have the list ``names``, whose items change. Backward recomputes a part of the model under the
-    names that it ran with first.
+    Modules have the list ``names``, whose items change; what is recomputed has those that it ran with first.
     """
 
     def __init__(self, *names: str) -> None:

@@ -352,11 +352,8 @@ def planned(plan: ActivationPlan) -> ActivationPolicy:
 
 
 def uniform(place: Place, *, recompute: bool = False, last: int = -1) -> ActivationPolicy:
-    """Return the policy that treats all slots and blocks alike, except those from region ``last`` on.
-
-    Backward begins with these, so they stay. Below 0, as of a model without blocks: no exception.
-    """
-    end = math.inf if last < 0 else last
+    """Return the policy that treats all alike, but keeps those from region ``last`` on: backward's first."""
+    end = math.inf if last < 0 else last  # a model without blocks has no exception
     return ActivationPolicy(
         lambda key: place if key.region < end else Place.KEEP, lambda region: recompute and region < end
     )

@@ -273,19 +273,9 @@ _WHOLE = (torch.int64, torch.int32)
 _MATRIX = (-1, -1)
 
 
-def _fp8(group: _Group, quantization: Quantization) -> Decoded | None:
-    if "weight_scale_inv" not in group and group.stored[group.name + "weight"].dtype != torch.float8_e4m3fn:
-        return None  # was left out of the quantization
-    weight = group.take("weight", (torch.float8_e4m3fn,), _MATRIX)
-    scales = group.take("weight_scale_inv", (*_FLOATS, *_EXPONENTS))
-    return _e4m3(group, weight, scales, torch.float32, quantization)
-
-
-def _fp8_experts(group: _Group, quantization: Quantization) -> Decoded | None:
-    """Return experts of one parameter, as transformers stores them (``FP8Experts``)."""
-    if group.name.endswith("weight"):
-        return None  # the scales of a matrix: see _fp8
-    weight = group.take("", (torch.float8_e4m3fn,), (-1, *_MATRIX))
+def _fp8(group: _Group, quantization: Quantization) -> Decoded:
+    """Return a matrix, or experts of one parameter, as transformers stores them (``FP8Experts``)."""
+    weight = group.take("", (torch.float8_e4m3fn,), _MATRIX, (-1, *_MATRIX))
     scales = group.take("_scale_inv", (*_FLOATS, *_EXPONENTS))
     return _e4m3(group, weight, scales, torch.float32, quantization)
 
@@ -567,7 +557,7 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
 _Make = Callable[[_Group, Quantization], Decoded | None]
 #: For each method: endings of a quantized key, the ending that replaces each, and the maker of the tensor.
 _METHODS: dict[str, tuple[tuple[str, str, _Make], ...]] = {
-    "fp8": (("weight", "weight", _fp8), ("_scale_inv", "", _fp8_experts)),
+    "fp8": (("_scale_inv", "", _fp8),),
     "mxfp4": (("_blocks", "", _mxfp4),),
     "compressed-tensors": (("weight_packed", "weight", _compressed), ("weight", "weight", _scaled)),
     "modelopt": (("weight", "weight", _scaled), ("_weight_scale", "", _modelopt_experts)),

@@ -60,10 +60,7 @@ def fill(
     decode: Callable[..., Tensor], first: int, parts: Sequence[Tensor], out: Tensor,
     reference: Callable[[], Tensor],
 ) -> bool:  # fmt: skip
-    """Fill ``out`` with the values of ``decode(first, *parts)`` by a kernel; return whether there is one.
-
-    ``reference`` returns the first of these values as the eager operators give them.
-    """
+    """Fill ``out`` with ``decode(first, *parts)`` by a kernel, if its first values are ``reference()``."""
     kernel = _kernels.get(_key(decode, parts, out.dtype, out.device))
     return kernel is not None and kernel.fill(decode, first, parts, out, reference)
 

@@ -158,8 +158,7 @@ def model_class(config: Any) -> Any:
 def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     """Build the model of ``config``, its parameters in fp32 and not initialized, with tied weights tied.
 
-    ``auto_class`` may be a model's own class; None: the one that the config names, else
-    ``AutoModelForCausalLM``.
+    ``auto_class`` may be a model's own; None: the one that the config names, or ``AutoModelForCausalLM``.
     """
     for ours in ARCHITECTURES.values():
         if isinstance(config, ours.config):

@@ -290,8 +290,7 @@ def template(
 ) -> Iterator[Path]:  # fmt: skip
     """Make the template of ``source`` in ``form``, a directory without values that goes with the context.
 
-    The model is built on the meta device, of ``auto_class`` with ``config_overrides``. Raises a
-    CheckpointError if the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
+    CheckpointError: the form is unknown, or ``source`` is quantized, not of transformers, or has no matrix
     that the form has whole blocks for.
     """
     if not isinstance(form, _Form) and form not in (*FORMS,):

@@ -129,9 +129,8 @@ class Decoded(Stored):
     def encode(self, values: Stored, put: Callable[[Stored, int, Tensor], None]) -> tuple[float, float]:
         """Encode ``values``, of its shape; see [Note: encoded again].
 
-        Returns sums of squares, of what encoding changes and of the values. ``put`` is called with every
-        stored tensor, the index of an element, and the new values from there on. Raises a ValueError if a
-        value is NaN or infinite, or too large for the format.
+        Returns sums of squares, of what encoding changes and of the values. ``put`` gets each stored tensor,
+        an index and new values from there on. ValueError: one is NaN, infinite or too large for the form.
         """
         size, lost, total = max(1, self.numel), 0.0, 0.0
         slabs = self.shape.numel() // size

@@ -379,8 +379,5 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
 
 
 def left_for_states(free: int, total: int, used: int) -> int:
-    """Return what states may take of memory that a step has left ``free``: a part stays for other batches.
-
-    Activations of later batches may be twice ``used``, those of that step, which are not in ``free``.
-    """
-    return max(0, free - max(total // 16, used))
+    """Return what states may take of ``free`` memory beside a step that ``used`` some for activations."""
+    return max(0, free - max(total // 16, used))  # those of later batches may be twice as large

@@ -169,10 +169,7 @@ _quiet, _quiet_threads, _filters = threading.Lock(), list[int](), ExitStack()
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Show no log record and no warning of any library in the context; errors are raised as ever.
-
-    Filters are those of the process: the first thread that enters sets them, the last one puts them back.
-    """
+    """Show no log record and no warning while any thread is in the context; errors are raised as ever."""
     with _quiet:
         if not _quiet_threads:
             _filters.callback(logging.disable, logging.root.manager.disable)

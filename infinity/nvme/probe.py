@@ -47,11 +47,9 @@ def measure(
 ) -> Speed:
     """Write a file of ``nbytes``, write it again, read it, and remove it. Raises a DiskError.
 
-    Args:
-        allocated_on: Move memory of torch's allocator, as activations are moved, and not a pool's buffer. On
-            the CPU ordinary pages are pinned one by one: about half of the speed for several times the
-            processor's time. From and to an accelerator bytes move by GPUDirect Storage.
-        both: Read and write at one time, too; not by GPUDirect Storage.
+    ``allocated_on``: move memory of torch's allocator, as activations are: on the CPU its pages are pinned
+    one by one, at half of the speed of a pool's buffer; an accelerator's bytes move by GPUDirect Storage.
+    ``both``: read and write at one time, too, but not by GPUDirect Storage.
     """
     path = Path(directory) / f".probe-{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:

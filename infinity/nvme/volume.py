@@ -205,13 +205,9 @@ def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> 
 class Volume:
     """Allocates extents in files, one in each directory. Any thread may call.
 
-    A fresh range reads as zeros; one that was freed and is allocated again holds what it held, unless zeros
-    are asked for.
-
-    Args:
-        paths: The files; their directories exist and are this user's own.
-        weights: Relative speeds of their drives; equal when None.
-        found: The files are there; for each the space that its extents take. None: they are made.
+    A fresh range reads as zeros; one that was freed holds what it held, unless zeros are wanted. The folders
+    of ``paths`` exist and are this user's own; ``weights`` are speeds of their drives, by default equal.
+    ``found``: the files are there; for each the space that its extents take.
     """
 
     def __init__(

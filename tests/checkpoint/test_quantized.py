@@ -231,7 +231,7 @@ def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, cha
 @pytest.mark.parametrize(
     ("kind", "ending", "becomes", "what"),
     [
-        ("qwen3_fp8", "weight_scale_inv", None, "weight_scale_inv is missing; wanted float32"),
+        ("qwen3_fp8", "weight_scale_inv", None, "no tensor ends with _scale_inv"),
         ("qwen3_fp8", "weight_scale_inv", torch.ones(5, 7), r"got shape \(5, 7\); wanted one number, or"),
         ("qwen3_fp8", "weight_scale_inv", torch.ones(2).long(), "wanted float32"),
         ("gpt_oss", "_scales", None, r"_scales is missing; wanted uint8 of shape \(4, 32, 2\)"),
