@@ -60,9 +60,11 @@ TRAINED = {
 
 
 def chosen(name: str) -> list[str]:
-    """What a recipe says of a rule, and of its master after a plus."""
-    rule, _, master = name.partition("+")
-    return [f"optim.name={rule}", *([f"optim.master={master}"] if master else [])]
+    """What a recipe says of a rule, and after a plus of its master (``kahan``) or rank (``rank=32``)."""
+    rule, _, variant = name.partition("+")
+    key, _, value = variant.partition("=")
+    more = f"optim.options={{{key}: {value}}}" if value else f"optim.master={variant}"
+    return [f"optim.name={rule}", *([more] if variant else [])]
 
 
 def ours(name: str, numel: int) -> Callable[[], None]:
@@ -225,7 +227,7 @@ def plans(names: list[str], quick: bool) -> list[Claim]:
         cost, params = planned.cost, planned.run.params
         steps_s[name] = cost.step_s
         ratio = cost.step_s / steps_s.get("adamw", cost.step_s)
-        rows.append([name, f"{cost.step_s:.2f}", f"{ratio:.2f}", cost.bottleneck])
+        rows.append([name, f"{cost.step_s:.2f}", f"{ratio:.2f}", planned.lacks or cost.bottleneck])
     print(
         f"\ninfinity plan: a GPT of {params / 1e9:.1f} B on hgx-h100, all on NVMe, 2,048 tokens on each GPU"
     )

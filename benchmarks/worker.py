@@ -175,7 +175,7 @@ class Infinity:
         if job.lora:
             self.model = infinity.add_lora(self.model, rank=job.lora)
         self.optimizer = infinity.optim.Optimizer(
-            self.model, recipe.optim.name, lr=job.lr, max_grad_norm=job.clip
+            self.model, recipe.optim.rule, lr=job.lr, max_grad_norm=job.clip
         )
         self.report: Any = None
         self.micro_rows, self.api = job.micro_rows, infinity

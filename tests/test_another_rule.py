@@ -152,14 +152,14 @@ def test_a_state_of_bitsandbytes_is_loaded(block, nested):
               for i, each in enumerate((kept, small))}  # fmt: skip
     group = {**rule.defaults, "alpha": 0.0, "t_alpha": None, "params": [0, 1]}
     params = [Parameter(str(i), s, True, rule.way({}, 0, s)) for i, s in enumerate((shape, shape[1:]))]
-    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
+    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
     assert [each["step"] for each in made.state.values()] == [3, 3]
     assert torch.equal(made.state[1]["exp_avg"], first[0])
     assert (made.state[0]["exp_avg"] - first).abs().mean() < 0.02
     assert (made.state[0]["exp_avg_sq"] - second).abs().mean() < 0.005
     del states[0].get("__bnb_optimizer_quant_state__", states[0])["absmax1"]
     with pytest.raises(StateError, match="8-bit state without a largest value for each block"):
-        fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
+        fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,6 @@ def test_bitsandbytes_own_optimizers_give_such_states(name, rule):
     params = [
         Parameter(str(i), w.shape, True, find_rule(rule).way({}, 0, w.shape)) for i, w in enumerate(weights)
     ]
-    made = fitted(find_rule(rule), packed, params, packed["param_groups"])
+    made = fitted(find_rule(rule), packed, params, packed["param_groups"], {}.__getitem__)
     for i, mean in enumerate(means):
         assert (made.state[i]["exp_avg"] - mean).abs().mean() < 0.02 * mean.abs().mean()

@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 633,
     "activations": 2409,
-    "api": 4565,
+    "api": 4580,
     "app": 2579,
     "checkpoint": 4157,
     "comm": 1208,
@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 695,
     "nvme": 1199,
     "observe": 985,
-    "optim": 2899,
+    "optim": 3017,
     "partition": 2718,
     "planner": 2282,
-    "predict": 5007,
+    "predict": 5014,
     "recipes": 2077,
-    "shards": 4564,
+    "shards": 4566,
 }
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Tensor
 
-from infinity.core.config import SettingError
+from infinity.core.config import Valid
 from infinity.optim.matrix import WholeRule
 
 _ROW, _COLUMN, _OF_VECTORS = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
@@ -22,21 +22,14 @@ class AdafactorRule(WholeRule):
 
     name = "adafactor"
     in_turn = True
+    of_vectors = (_OF_VECTORS,)
     defaults: Mapping[str, Any] = {
         "lr": 1e-3, "eps": 1e-30, "clip_threshold": 1.0, "decay_rate": 0.8, "weight_decay": 0.0,
     }  # fmt: skip
+    ranges: Mapping[str, Valid] = {"clip_threshold": Valid(above=0)}
 
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
-        super().check_numbers(group)
-        if group["clip_threshold"] == 0:
-            raise SettingError("clip_threshold", 0, "a number > 0: with 0 no update has a length")
-
-    def sums(
-        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Sequence[int]]:
-        if len(shape) < 2:
-            return {_OF_VECTORS: shape}
-        return {_ROW: Size(shape[:-1]), _COLUMN: Size((*shape[:-2], shape[-1]))}
+    def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
+        return {_ROW: (rows,), _COLUMN: (columns,)}
 
     def remade(
         self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]

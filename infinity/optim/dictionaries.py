@@ -1,4 +1,4 @@
-"""State dictionaries that a rule goes on from: its own, another's, and those of torch and bitsandbytes."""
+"""State dictionaries that a rule goes on from: its own, another's, and those of other libraries."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError
+from infinity.optim.foreign import Weights, translated
 from infinity.optim.rule import EMA, OFFSET, Rule, Way
 from infinity.optim.rules import find_rule
 
@@ -34,8 +35,9 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    rule: Rule, packed: Mapping[str, Any], params: Sequence[Parameter], groups: Sequence[dict[str, Any]]
-) -> Fitted:
+    rule: Rule, packed: Mapping[str, Any], params: Sequence[Parameter], groups: Sequence[dict[str, Any]],
+    weights: Weights,
+) -> Fitted:  # fmt: skip
     """Return what a rule loads of a dictionary; a StateError says what does not fit ``params``.
 
     Moments of another rule carry over where a parameter needs no others, and begin at zero elsewhere, with a
@@ -46,6 +48,7 @@ def fitted(
         made = dict(_carried(before, rule, packed, params))
         count = sum(each["step"] > 0 for each in made.values())
         return Fitted(groups, made, carried(before, rule, count, len(made)))
+    packed, note = translated(rule, packed, [_shapes(rule, param) for param in params], groups, weights)
     # SGD's has no counts.
     state = {i: {"step": 1, **_plain(each, rule)} for i, each in packed["state"].items()}
     saved = packed["param_groups"]
@@ -67,7 +70,7 @@ def fitted(
         )
     for i, each in ((i, state[i]) for i in range(len(params)) if i in state):
         _check_state(rule, i, each, params[i])
-    return Fitted(saved, state)
+    return Fitted(saved, state, note)
 
 
 def carried(before: Rule, now: Rule, count: int, of: int) -> str:

@@ -3,22 +3,25 @@
 [Note: matrices in another space] Of a matrix G of gradients, (short, long) or turned so, these rules keep the
 moments of AdamW in a space that is made of G, as sums in host memory, so shards have weights alone. Vectors,
 and weights of a group with ``matrix: false``, are the companion's: AdamW, whose moments are then sums, too.
-Eigenvectors and QR are computed on the CPU in fp32 by the owner of the matrix, whatever else is on a device.
+Eigenvectors and QR are computed on the CPU by the owner of the matrix, whatever else is on a device.
 """
 
 import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
-from infinity.core.config import SettingError
+from infinity.core.config import SettingError, Valid
 from infinity.optim.matrix import MATRIX, WholeRule
 
 _MEAN, _SQUARE, _PROJECTOR, _LENGTH = "exp_avg", "exp_avg_sq", "projector", "update_norm"
+
+#: The least magnitude by which a gradient is divided.
+_LEAST = 1e-30
 
 Sums = Mapping[str, Tensor]
 
@@ -32,36 +35,31 @@ def adam(grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums, mean: Te
     return mean / (1 - beta1**step) / root
 
 
+def _eigenvectors(gram: Tensor) -> Tensor:
+    """Return eigenvectors on the CPU, the largest's first.
+
+    In fp64: in fp32 LAPACK often does not converge if rows are 0, as those of tokens that a step lacks.
+    """
+    values = gram.cpu().double()
+    _, vectors = torch.linalg.eigh(values / values.abs().max().clamp(min=_LEAST))
+    return cast(Tensor, vectors.flip(1).float())
+
+
 class SpaceRule(WholeRule):
     """AdamW in another space of each matrix: see [Note: matrices in another space]."""
 
     in_turn = True
+    of_vectors = (_MEAN, _SQUARE)
     recipe: Mapping[str, Any] = {"weight_decay": 0.1}
-
-    @abstractmethod
-    def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
-        """Return the shapes of what is kept of a matrix, by name."""
 
     @abstractmethod
     def made(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
         """Return the update, ``(rows, columns)``, of a gradient in fp32; change ``sums``."""
 
-    def sums(
-        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Sequence[int]]:
-        *packed, rows, columns = *(1,) * (2 - len(shape)), *shape
-        if len(shape) < 2 or not (group or self.defaults)[MATRIX]:
-            return {_MEAN: Size(shape), _SQUARE: Size(shape)}
-        return {name: Size((*packed, *of)) for name, of in self.spaces(rows, columns).items()}
-
     def remade(self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
         if sums[_MEAN].ndim < 2 or not group[MATRIX]:
             return adam(matrix.float().view_as(sums[_MEAN]), group, step, sums).view_as(matrix)
         return self.made(matrix.float(), group, step, sums)
-
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-        others = (float(group[name]) for name in self.defaults if name != "betas")
-        return *map(float, group["betas"]), *others
 
     def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or its group has other sizes than the rule."""
@@ -76,11 +74,7 @@ class LowRankRule(SpaceRule):
     """AdamW in ``rank`` dimensions in place of a matrix's shorter side."""
 
     sizes = ("rank",)
-
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
-        super().check_numbers(group)
-        for name in (each for each in ("rank", "update_proj_gap") if group[each] < 1):
-            raise SettingError(name, group[name], "a whole number >= 1")
+    ranges: Mapping[str, Valid] = {"rank": Valid(least=1), "update_proj_gap": Valid(least=1)}
 
     def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
         super().check_place(group, name, shape, tiled=tiled)
@@ -131,7 +125,7 @@ class ApolloRule(LowRankRule):
 
     def of_wide(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
         seed = int(group["seed"]) + (step - 1) // int(group["update_proj_gap"])
-        low = _random(int(group["rank"]), grad.size(0), seed).to(grad.device) @ grad
+        low = _random(len(sums[_MEAN]), len(grad), seed).to(grad.device) @ grad
         scaled, dim = adam(low, group, step, sums), None if group["per_tensor"] else 0
         before, after = (torch.linalg.vector_norm(each, dim=dim) for each in (low, scaled))
         made = grad * torch.where(before > 0, after / before, 0) * float(group["scale"])
@@ -172,8 +166,8 @@ class GaLoreRule(LowRankRule):
     def of_wide(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
         projector = sums[_PROJECTOR]
         if (step - 1) % int(group["update_proj_gap"]) == 0:
-            vectors = torch.linalg.eigh((grad @ grad.T).cpu())[1].flip(1)[:, : projector.size(1)]
-            new = vectors.to(projector)
+            unit = grad / grad.abs().max().clamp(min=_LEAST)  # whose squares are in the range of fp32
+            new = _eigenvectors(unit @ unit.T)[:, : projector.size(1)].to(projector)
             projector.copy_(torch.where((new * projector).sum(0) < 0, -new, new))
         return projector @ adam(projector.T @ grad, group, step, sums) * float(group["scale"])
 
@@ -192,11 +186,7 @@ class SOAPRule(SpaceRule):
         "lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10,
         "max_precond_dim": 4096, MATRIX: True,
     }  # fmt: skip
-
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
-        super().check_numbers(group)
-        if group["precondition_frequency"] < 1:
-            raise SettingError("precondition_frequency", group["precondition_frequency"], "1 step or more")
+    ranges: Mapping[str, Valid] = {"precondition_frequency": Valid(least=1)}
 
     def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         found: dict[str, Sequence[int]] = {_MEAN: (rows, columns), _SQUARE: (rows, columns)}
@@ -222,7 +212,7 @@ class SOAPRule(SpaceRule):
                 continue
             kept = sums[side].lerp_(each @ each.T, 1 - float(group["betas"][1]))
             if step == 1:
-                vectors.copy_(torch.linalg.eigh(kept.cpu())[1].flip(1))
+                vectors.copy_(_eigenvectors(kept))
             elif (step - 1) % int(group["precondition_frequency"]) == 0:
                 vectors.copy_(torch.linalg.qr((kept @ vectors).cpu())[0])
         return made

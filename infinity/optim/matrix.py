@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from infinity.core.config import SettingError
 from infinity.core.errors import StateError
@@ -43,6 +43,7 @@ class WholeRule(Rule):
     moments: tuple[Moment, ...] = ()
     in_one_pass = False
     first: "FirstPass | None" = None  # None: directions are gradients
+    of_vectors: Sequence[str] = ()  # what it keeps of each element of a vector, or of what is no matrix
 
     @abstractmethod
     def remade(
@@ -53,12 +54,25 @@ class WholeRule(Rule):
         All are on the device of the matrix, whose dtype is that of gradients; ``step`` counts from 1.
         """
 
+    def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of what it keeps of a matrix, by name."""
+        return {}
+
+    def sums(
+        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Sequence[int]]:
+        if len(shape) < 2 or not (group or self.defaults).get(MATRIX, True):
+            return dict.fromkeys(self.of_vectors, Size(shape))
+        *packed, rows, columns = shape
+        return {name: Size((*packed, *of)) for name, of in self.spaces(rows, columns).items()}
+
     def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
         """Return the length of a step along a transformed matrix of this shape."""
         return float(group["lr"])
 
     def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-        return tuple(float(group[name]) for name in self.defaults)
+        values = (torch.as_tensor(group[name], dtype=torch.float64, device="cpu") for name in self.defaults)
+        return tuple(number for each in values for number in each.view(-1).tolist())
 
     @staticmethod
     def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.core.config import SettingError
+from infinity.core.config import Valid
 from infinity.optim.formula import where
 from infinity.optim.matrix import MatrixRule
 from infinity.optim.state import Moment
@@ -30,6 +30,7 @@ class MuonRule(MatrixRule):
         "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5,
         "match_rms_adamw": False,
     }  # fmt: skip
+    ranges: Mapping[str, Valid] = {"ns_steps": Valid(least=1), "momentum": Valid(least=0, below=1)}
     recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "match_rms_adamw": True}
 
     def direction_numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -39,13 +40,6 @@ class MuonRule(MatrixRule):
     def direction(grad: Any, exp_avg: Any, toward: Any, nesterov: Any) -> tuple[Any, ...]:
         exp_avg = exp_avg + toward * (grad - exp_avg)
         return where(nesterov > 0, exp_avg + toward * (grad - exp_avg), exp_avg), exp_avg
-
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
-        super().check_numbers(group)
-        if group["ns_steps"] < 1:
-            raise SettingError("ns_steps", group["ns_steps"], "1 iteration or more")
-        if group["momentum"] >= 1:
-            raise SettingError("momentum", group["momentum"], "a number < 1")
 
     def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""

@@ -106,6 +106,7 @@ class Rule(ABC):
     scheduled = True  # its learning rate follows a schedule
     #: Numbers, whole ones above 0, from which shapes of :meth:`sums` follow: all groups have the rule's own.
     sizes: Sequence[str] = ()
+    ranges: Mapping[str, Valid] = MappingProxyType({})  # of numbers that may not be any from 0 on
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -204,10 +205,13 @@ class Rule(ABC):
             elif isinstance(default, bool):
                 if value not in (False, True):
                     raise SettingError(name, value, "true or false")
-            elif not is_number(value, valid := beta if name == EMA else positive):
-                raise SettingError(name, value, f"a number {valid}")
-            elif isinstance(default, int) and value % 1:
-                raise SettingError(name, value, f"a whole number {valid}")
+            else:
+                valid, whole = (
+                    self.ranges.get(name, beta if name == EMA else positive),
+                    isinstance(default, int),
+                )
+                if not is_number(value, valid) or (whole and value % 1):
+                    raise SettingError(name, value, f"a {'whole ' * whole}number {valid}")
         for name in ("amsgrad", "maximize"):
             if group.get(name):
                 raise SettingError(name, group[name], f"False: infinity's {self.name} is plain")
@@ -235,7 +239,7 @@ class Rule(ABC):
     ) -> Mapping[str, Sequence[int]]:
         """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name.
 
-        Packed matrices have a dimension more. ``group`` is the parameter's; None: its defaults.
+        ``group`` is the parameter's; None: its defaults.
         """
         return {}
 

@@ -153,8 +153,15 @@ class Layout:
             shapes.append(shape)
         trained = [(tiers.gradient_nbytes(u), u.shard_nbytes) for u in model.units if u.trainable]
         planned, buffers = self.policy in ("plan", "offload"), self._base_buffers
+        aside = sum(map(tiers.sums_nbytes, model.units)) + (0 if buffers is None else buffers.all_nbytes)
+        if aside > self.host_nbytes:
+            raise BudgetError(
+                f"what {self.storage.rule.name} keeps of matrices, and buffers, take {format_nbytes(aside)} "
+                f"of host memory on every rank; memory.host is {format_nbytes(self.host_nbytes)}",
+                "memory.host",
+            )
         built, settled = (
-            max(0, nbytes - (0 if buffers is None else buffers.all_nbytes))
+            max(0, nbytes - aside)
             for nbytes in (
                 self.storage.resident_nbytes,
                 self.storage.settled_nbytes(trained, planned=planned),

@@ -45,7 +45,7 @@ import torch
 from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.files import create_file, open_found, open_regular, sync
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, format_nbytes
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-1"
@@ -54,8 +54,8 @@ CREATE TABLE layouts (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
 CREATE TABLE commits (number INTEGER PRIMARY KEY, body BLOB, state BLOB, layout INTEGER, crc INTEGER);
 CREATE TABLE sums (number INTEGER, drive INTEGER, body BLOB, crc INTEGER);
 """
-#: Most bytes of a small state, which is one value of SQLite.
-_MOST_NBYTES = 10**9 - 2**20
+#: Bytes of a small state that are in one row: SQLite has values of up to 1 GB.
+_PART_NBYTES = 2**29
 _MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
 #: Most places of a unit: the recorded, the committed and the next one, and one that is being saved.
 MOST_PLACES = 4
@@ -199,12 +199,6 @@ def pack(state: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     with _kept_or_raise():
         torch.save(dict(state), file)
-    if file.tell() > _MOST_NBYTES:
-        raise StateError(
-            f"a commit has {format_nbytes(file.tell())} beside weights and moments, and a journal "
-            f"holds {format_nbytes(_MOST_NBYTES)}: give the rule a smaller rank, or choose a rule that keeps "
-            "less of matrices (APOLLO-Mini, Adafactor)"
-        )
     return file.getvalue()
 
 
@@ -379,9 +373,12 @@ class Journal:
                     "world_size": record.world_size,
                 }
                 body = json.dumps(fields, separators=(",", ":")).encode()
-                row = number, body, record.state, place, zlib.crc32(record.state, zlib.crc32(body))
+                state, crc = memoryview(record.state), zlib.crc32(record.state, zlib.crc32(body))
+                row = number, body, state[:_PART_NBYTES], place, crc
                 self._db.execute("INSERT INTO commits VALUES (?, ?, ?, ?, ?)", row)
-                for drive, part in enumerate(sums):
+                rest = range(_PART_NBYTES, len(state), _PART_NBYTES)
+                others: list[tuple[int, Any]] = [*enumerate(sums)]  # and parts of the state, by -offset
+                for drive, part in (*others, *((-at, state[at : at + _PART_NBYTES]) for at in rest)):
                     row_of_sums = number, drive, part, zlib.crc32(part)
                     self._db.execute("INSERT INTO sums VALUES (?, ?, ?, ?)", row_of_sums)
                 kept = [*self.numbers[-1:], number]
@@ -485,7 +482,9 @@ def read_journal(path: Path) -> Contents:
                 raise CorruptJournalError(f"{Head.path(path)}: missing")
             return Contents(path)
         for number, body, state, place, crc in run("SELECT * FROM commits ORDER BY number"):
+            rest = "SELECT body FROM sums WHERE number = ? AND drive < 0 ORDER BY drive DESC"
             try:
+                state = b"".join((state, *(part for (part,) in run(rest, number))))
                 [[layout, of_layout]] = run("SELECT body, crc FROM layouts WHERE number = ?", place)
                 if (zlib.crc32(state, zlib.crc32(body)), zlib.crc32(layout)) != (crc, of_layout):
                     raise ValueError("checksum")
@@ -502,7 +501,7 @@ def read_journal(path: Path) -> Contents:
 def read_sums(path: Path, record: CommitRecord) -> list[bytes]:
     """Return the sums of blocks that were kept with a commit, by data file; empty: there are none."""
     with _reading(path) as run:
-        rows = run("SELECT body, crc FROM sums WHERE number = ? ORDER BY drive", record.number)
+        rows = run("SELECT body, crc FROM sums WHERE number = ? AND drive >= 0 ORDER BY drive", record.number)
     if any(type(body) is not bytes or zlib.crc32(body) != crc or len(body) % 4 for body, crc in rows):
         raise CorruptJournalError(f"{path}: the sums of step {record.step} are not what was written")
     return [body for body, _ in rows]

@@ -40,7 +40,7 @@ class Tiers:
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
         self.storage, self.ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.resident_nbytes = storage.resident_nbytes
-        self.taken: dict[int, int] = {}  # bytes of it by unit's index, with those set aside
+        self.taken: dict[int, int] = {}  # bytes of it, also set aside, by unit's index; by ~index, of sums
         self._lent: list[Unit] = []  # in host memory only until an optimizer needs the room
         self.base: FrozenBase | None = None  # while a checkpoint with one is loaded
         self.base_files: Mapping[str, str] = {}  # digests of a sample of each of its files, by name
@@ -85,9 +85,10 @@ class Tiers:
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
-    def _sums_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of what the rule keeps of a unit's matrices in host memory, wherever it lives."""
-        kept = (self.storage.rule.sums(s.whole_shape) for s in unit.segments if not s.first)
+    def sums_nbytes(self, unit: Unit) -> int:
+        """Return the bytes of what the rule keeps of a trained unit's matrices, wherever the unit lives."""
+        trained = (s.whole_shape for s in unit.segments if not s.first and s.whole.requires_grad)
+        kept = (self.storage.rule.sums(shape) for shape in trained)
         return 4 * sum(math.prod(shape) for each in kept for shape in each.values())
 
     def _trainable_nbytes(self, unit: Unit) -> int:
@@ -117,7 +118,7 @@ class Tiers:
 
     def place(self, unit: Unit) -> None:
         """Give a new unit its home, with room for its weights and all that training needs."""
-        self.resident_nbytes -= self._sums_nbytes(unit)
+        self.taken[~unit.index] = self.sums_nbytes(unit)
         nbytes = self._trainable_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
@@ -155,6 +156,8 @@ class Tiers:
             settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
             self.resident_nbytes += settled_nbytes - self.storage.resident_nbytes
             self.storage.resident_nbytes = settled_nbytes
+            for unit in units:
+                self.taken[~unit.index] = self.sums_nbytes(unit)
             if trains:
                 self._end_loan(trained_units)
             for unit in units:

@@ -257,6 +257,11 @@ def in_spaces_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, group: dict[s
     p.copy_(p * _f32(1 - group["lr"] * group["weight_decay"]) - _f32(group["lr"]) * step)
 
 
+def _vectors(gram: Tensor) -> Tensor:
+    scaled = gram.double() / gram.double().abs().max().clamp(min=1e-30)
+    return torch.linalg.eigh(scaled)[1].flip(1).float()
+
+
 def _in_space(g: Tensor, kept: dict[str, Tensor], t: int, group: dict[str, Any]) -> Tensor:
     def adam(grad: Tensor, t: int = t, mean: Tensor | None = None) -> Tensor:
         b1, b2 = group["betas"]
@@ -277,14 +282,15 @@ def _in_space(g: Tensor, kept: dict[str, Tensor], t: int, group: dict[str, Any])
         for side, each in sides.items():
             kept[side] = kept.get(side, torch.zeros(())).lerp(each @ each.T, 1 - group["betas"][1])
             if t == 1:
-                kept[f"{side} vectors"] = torch.linalg.eigh(kept[side])[1].flip(1)
+                kept[f"{side} vectors"] = _vectors(kept[side])
             elif (t - 1) % group["precondition_frequency"] == 0:
                 kept[f"{side} vectors"] = torch.linalg.qr(kept[side] @ kept[f"{side} vectors"])[0]
         return made
     first, rank = (t - 1) % group["update_proj_gap"] == 0, group["rank"]
     if "seed" not in group:
         if first:
-            new = torch.linalg.eigh(g @ g.T)[1].flip(1)[:, :rank].contiguous()
+            unit = g / g.abs().max().clamp(min=1e-30)
+            new = _vectors(unit @ unit.T)[:, :rank].contiguous()
             kept["p"] = torch.where((new * kept.get("p", new)).sum(0) < 0, -new, new)
         return kept["p"] @ adam(kept["p"].T @ g) * group["scale"]
     if first:

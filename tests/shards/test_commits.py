@@ -17,6 +17,7 @@ from infinity.shards.journal import (
     RankFiles,
     pack,
     read_journal,
+    read_sums,
 )
 from tests.helpers import models
 from tests.helpers.journals import ended_in_the_transaction, newest, records, run_sql
@@ -129,6 +130,21 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
     journal.close()
     assert [record.number for record in records(tmp_path)] == [4]
     assert Journal(tmp_path, RankFiles(0, run=7)).numbers
+
+
+def test_a_small_state_may_be_larger_than_a_value_of_sqlite(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("infinity.shards.journal._PART_NBYTES", 100)
+    journal, sums = Journal(tmp_path, RankFiles(0)), [b"1234", b"5678"]
+    states = [bytes(range(n)) for n in (250, 201, 100)]
+    for step, state in enumerate(states, 1):
+        journal.append(CommitRecord(step, (), state=state, layout={}), sums)
+        found = read_journal(journal.path).commits[step]
+        assert (found.state, read_sums(journal.path, found)) == (state, sums)
+    journal.append(CommitRecord(4, (), state=states[0]), sums)
+    journal.close()
+    run_sql(journal.path, "UPDATE sums SET body = zeroblob(50) WHERE drive = -200")
+    contents = read_journal(journal.path)
+    assert (4 in contents.commits, len(contents.problems)) == (False, 1)
 
 
 def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path) -> None:
