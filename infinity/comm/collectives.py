@@ -137,14 +137,15 @@ class Collectives:
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
 
-        def make(ranks: Sequence[int]) -> Any:
-            backend, limit_s, some = "gloo", timeout_s, len(ranks) < self.world_size
+        def make(sets: list[list[int]]) -> Any:
+            backend, limit_s = "gloo", timeout_s
             if device.type != "cpu":
                 backend, limit_s = dist.get_default_backend_for_device(device), timeout_s + _WATCHDOG_S
-            elif not some:
+            elif len(sets) == 1:
                 return self._control
-            limit = timedelta(seconds=limit_s)
-            return dist.new_group([*ranks], limit, backend, use_local_synchronization=some)
+            # By all ranks: the name that some would give a group alone counts groups that others may lack.
+            divide: Any = dist.new_subgroups_by_enumeration
+            return divide(sets, timedelta(seconds=limit_s), backend)[0]
 
         if ranks_per_node is None:
             host = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()

@@ -37,19 +37,21 @@ class Kept:
 class Nodes:
     """The nodes of all ranks, ``local`` on each, and this rank's groups of their collectives.
 
-    ``make`` returns the process group of some ranks, all of which call it; ``end`` completes a collective.
+    ``make`` makes process groups of these sets of ranks and returns this rank's; ``end`` ends a collective.
     """
 
     def __init__(
-        self, rank: int, world_size: int, local: int, make: Callable[[Sequence[int]], Any],
+        self, rank: int, world_size: int, local: int, make: Callable[[list[list[int]]], Any],
         end: Callable[[Any, Any], None],
     ) -> None:  # fmt: skip
         self.world_size, self.local = world_size, world_size if local == 1 else local
         self.count = world_size // self.local
         self.node, self.number = divmod(rank, self.local)
-        first = self.node * self.local
-        self._inner = make(range(first, first + self.local))
-        self._across = None if self.count == 1 else make(range(self.number, world_size, self.local))
+        ranks = [*range(world_size)]
+        self._inner = make([ranks[first : first + self.local] for first in ranks[:: self.local]])
+        self._across = None
+        if self.count > 1:
+            self._across = make([ranks[number :: self.local] for number in range(self.local)])
         self.groups = [self._inner] if self._across is None else [self._inner, self._across]
         self._end = end
         self.nbytes_crossed = 0  # that other nodes sent to this rank

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from infinity.comm.collectives import _ranks_per_node
 from infinity.comm.nodes import Kept
@@ -63,7 +64,8 @@ def reduce(per_node: int, dtype: torch.dtype) -> int:
 
 def keep(per_node: int) -> list[int]:
     """Gather a unit three times with memory for what came: anew, as it was, and after an update."""
-    ours, crossed, world = opened(per_node), [], 0
+    dist.new_group([0, 1])  # a program's own
+    ours, crossed = opened(per_node), []
     world, dtype = ours.world_size, torch.bfloat16
     pool = HostPool(2**20)
     lease = pool.lease((ours.nodes.count - 1) * SHARD * dtype.itemsize, who="a test")
