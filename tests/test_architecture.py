@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4580,
     "app": 2579,
     "checkpoint": 4157,
-    "comm": 1208,
+    "comm": 1211,
     "core": 2170,
     "data": 2782,
     "device": 1070,
