@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 3017,
     "partition": 2718,
     "planner": 2282,
-    "predict": 5014,
+    "predict": 5021,
     "recipes": 2077,
     "shards": 4566,
 }

@@ -44,16 +44,13 @@ from infinity.recipes.recipe import Recipe
 
 #: Keys that may change: see [Note: what may change].
 SPLIT = frozenset({"train.batch_size", "train.accumulate"})
-FREE = SPLIT | {
-    "train.schedule", "train.group", "memory.activations", "memory.device", "memory.host", "memory.resident",
-    "memory.versions", "memory.updates", "partition.tile",
-}  # fmt: skip
-#: Keys that change together, first those that matter most.
+#: Those that change together, first those that matter most.
 _TOGETHER = (
     ("train.schedule", "memory.activations"), ("train.batch_size", "train.accumulate"), ("partition.tile",),
     ("train.group",), ("memory.device",), ("memory.host",), ("memory.versions",), ("memory.resident",),
     ("memory.updates",),
 )  # fmt: skip
+FREE = frozenset(key for group in _TOGETHER for key in group)
 #: Where a sentence of an error ends.
 _SENTENCE = re.compile(r"\. (?=[A-Z])")
 #: Sizes of tiles that are tried where larger ones do not fit.

@@ -533,7 +533,7 @@ def play(
     return StepTrace(
         events=tuple(training.trace), begun=tuple((at, unit) for unit, at in begun.items()),
         completed=tuple(completed), position=position, flops=flops,
-        nbytes=nbytes_moved, fp32=fp32, tiles=tiles,
+        nbytes=nbytes_moved, fp32=fp32, tiles=tuple(tiles.items()),
         model_flops=float(flops.sum()) - record.again_flops(), tokens=math.prod(record.batch.tokens),
         peak_nbytes=record.peak_nbytes(),
     )  # fmt: skip

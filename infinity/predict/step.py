@@ -11,7 +11,8 @@ What I/O takes of the cores, it takes from compute.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -162,7 +163,7 @@ class StepTrace:
     tokens: int
     peak_nbytes: int  # the most that the step's own storages take of device memory at one time
     stored: tuple[Stored, ...] = ()
-    tiles: Mapping[int, TileUse] = field(default_factory=dict)  # by position; others are backward's own
+    tiles: tuple[tuple[int, TileUse], ...] = ()  # with their positions; other uses are backward's own
     measured_s: np.ndarray | None = None  # on the machine that is planned for; not a number: unknown
     calls: int = 1  # of each operator, which together have these flops, bytes and seconds
 
@@ -298,15 +299,26 @@ def plan_of(trace: StepTrace, setup: StepSetup, earlier: int = 0) -> Plan:
     ``earlier`` micro-batches come before the one of the trace. A tile's stored bytes, from which its full
     values are decoded, are ``~unit``.
     """
-    units, most, (accumulated, places) = setup.units, setup.piece_nbytes, trace.accumulated()
+    accumulated, places = trace.accumulated()
     events, length = accumulated * earlier + trace.events, len(accumulated)
+    uses = [(i * length + places[at], use) for i in range(earlier) for at, use in trace.tiles]
+    uses += [(earlier * length + at, use) for at, use in trace.tiles]
+    window = setup.division.window
+    return _walked(events, tuple(uses), setup.units, window, setup.piece_nbytes, setup.together)
+
+
+@lru_cache(maxsize=8)  # with more drives, say, a step has the same plan
+def _walked(
+    events: tuple[Event, ...], tile_uses: tuple[tuple[int, TileUse], ...], units: tuple[UnitShape, ...],
+    window: int, most: int | None, together: tuple[frozenset[int], ...],
+) -> Plan:  # fmt: skip
     nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(units) if unit.streams}
     can_stay = {
         index
         for index, unit in enumerate(units)
         if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
     }
-    window, tiles = setup.division.window, [index for index in nbytes if units[index].routed]
+    tiles, uses = [index for index in nbytes if units[index].routed], dict(tile_uses)
     if not tiles:
         return make_plan(events, nbytes, window, can_stay=can_stay)
     # Which tiles stay is in no plan: so steps are walked, until one has the plan and what it expects.
@@ -319,9 +331,7 @@ def plan_of(trace: StepTrace, setup: StepSetup, earlier: int = 0) -> Plan:
         stored_nbytes=lambda unit: rounded(units[unit].stored_nbytes),
     )
     prefetcher = Prefetcher(mover, nbytes, window, can_stay, routed=tiles)
-    prefetcher.room.hold_together(setup.together)
-    uses = {index * length + places[at]: use for index in range(earlier) for at, use in trace.tiles.items()}
-    uses |= {earlier * length + at: use for at, use in trace.tiles.items()}
+    prefetcher.room.hold_together(together)
     for _ in range(_WALKS):
         begin, peak_nbytes = tuple(map(_number, prefetcher.residents)), 0
         actions.clear()
