@@ -242,6 +242,10 @@ class MemoryConfig(Config):
         "as it has room, and are updated there; other updates run on the accelerator and back (auto: where "
         "that is faster, as measured); host: all on the CPU",
     )
+    numa: Literal["auto", "never"] = option(
+        "auto",
+        "auto: where memory has several nodes a rank runs on the cores next to its accelerator",
+    )
     verify: bool = option(
         False, "compare each block read from NVMe with a sum made when it was written; commits keep the sums"
     )

@@ -159,6 +159,14 @@ def hardware_id(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def pci_address(device: torch.device) -> str:
+    """Return an accelerator's address on the PCI bus, as sysfs names it; empty if its kind tells none."""
+    properties = getattr(_module(device), "get_device_properties", lambda _: None)(device)
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, slot = (-1 if each is None else int(each) for each in numbers)
+    return "" if None in numbers else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
     with _current(device):

@@ -43,6 +43,7 @@ from infinity.core.process import OwnedStack, close_collected, uninterrupted, we
 from infinity.device.accelerator import heap_line, memory_nbytes
 from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.device.memory import Pool
+from infinity.device.numa import bind
 from infinity.engine.device_budget import check_memory
 from infinity.engine.executor import EngineConfig, StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues
@@ -109,6 +110,8 @@ class Runtime:
             self.note(line)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
+        if ranks.on_accelerator and memory.numa == "auto" and (line := bind(device, memory.nvme)):
+            self.note(line)
         check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, device, rule)
