@@ -305,7 +305,9 @@ def _export(args: argparse.Namespace) -> None:
     if args.per_expert and (args.merge or args.stored):
         raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
     names = "stored", "merge", "per_expert", "base", "adapter", "best", "ema"
-    what = publish_run(args.run, args.out, **{name: getattr(args, name) for name in names})
+    with _progress() as show:
+        given = {name: getattr(args, name) for name in names}
+        what = publish_run(args.run, args.out, on_progress=show, **given)
     _say_once(f"exported {what} to {args.out}")
 
 
@@ -368,7 +370,21 @@ def _quantize(args: argparse.Namespace) -> None:
     """
     import infinity
 
-    _say_once(f"{args.out}: {infinity.quantize(args.model, args.out, args.form)}")
+    with _progress() as show:
+        result = infinity.quantize(args.model, args.out, args.form, on_progress=show)
+    _say_once(f"{args.out}: {result}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], object]]:
+    """Yield what shows, on rank 0, how far a command is that may take long."""
+    from infinity.observe.metrics import ProgressDisplay, View
+
+    view = ProgressDisplay(0) if os.environ.get("RANK", "0") == "0" else View()
+    try:
+        yield view.progress
+    finally:
+        view.close()
 
 
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))

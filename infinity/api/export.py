@@ -30,7 +30,7 @@ from infinity.api.merge import merge as merge_adapters
 from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
 from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.load import OnProgress, named_targets
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import Publication, TensorSpec, check_room, writing
 from infinity.comm.ranks import ALONE, all_ranks_or_raise
@@ -62,6 +62,7 @@ def export(
     merge: bool = False,
     adapter: str | None = None,
     ema: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
@@ -82,6 +83,7 @@ def export(
             the checkpoint that was loaded, and adapters are added in fp32, a block of rows at a time.
         adapter: With ``merge``, the name of the one that is merged, if the model has several.
         ema: Write the average of the weights that the optimizer keeps (its ``ema``) in place of the weights.
+        on_progress: Called with "writing" or "quantizing", the bytes that this rank has done, and all.
 
     Returns:
         With ``stored_as``, what quantization changed; its ``str`` is one line.
@@ -95,17 +97,19 @@ def export(
     """
     runtime, out = runtime_of(model), user_path(out, "out")
     like = None if stored_as is None else user_path(stored_as, "stored_as")
+    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
     if merge:
-        how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "stored_as": like}
-        return _merge(model, runtime, out, adapter, ema, **how)
-    write = partial(_write, model, runtime, max_shard_nbytes, tokenizer, ema)
+        return _merge(model, runtime, out, adapter, ema, stored_as=like, **how)
+    write = partial(_write, model, runtime, ema, how)
 
     def shapes() -> dict[str, tuple[int, ...]]:
         saved = saved_tensors(model, dict(named_targets(model)))
         return {item.spec.key: item.spec.shape for item in saved}
 
     if like is not None:
-        return export_stored(like, out, shapes=shapes, export=write, ranks=runtime.ranks)
+        return export_stored(
+            like, out, shapes=shapes, export=write, ranks=runtime.ranks, on_progress=on_progress
+        )
     write(out)
     return None
 
@@ -213,8 +217,9 @@ def saved_folder(run: Path) -> Path:
 
 
 def export_run(
-    run: str | Path, out: str | Path, stored_as: str | Path | None = None, adapter: str | None = None
-) -> Requantized | None:
+    run: str | Path, out: str | Path, stored_as: str | Path | None = None, adapter: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Requantized | None:  # fmt: skip
     """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`.
 
     Several adapters are in folders of their names; with ``adapter`` that one is published.
@@ -225,8 +230,9 @@ def export_run(
         with Checkpoint(source) as kept:
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
         return export_stored(
-            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source, ranks=ALONE
-        )
+            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source,
+            ranks=ALONE, on_progress=on_progress,
+        )  # fmt: skip
     values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
     for needed in values or [source / "config.json"]:
         if not needed.is_file():
@@ -337,11 +343,9 @@ def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[U
     return ExportPlan([item.spec for item in saved], ranges, converted)
 
 
-def _write(
-    model: nn.Module, runtime: Runtime, max_shard_nbytes: int, tokenizer: Any, ema: bool, out: Path
-) -> Path:
+def _write(model: nn.Module, runtime: Runtime, ema: bool, how: Mapping[str, Any], out: Path) -> Path:
     """Write ``model`` to ``out``, which is returned; every rank must call."""
-    ranks, how = runtime.ranks, {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer}
+    ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"planning {out}"):
         named = dict(named_targets(model))
         plan = plan_export(model, named, runtime.units)

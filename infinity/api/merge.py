@@ -28,7 +28,7 @@ from infinity.api.lora import wrap
 from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
 from infinity.checkpoint.directory import Checkpoint, FileTensor, Latest, Stored, View
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
-from infinity.checkpoint.load import CheckpointValues, fill_rounded, named_targets
+from infinity.checkpoint.load import CheckpointValues, OnProgress, fill_rounded, named_targets
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
@@ -311,7 +311,7 @@ def _low_rank(name: str, module: Any, stored: Mapping[int, FileTensor]) -> LowRa
 
 def merge(
     merged: MergedModel, out: Path, *, max_shard_nbytes: int = MAX_SHARD_NBYTES, tokenizer: Any = None,
-    stored_as: Path | None = None, ranks: Ranks = ALONE,
+    stored_as: Path | None = None, ranks: Ranks = ALONE, on_progress: OnProgress | None = None,
 ) -> Requantized | None:  # fmt: skip
     """Write the merged model to the new directory ``out``, as :func:`infinity.export` does; all must call.
 
@@ -320,15 +320,17 @@ def merge(
             not finite.
         DiskError: A drive failed or is full.
     """
-    write = partial(_write, merged, max_shard_nbytes, tokenizer, ranks)
+    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
+    write = partial(_write, merged, ranks, how)
     if stored_as is not None:
-        return export_stored(stored_as, out, shapes=merged.shapes, export=write, ranks=ranks)
+        return export_stored(
+            stored_as, out, shapes=merged.shapes, export=write, ranks=ranks, on_progress=on_progress
+        )
     write(out)
     return None
 
 
-def _write(merged: MergedModel, max_shard_nbytes: int, tokenizer: Any, ranks: Ranks, out: Path) -> Path:
-    how: dict[str, Any] = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer}
+def _write(merged: MergedModel, ranks: Ranks, how: Mapping[str, Any], out: Path) -> Path:
     new = new_directory(merged.model, [item.spec for item in merged.tensors], out, ranks, **how)
     with new as put, all_ranks_or_raise(ranks, f"writing {out}"):
         for piece in _pieces(merged, merged.tensors[ranks.rank :: ranks.world_size]):

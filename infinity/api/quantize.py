@@ -16,7 +16,10 @@ from infinity.engine.runtime import Runtime
 _FOLDER = "bases"
 
 
-def quantize(path: str | Path, out: str | Path, form: str, *, auto_class: Any = None) -> Requantized:
+def quantize(
+    path: str | Path, out: str | Path, form: str, *, auto_class: Any = None,
+    on_progress: OnProgress | None = None,
+) -> Requantized:  # fmt: skip
     """Write a Hugging Face checkpoint to a new directory, its linear layers and experts quantized.
 
     The directory is one of the form's own library: fp8 as DeepSeek-V3's, int8, mxfp4 and nvfp4 as
@@ -29,6 +32,7 @@ def quantize(path: str | Path, out: str | Path, form: str, *, auto_class: Any = 
         out: New, or empty.
         form: fp8, int8, mxfp4, nvfp4 or nf4.
         auto_class: As in :func:`infinity.from_pretrained`.
+        on_progress: Called with "quantizing", the bytes that are written, and all.
 
     Returns:
         What quantization changed; its ``str`` is one line.
@@ -39,7 +43,7 @@ def quantize(path: str | Path, out: str | Path, form: str, *, auto_class: Any = 
     """
     source = user_path(path, "path")
     with template(source, form, auto_class=auto_class) as like:
-        return quantize_checkpoint(source, like, user_path(out, "out"), ALONE)
+        return quantize_checkpoint(source, like, user_path(out, "out"), ALONE, on_progress)
 
 
 def quantized_base(

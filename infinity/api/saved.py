@@ -22,7 +22,7 @@ from infinity.checkpoint.directory import (
     with_layer,
     without_layer,
 )
-from infinity.checkpoint.load import Part, Trace, is_transformers
+from infinity.checkpoint.load import OnProgress, Part, Trace, is_transformers
 from infinity.checkpoint.writer import (
     FilePlan,
     Publication,
@@ -156,13 +156,15 @@ def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def new_directory(
     model: nn.Module, specs: Sequence[TensorSpec], out: Path, ranks: Ranks, *, max_shard_nbytes: int,
-    tokenizer: Any,
+    tokenizer: Any, on_progress: OnProgress | None = None,
 ) -> Iterator[Callable[[str, int, Tensor], None]]:  # fmt: skip
     """Make a directory of ``model``, which appears at ``out`` after the block, in which all values are put.
 
     Yields ``put(key, start, values)``, which writes elements of a tensor from ``start`` on; see
-    :class:`RangeWriter`. Every rank must call, and all of them together put each element once.
+    :class:`RangeWriter`. Every rank must call, and all of them together put each element once. To
+    ``on_progress`` all that a rank writes is an equal part of it.
     """
+    nbytes = sum(spec.nbytes for spec in specs)
     with all_ranks_or_raise(ranks, f"planning {out}"):
         files = plan_files(specs, max_shard_nbytes)
     with Publication(out, ranks) as place:
@@ -179,12 +181,14 @@ def new_directory(
                 file, first = places[key]
                 writer.write(file, first + start * values.itemsize, values)
                 writer.check()
+                if on_progress is not None:
+                    on_progress("writing", writer.nbytes, nbytes // ranks.world_size)
 
             yield put
             with all_ranks_or_raise(ranks, f"writing {place.out}"):
                 writer.finish()
-            written, whole = ranks.sum(writer.nbytes, f"bytes of {place.out}"), sum(s.nbytes for s in specs)
-            assert written == whole, f"{written} bytes of {whole} were written"
+            written = ranks.sum(writer.nbytes, f"bytes of {place.out}")
+            assert written == nbytes, f"{written} bytes of {nbytes} were written"
         with all_ranks_or_raise(ranks, f"publishing {place.out}"):
             place.publish()
 

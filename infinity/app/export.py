@@ -17,6 +17,7 @@ from infinity.app.best import best_of
 from infinity.app.samples import end_answers
 from infinity.app.train import built, process_group, set_threads, tokenizer_of, write_model
 from infinity.checkpoint.directory import read_json_object, tokenizer_files
+from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import read_config
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import rank
@@ -30,6 +31,7 @@ from infinity.recipes.recipe import Recipe
 def publish_run(
     path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False, per_expert: bool = False,
     base: str | Path | None = None, adapter: str | None = None, best: bool = False, ema: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> str:  # fmt: skip
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
@@ -49,7 +51,7 @@ def publish_run(
     if merge and not is_run:
         found, result = base_of(folder, base), None
         if rank() == 0:
-            result = _merge(folder, found, target, stored)
+            result = _merge(folder, found, target, stored, on_progress)
         return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
     if base is not None and not per_expert:
         raise CheckpointError(
@@ -69,17 +71,18 @@ def publish_run(
         with last_commit(folder) as (now, model, _, step):
             now = of_adapter(now, adapter)
             how: dict[str, Any] = {"merge": merge, "per_expert": per_expert, "adapter": adapter, "ema": ema}
-            result = write_model(now, model, target, stored_as, **how)
+            result = write_model(now, model, target, stored_as, on_progress=on_progress, **how)
         alone, after = not merge and now.trains_adapters, f" after step {step}"
     elif rank() == 0 and recipe is not None and merge:
         adapters = saved_folder(source) / (adapter or "")
-        result = _merge(adapters, base_of(adapters, recipe.model.path), target, stored, recipe)
+        found = base_of(adapters, recipe.model.path)
+        result = _merge(adapters, found, target, stored, on_progress, recipe)
     elif rank() == 0 and per_expert:
         adapters = saved_folder(source) / (adapter or "") if is_run else source
         config = read_config(base_of(adapters, base))
         copy_saved(adapters, target, lambda copied: split_experts(copied, config))
     elif rank() == 0:
-        result = export_run(source, out, stored_as, adapter)
+        result = export_run(source, out, stored_as, adapter, on_progress)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
     what = f"the {'average of the ' if ema else ''}{kind} of {path}{after}"
     return what if result is None else f"{what} ({result})"
@@ -131,8 +134,9 @@ def base_of(adapters: Path, given: str | Path | None) -> Path:
 
 
 def _merge(
-    adapters: Path, base: Path, out: Path, stored: bool, recipe: Recipe | None = None
-) -> Requantized | None:
+    adapters: Path, base: Path, out: Path, stored: bool, on_progress: OnProgress | None,
+    recipe: Recipe | None = None,
+) -> Requantized | None:  # fmt: skip
     """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
     dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
     tokenizer = base if tokenizer_files(base) else None
@@ -140,7 +144,8 @@ def _merge(
         tokenizer = tokenizer_of(recipe)
     with MergedModel(base, adapters, dtype) as merged:
         end_answers(merged.model, tokenizer)
-        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=base if stored else None)
+        stored_as = base if stored else None
+        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=stored_as, on_progress=on_progress)
 
 
 def _why_plain(recipe: Recipe, stored: bool, merge: bool, per_expert: bool) -> str:

@@ -26,6 +26,7 @@ from infinity.app.loop import Loop
 from infinity.app.samples import end_answers, read_prompts
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
+from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.requantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
@@ -93,7 +94,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         loop.run()
         if _saves(recipe):
             out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
-            write_model(recipe, model, out)
+            write_model(recipe, model, out, on_progress=views.progress)
             if recipe.optim.rule.averages:
                 write_model(recipe, model, folder / EMA_FOLDER / out.name, ema=True)
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
@@ -471,6 +472,7 @@ def _best(recipe: Recipe, model: Any, folder: Path, views: View) -> Best | None:
 def write_model(
     recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False,
     per_expert: bool = False, adapter: str | None = None, ema: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> Requantized | None:  # fmt: skip
     """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call.
 
@@ -480,8 +482,9 @@ def write_model(
         tokenizer = tokenizer_of(recipe)
         end_answers(model, tokenizer)
         return infinity.export(
-            model, out, stored_as=stored_as, tokenizer=tokenizer, merge=merge, adapter=adapter, ema=ema
-        )
+            model, out, stored_as=stored_as, tokenizer=tokenizer, merge=merge, adapter=adapter, ema=ema,
+            on_progress=on_progress,
+        )  # fmt: skip
     infinity.save_lora(model, out, per_expert=per_expert, name=adapter, ema=ema)
     return None
 

@@ -190,7 +190,10 @@ LINES_EVERY_S = 10.0
 
 
 class ProgressDisplay(View):
-    """View that shows every step (in a terminal), or every ``log_every``-th and the last (plain lines)."""
+    """View that shows every step (in a terminal), or every ``log_every``-th and the last (plain lines).
+
+    Without ``steps`` it is one of what takes long and is no training.
+    """
 
     def __init__(
         self, steps: int, *, log_every: int = 1, console: Console | None = None,
@@ -202,10 +205,10 @@ class ProgressDisplay(View):
         self._logged_s = 0.0
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
+            columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()) if steps else ()
             text = TextColumn("{task.description}")
             self._bar = Progress(*columns, text, console=self._console, refresh_per_second=2)
-            self._task = self._bar.add_task("recording the first step", total=steps)
+            self._task = self._bar.add_task("recording the first step" if steps else "", total=steps)
             self._bar.start()
 
     def progress(self, what: str, done_nbytes: int, total_nbytes: int) -> None:

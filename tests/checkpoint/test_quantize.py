@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -326,3 +327,25 @@ def test_the_command_says_how_far_the_weights_are(tmp_path, capsys):
     assert "out: 21 weights in NF4 of bitsandbytes, relative error 0.09" in capsys.readouterr().out
     assert main(["quantize", str(tmp_path / "plain"), str(tmp_path / "out"), "--as", "nf4"]) == 1
     assert "exists and is not empty" in capsys.readouterr().err
+
+
+def test_it_is_shown_how_far_quantizing_and_merging_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("infinity.observe.metrics.LINES_EVERY_S", 0.0)
+    plain, out = save(tmp_path / "plain", "llama"), tmp_path / "out"
+    seen = list[tuple[str, int, int]]()
+    infinity.quantize(plain, out, "nf4", on_progress=lambda *each: seen.append(each))
+    assert {what for what, _, _ in seen} == {"quantizing"}
+    done, every = [at for _, at, _ in seen], {nbytes for _, _, nbytes in seen}
+    assert done == sorted(done)
+    assert every == {done[-1]}
+    shutil.rmtree(out)
+    assert main(["quantize", str(plain), str(out), "--as", "nf4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("quantizing ") == len(seen)
+    assert said.out.startswith(f"{out}: 21 weights")
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    peft.get_peft_model(model, peft.LoraConfig(r=2)).save_pretrained(tmp_path / "adapters")
+    merge = ["export", str(tmp_path / "adapters"), str(tmp_path / "merged"), "--merge", "--base", str(plain)]
+    assert main(merge) == 0
+    *_, last = (line for line in capsys.readouterr().err.splitlines() if line.startswith("writing "))
+    assert last.split()[1:3] == last.split()[4:6]  # all of all
