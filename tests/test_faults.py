@@ -99,6 +99,15 @@ def another_order(folder: Path, guilty: bool) -> None:
     loop(folder, before=before)
 
 
+def written_alone(folder: Path, guilty: bool) -> None:
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if step == 2:
+            with infinity.gathered(model), infinity.gathered(model, modify=guilty):
+                pass
+
+    loop(folder, before=before)
+
+
 def another_model(folder: Path, guilty: bool) -> None:
     with infinity.Init(infinity.load_recipe(overrides=streaming(folder))):
         model = torch.nn.Linear(64, 65 if guilty else 64)
@@ -234,6 +243,7 @@ def interrupted_hook(folder: Path, guilty: bool) -> None:
 SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
     (extra_module, "DivergenceError", "DivergenceError", "rank 1 wants gather"),
     (another_order, "DivergenceError", "DivergenceError", "rank 1 wants"),
+    (written_alone, "DivergenceError", "DivergenceError", "rank 1 wants write"),
     (another_model, "DivergenceError", "DivergenceError", "rank 1 wants check of the model"),
     (skipped_backward, "DivergenceError", "DivergenceError", "(step 4)"),
     (own_error, "LookupError", "PeerError", "rank 1 failed with LookupError: the data of this rank ended"),

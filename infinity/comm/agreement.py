@@ -37,7 +37,7 @@ from infinity.core.errors import DivergenceError
 
 #: Kinds of collectives; of those between the first and the last none ends on a rank before all have begun it.
 #: ``near`` is a gather that needs the ranks of a node only.
-KINDS = ("check", "share", "gather", "values", "sum", "least", "any", "reduce", "near")
+KINDS = ("check", "share", "gather", "values", "write", "sum", "least", "any", "reduce", "near")
 _ASKED, _REDUCE = 2, KINDS.index("reduce")
 #: Collectives of a step that are remembered; what follows, as in long generations, is asked for.
 MOST_KNOWN = 2**16

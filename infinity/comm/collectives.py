@@ -214,6 +214,14 @@ class Collectives:
         everyone: Tensor = self._submit(kind, len(values), where, issue).value()
         return everyone
 
+    def broadcast(self, values: Tensor, index: int, where: str) -> None:
+        """Let rank 0's ``values``, of unit ``index`` and on the device, be those of every rank; blocks."""
+
+        def issue(*_: Any) -> None:
+            self._end(dist.broadcast(values, src=0, group=self._data.group, async_op=True), self._data.group)
+
+        self._submit("write", index, where, issue).wait()
+
     def share(self, value: T, where: str) -> T:
         """Return rank 0's ``value`` on every rank; blocks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

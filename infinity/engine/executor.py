@@ -18,7 +18,7 @@ from infinity.activations.controller import ActivationBudget, Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import rounded
 from infinity.core.plan import Hardware, Place, Profile
@@ -342,6 +342,7 @@ class StepExecutor(ActivationBudget):
         self.hooks.release_unscoped_units()
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         if not self.gradients.completions.synced:
+            self._check_complete()
             self._count_step()
             return None
         for segment in self.gradients.received.values():
@@ -361,6 +362,18 @@ class StepExecutor(ActivationBudget):
             party: math.sqrt(total) / scale if math.isfinite(total) else total
             for party, total in totals.items()
         }
+
+    def _check_complete(self) -> None:
+        """Raise if there are gradients of this step, which no backward pass has completed."""
+        why = ""
+        if self.hooks.backward_failed:
+            why = "the last backward pass failed, so what it and those before it left is no gradient"
+        elif self.gradients.completions.accumulated:
+            why = "every backward pass was inside infinity.no_sync(model), so gradients wait for another"
+        if why:
+            raise StateError(
+                f"step(): {why}. Nothing was updated; optimizer.zero_grad() drops the gradients of this step"
+            )
 
     def commit(self, norms: Mapping[Any, float], limits: Mapping[Any, float | None]) -> None:
         """Commit the step of each party whose norm is finite, with gradients clipped to its limit."""

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.comm.ranks import Ranks, all_ranks_or_raise, peer_errors
+from infinity.comm.ranks import Ranks, all_ranks_or_raise
 from infinity.core.errors import StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
@@ -132,9 +131,8 @@ class FullValues:
                     prefetcher.forget([unit.index])
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
-        if self.ranks.world_size > 1:
-            with peer_errors("sharing the weights that rank 0 wrote"):
-                dist.broadcast(flat, src=0)
+        if self.ranks.collectives is not None:
+            self.ranks.collectives.broadcast(flat, unit.index, unit.name)
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.updates += 1
         unit.allow_writes()

@@ -60,6 +60,10 @@ from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
 
 
+#: What ``model.zero_grad(set_to_none=False)`` does to each gradient.
+_OF_ZERO_GRAD = "requires_grad_", "zero_"
+
+
 class ReleasedGradient(torch.Tensor):
     """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
 
@@ -75,6 +79,8 @@ class ReleasedGradient(torch.Tensor):
                 return args[0]  # model.to(...): the weight itself is moved or refuses the cast
             if name == "__set__" and args[0] is args[1]:
                 return None  # the same
+            if args[0].__dict__.get("is_spent") and name in _OF_ZERO_GRAD:
+                return args[0]
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
             "infinity.AdamW(model, ...), not another optimizer; in a Trainer by infinity.trainer(Trainer). "
@@ -85,10 +91,17 @@ class ReleasedGradient(torch.Tensor):
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
-    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ReleasedGradient":
-        """Return the placeholder for this shape, which parameters share: it is never read or written."""
+    def of(
+        shape: torch.Size, dtype: torch.dtype, device: torch.device, *, spent: bool = False
+    ) -> "ReleasedGradient":  # fmt: skip
+        """Return the placeholder for this shape, which parameters share: it is never read or written.
+
+        Of a gradient that is ``spent``, by a step, it may be set to zero.
+        """
         with torch.inference_mode(False):
-            return placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
+            made = placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
+        made.__dict__["is_spent"] = spent
+        return made
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -415,6 +428,10 @@ class Gradients:
         for gradient in self._open.values():
             gradient.lease.release()
         self._open.clear()
+        for segment in self.received.values():
+            for param in {segment.param, segment.whole}:
+                if type(param.grad) is ReleasedGradient:
+                    param.grad = ReleasedGradient.of(param.shape, param.dtype, param.device, spent=True)
         self.received.clear()
         self.path.reset()
         self.prefetcher.lend(0)

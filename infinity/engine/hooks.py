@@ -410,8 +410,7 @@ class Hooks:
     def _open(self, frame: Frame, contexts: ExitStack) -> None:
         self.release_unscoped_units()
         self._uses.look_into(frame.module)
-        if self._backward is not None:
-            self._abort_backward()
+        self.abort_backward()
         if not torch.is_grad_enabled():
             frame.inference = True
             self.prefetcher.begin_inference()
@@ -517,8 +516,7 @@ class Hooks:
         with uninterrupted:
             self._close_ended()  # an evaluation, whose pass would go on
             self._end_outside()
-            if self._backward is not None:
-                self._abort_backward()
+            self.abort_backward()
             end = self._end_backward
             self._backward = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
@@ -553,8 +551,15 @@ class Hooks:
         self.gradients.end_backward()
         self._leave_backward()
 
-    def _abort_backward(self) -> None:
-        """Drop what a failed backward pass left, so that it is not taken for gradients."""
+    @property
+    def backward_failed(self) -> bool:
+        """Whether a backward pass has begun and not ended; asked outside of any."""
+        return self._backward is not None
+
+    def abort_backward(self) -> None:
+        """Drop what a failed backward pass left, if one did, so that it is not taken for gradients."""
+        if self._backward is None:
+            return
         for _, segment in self.units.segments():
             if type(segment.param.grad) is not ReleasedGradient:
                 segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it

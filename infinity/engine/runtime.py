@@ -313,6 +313,7 @@ class Runtime:
         self.check_open()
         if self._executor is not None:
             with uninterrupted:
+                self._executor.hooks.abort_backward()
                 self._executor.gradients.reset()
 
     def synchronize(self) -> None:

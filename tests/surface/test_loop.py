@@ -105,6 +105,22 @@ def test_zero_grad_before_backward_or_after_step_changes_nothing(tmp_path, place
             pair.step()
             pair.optimizer.zero_grad(set_to_none=False)
             pair.model.zero_grad()
+            pair.step()
+            pair.model.zero_grad(set_to_none=False)
+        pair.check()
+
+
+def test_a_step_whose_gradients_all_wait_for_another_backward_is_an_error(tmp_path):
+    with lockstep("host", tmp_path) as pair:
+        pair.step()
+        with infinity.no_sync(pair.model):
+            pair.backward(50)
+        with pytest.raises(StateError, match=r"step\(\): every backward pass was inside infinity\.no_sync"):
+            pair.optimizer.step()
+        with pytest.raises(StateError, match=r"optimizer\.grad_norm"):
+            pair.model.zero_grad(set_to_none=False)
+        pair.optimizer.zero_grad()
+        pair.step(2)
         pair.check()
 
 
