@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,8 @@ _OF_ADAPTERS = (
 )  # fmt: skip
 #: Settings that may stand beside lora.adapter.
 _BESIDE_ADAPTER = "adapter", "lr_ratio"
+#: Settings that map names of layers, or regular expressions, to numbers.
+_PATTERNS = "rank_pattern", "alpha_pattern"
 _RANKS = Valid(1, 2**16)
 _ALPHAS = Valid(1e-6, 10**6)
 
@@ -117,6 +119,9 @@ class LoraConfig(Config):
             value, default = getattr(self, name), getattr(LoraConfig, name)
             if value != default:
                 raise SettingError(name, value, f"{_yaml(default)} {wanted}")
+        for name in _PATTERNS:
+            if wrong := _no_pattern(getattr(self, name) or ()):
+                raise SettingError(name, wrong, "names of layers, or their ends, or regular expressions")
 
     @property
     def active(self) -> bool:
@@ -147,6 +152,16 @@ class LoraConfig(Config):
         return config
 
 
+def _no_pattern(names: Iterable[str]) -> str | None:
+    """Return the first of ``names`` that is no regular expression."""
+    for each in names:
+        try:
+            re.compile(each)
+        except re.error:
+            return each
+    return None
+
+
 def _checked(entries: Mapping[str, Any], where: str, error: type[InfinityError]) -> Any:
     """Return the ``peft.LoraConfig`` of these entries; raise ``error`` if it cannot be used here."""
     kind = peft().LoraConfig
@@ -165,9 +180,9 @@ def _checked(entries: Mapping[str, Any], where: str, error: type[InfinityError])
             f"{where}: init_lora_weights is {shown(init)}, which changes the base; convert the adapters "
             "to plain ones with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(value := entries.get(name, {}), dict):
-            raise error(f"{where}: {name} is {shown(value)}; wanted a map from layers to numbers")
+    for name in _PATTERNS:
+        if not isinstance(value := entries.get(name, {}), dict) or _no_pattern(value):
+            raise error(f"{where}: {name} is {shown(value)}; wanted a map from names of layers to numbers")
     for value in (entries.get("lora_alpha", 1), *entries.get("alpha_pattern", {}).values()):
         if type(value) not in (int, float) or not math.isfinite(value):
             raise error(f"{where}: an alpha is {shown(value)}; wanted a finite number")
@@ -274,7 +289,7 @@ def check_used(adapted: nn.Module, config: Any, given: Any = None, adapter: str 
 
 
 def _check_layers(layers: Sequence[str], config: Any, given: Any) -> None:
-    for key in ("rank_pattern", "alpha_pattern"):
+    for key in _PATTERNS:
         for pattern in getattr(given, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
                 raise ValueError(f"{key} names {shown(pattern)}, but no layer with adapters is called so")
@@ -364,15 +379,19 @@ class SavedAdapters:
         kind = type(adapted.get_base_model()).__name__  # type: ignore[operator]
         wrong = [f"{key} is not in the file" for key in wanted if key not in self.tensors]
         wrong += [f"{key} is not in the model" for key in self.tensors if key not in wanted]
-        wrong += [
-            f"{key} has shape {tuple(self.tensors[key].shape)}, in the model {tuple(shape)}"
-            for key, shape in shapes.items()
-            if key in self.tensors and self.tensors[key].shape != shape
-        ]
+        for key, shape in shapes.items():
+            stored = self.tensors.get(key)
+            if stored is not None and stored.shape != shape:
+                wrong.append(f"{key} has shape {tuple(stored.shape)}, in the model {tuple(shape)}")
+            elif stored is not None and not stored.dtype.is_floating_point:
+                wrong.append(f"{key} is {stored.dtype}, and no floating-point tensor")
         if wrong:
             base = self.entries.get("base_model_name_or_path")
             why = "Their config names no base" if base is None else f"They are adapters of {shown(base)}"
             what = "give that model, or other adapters" if base else "give the model that they are of"
+            if self.tensors.keys() == wanted.keys():
+                ranks = self.config.r, *self.config.rank_pattern.values()
+                why = f"Their {CONFIG} says rank {', '.join(map(str, ranks))}. {why}"
             if any(re.search(r"\.experts\.\d+\.", key) for key in self.tensors.keys() - wanted.keys()):
                 why, what = "They have a layer for each expert (--per-expert)", "give the packed form"
             raise CheckpointError(

@@ -34,7 +34,14 @@ from infinity.api.adapters import (
 from infinity.api.init import gathered
 from infinity.api.several import DEFAULT, adapters_of, check_adapter, layers_of, parameters_by_adapter
 from infinity.core.config import SettingError, settings_of, shown
-from infinity.core.errors import CheckpointError, RecipeError, StateError, library_errors, quiet_libraries
+from infinity.core.errors import (
+    CheckpointError,
+    InfinityError,
+    RecipeError,
+    StateError,
+    library_errors,
+    quiet_libraries,
+)
 from infinity.engine.runtime import runtime_of
 from infinity.partition.init_context import Construction, ServedParameters
 
@@ -76,8 +83,14 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
             f"add_lora: the model has an adapter {name!r} already; name all of its layers in one call, or "
             "give another one another name=..."
         )
-    if adapters_of(model).generators and not hasattr(model, "add_weighted_adapter"):  # not peft's
+    ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
+    if ours and not theirs:
         raise StateError("add_lora: the model has adapters already; give it what the first call returned")
+    if theirs.keys() - ours.keys():
+        raise StateError(
+            f"add_lora: the model has the adapters {', '.join(theirs)} of peft.get_peft_model: give "
+            "add_lora the model as it was before, and their peft.LoraConfig as config"
+        )
     if runtime.construction.active or not runtime.at_rest():
         raise StateError(
             "add_lora wants a model that is finished and did not run with gradients yet: call it after the "
@@ -149,7 +162,9 @@ def wrap(model: Any, config: Any, saved: SavedAdapters | None = None, name: str 
                 else:
                     adapted = peft().get_peft_model(model, config, adapter_name=name)
                 check_used(adapted, config, given, name)
-        except (ValueError, TypeError, IndexError, re.error) as error:
+        except InfinityError:
+            raise
+        except (ValueError, TypeError, IndexError) as error:
             key = "trainable_token_indices: " if isinstance(error, IndexError) else ""
             raise RecipeError(f"adapters for {type(model).__name__}: {key}{error}") from error
     return adapted

@@ -71,7 +71,7 @@ def _write(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, pe
 
     write_adapters(model, values, folder, name)
     if per_expert:
-        split_experts(folder, model.get_base_model().config)
+        split_experts(folder, folder, model.get_base_model().config)
     card = ModelCard.load(folder / "README.md")  # peft's form, whose text is replaced
     base = model.peft_config[name].base_model_name_or_path
     base = base or "the model that they were trained on"
@@ -98,18 +98,18 @@ class Projection:
     rows: slice
 
 
-def split_experts(folder: Path, config: Any) -> None:
-    """Rewrite the adapters in ``folder``, which are in peft's form, with a layer for each expert.
+def split_experts(adapters: Path, folder: Path, config: Any) -> None:
+    """Write ``adapters``, which are in peft's form, into ``folder``, with a layer for each expert.
 
-    ``config`` is that of the base. The files in ``folder`` are replaced; others that are linked to them are
-    not changed. Memory holds all adapters. Adapters of layers stay as they are.
+    ``config`` is that of the base. Files in ``folder``, a copy of ``adapters``, are replaced; others that are
+    linked to them are not changed. Memory holds all adapters. Adapters of layers stay as they are.
 
     Raises:
         CheckpointError: The adapters cannot be read, or are those of another model; or the checkpoints of
             this kind of model have packed experts themselves.
     """
     with contextlib.ExitStack() as opened:
-        saved = SavedAdapters(folder)
+        saved = SavedAdapters(adapters)
         opened.callback(saved.close)
         with torch.device("meta"):
             model = build_model(config, None, torch.float32)

@@ -80,7 +80,7 @@ def publish_run(
     elif rank() == 0 and per_expert:
         adapters = saved_folder(source) / (adapter or "") if is_run else source
         config = read_config(base_of(adapters, base))
-        copy_saved(adapters, target, lambda copied: split_experts(copied, config))
+        copy_saved(adapters, target, lambda copied: split_experts(adapters, copied, config))
     elif rank() == 0:
         result = export_run(source, out, stored_as, adapter, on_progress)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"

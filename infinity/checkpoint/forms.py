@@ -36,6 +36,8 @@ _COMPRESSED = {
     "pack-quantized": "INT4", "int-quantized": "INT8", "float-quantized": "FP8", "naive-quantized": "FP8",
     "nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4", "mxfp8-quantized": "MXFP8",
 }  # fmt: skip
+#: Inputs that share a scale in those of one size.
+_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}
 _MODELOPT = {
     "FP8": "FP8", "FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8", "MXFP8": "MXFP8",
     "NVFP4": "NVFP4", "W4A16_NVFP4": "NVFP4", "MIXED_PRECISION": "mixed forms",
@@ -96,7 +98,10 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
     method = given.get("quant_method") or ("bitsandbytes" if loads else given["quant_method"])
     if method == "fp8":
         block = given.get("weight_block_size")
-        block = None if block is None else (_count(block[0]), _count(block[1]))
+        if block is not None:
+            if not isinstance(block, list) or len(block) != 2:
+                raise ValueError(f"weight_block_size is {shown(block)}; wanted rows and columns")
+            block = _count(block[0], "weight_block_size"), _count(block[1], "weight_block_size")
         return Quantization(method, "FP8", block, power_of_two=given.get("scale_fmt") == "ue8m0")
     if method == "mxfp4":
         return Quantization(method, "MXFP4")
@@ -149,6 +154,16 @@ def _parse_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
             bits, size = _bits(weights["num_bits"]), weights.get("group_size")
             packed.add((bits, 0 if size in (None, -1) else _count(size)))
             name = f"INT{bits}"
+        elif weights.get("group_size") not in (
+            None,
+            -1,
+            size := _GROUPS.get(kind, weights.get("group_size")),
+        ):
+            raise ValueError(f"group_size is {weights['group_size']}; wanted {size} in {kind}")
+        elif name == "INT8" and weights.get("num_bits", 8) != 8:
+            raise ValueError(f"num_bits is {weights['num_bits']}; wanted 8 in {kind}")
+        elif name == "INT8" and weights.get("strategy") == "group":
+            packed.add((0, _count(weights.get("group_size"))))
         names.add(name)
         zeros.add(name.startswith("INT") and weights.get("symmetric") is False)
     bits, size = packed.pop() if len(packed) == 1 else (0, 0)
@@ -162,9 +177,9 @@ def _bits(given: Any) -> int:
     return int(given)
 
 
-def _count(given: Any) -> int:
+def _count(given: Any, key: str = "group_size") -> int:
     if type(given) is not int or given < 1:
-        raise ValueError(f"got {given!r}, wanted a positive whole number")
+        raise ValueError(f"{key}: got {given!r}, wanted a positive whole number")
     return given
 
 
@@ -452,8 +467,9 @@ def _int8(group: _Group, weight: Stored, quantization: Quantization) -> Decoded:
     rows, columns = weight.shape
     scales = group.take("weight_scale", _FLOATS, (), (1,), (1, 1), (rows,), (rows, -1))
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
-    if not groups or columns % groups:
-        raise group.misfit(f"one for each of equal groups of {columns} columns")
+    size = quantization.group_size or columns // max(1, groups)
+    if groups * size != columns:
+        raise group.misfit(f"one for each {size} of {columns} columns")
     slabs = 1 if scales.shape[:1] == (rows,) else max(1, rows)
     parts = [SlabPart(weight, (columns,)), SlabPart(scales, (groups,), slabs)]
     if quantization.zeros or "weight_zero_point" in group:

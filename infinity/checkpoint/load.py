@@ -29,6 +29,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -50,7 +51,7 @@ from infinity.checkpoint.directory import (
     with_layer,
     without_layer,
 )
-from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.errors import CheckpointError, library_errors, listed
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.optim.state import StateLayout, store_master
 from infinity.partition.init_context import Masters
@@ -62,6 +63,8 @@ Source = TypeVar("Source")
 OnProgress = Callable[[str, int, int], object]
 #: The most keys of a kind that an error names.
 _MOST_NAMED = 50
+#: The most sources of a parameter that do not go together that an error names.
+_MOST_ODD = 4
 #: Elements that are rounded at a time.
 _PIECE_NUMEL = 2**20
 #: A parameter with more parts is converted as a whole: a list of them would take too much memory.
@@ -258,7 +261,8 @@ def _find(
         try:
             found |= conversion.trace(traced)
         except Exception as error:  # whatever transformers does there, it cannot do it with these
-            wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
+            why = listed(conversion.odd_sources() or [str(error)], _MOST_ODD)
+            wrong[name] = f"cannot be made from {listed([*conversion.sources], 2)}: {why}"
     for name in found.keys() - targets.keys():
         unexpected.update(conversions[name].sources if name in conversions else [name])
         del found[name]
@@ -312,6 +316,25 @@ class _Conversion:
             found[own] = Converted(self, own, shape)
             if parts is not None:
                 found[own] = Traced(shape, [Part(at, sources[i], first, n) for at, i, first, n in parts])
+        return found
+
+    def odd_sources(self) -> list[str]:
+        """Return what sources are missing beside others of their number, or differ from most of a pattern."""
+        kinds, found = dict[str, dict[str, tuple[str, Stored]]](), list[str]()
+        for key, (pattern, source) in self.sources.items():
+            number = re.findall(r"\.(\d+)\.", key)[-1:]  # of an expert
+            kinds.setdefault(pattern, {})[".".join(["", *number, ""])] = key, source
+        every = dict.fromkeys(number for own in kinds.values() for number in own)
+        for own in kinds.values():
+            usual = Counter(source.shape for _, source in own.values()).most_common(1)[0][0]
+            some, (key, _) = next(iter(own.items()))
+            head, _, tail = key.rpartition(some)
+            found += [f"{head}{number}{tail} is missing" for number in every if number not in own]
+            found += [
+                f"{key} has shape {tuple(source.shape)}, others {tuple(usual)}"
+                for key, source in own.values()
+                if source.shape != usual
+            ]
         return found
 
     def _trace(self, layer: str) -> _Results:

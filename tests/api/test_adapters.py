@@ -160,6 +160,8 @@ def test_adapters_of_another_model_are_refused_by_the_names_of_their_keys(tmp_pa
     first = next(key for key in values if "q_proj.lora_A" in key)
     save_file(values | {first: torch.zeros(RANK, 8)}, folder / "adapter_model.safetensors")
     assert f"{first} has shape (4, 8), in the model (4, 32)" in refusal(folder, tmp_path / "a")
+    save_file(values | {first: values[first].long()}, folder / "adapter_model.safetensors")
+    assert f"{first} is torch.int64, and no floating-point" in refusal(folder, tmp_path / "int")
     rest = {key: value for key, value in values.items() if key != first}
     save_file(rest | {"other.weight": torch.zeros(2)}, folder / "adapter_model.safetensors")
     said = refusal(folder, tmp_path / "b")
@@ -187,7 +189,19 @@ def test_adapters_of_a_base_of_another_name_are_used_and_a_line_says_so(tmp_path
         ({"r": 10**12}, r"rank 1000000000000 is that of no tensor of adapter_model\.safetensors"),
         ({"r": "many"}, r"rank 'many' is that of no tensor"),
         ({"rank_pattern": {"q_proj": -1}}, r"rank -1 is that of no tensor"),
-        ({"rank_pattern": 3}, r"rank_pattern is 3; wanted a map from layers to numbers"),
+        ({"rank_pattern": 3}, r"rank_pattern is 3; wanted a map from names of layers to numbers"),
+        (
+            {"alpha_pattern": {"((": 3}},
+            r"config\.json: alpha_pattern is {'\(\(': 3}; wanted a map",
+        ),
+        (
+            {"r": 2, "rank_pattern": {"q_proj": 3}},
+            r"\(4, 32\), in the model \(3, 32\).*says rank 2, 3\. Th",
+        ),
+        (
+            {"target_modules": ["q"]},
+            r"adapter_config\.json for Llama.*: Target modules {'q'} not found",
+        ),
         ({"modules_to_save": ["nowhere"]}, r"modules_to_save names 'nowhere', but no module is called so"),
         ({"modules_to_save": "lm_head"}, r"modules_to_save is 'lm_head'; wanted a list of names"),
         ({"target_modules": [5]}, r"target_modules is \[5\]; wanted a list of names"),
@@ -231,7 +245,7 @@ def test_a_directory_without_adapters_says_what_is_missing(tmp_path: Path) -> No
     ("settings", "message"),
     [
         ({"rank_pattern": {"nowhere": 3}}, "rank_pattern names 'nowhere', but no layer with adapters"),
-        ({"alpha_pattern": {"(": 3.0}}, "missing \\)"),
+        ({"alpha_pattern": {"(": 3.0}}, "alpha_pattern: got '\\('; wanted names of layers, or their ends"),
         ({"modules_to_save": ["nowhere"]}, "modules_to_save names 'nowhere', but no module is called so"),
         ({"trainable_token_indices": [97]}, "trainable_token_indices: index 97 is out of bounds"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: got .*wanted map from text to int or null, 1 to"),

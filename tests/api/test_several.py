@@ -301,3 +301,16 @@ def test_adapters_of_embeddings_are_refused_where_all_micro_batches_meet(tmp_pat
         scheduled = infinity.layer_schedule(model, 2, adapters=["a", "b"])
         with pytest.raises(StateError, match="runs before the blocks, on all micro-batches at once"):
             scheduled(**batch(0))
+
+
+def test_adapters_that_peft_made_itself_are_an_error_that_says_how_to_make_them(tmp_path: Path) -> None:
+    factory, _ = models.build("llama", seed=3)
+    with infinity.Init(training.recipe("fp32", ["memory.host=64MiB"])):
+        model = factory()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for name in ("default", "other"):
+        with pytest.raises(
+            StateError, match=r"adapters default of peft\.get_peft_model: give add_lora the model"
+        ):
+            infinity.add_lora(adapted, name=name)
+    infinity.close(model)

@@ -12,11 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import infinity
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.quantized import Decoded
 from infinity.core.errors import CheckpointError
-from tests.helpers import quantized
+from tests.helpers import quantized, zoo
 from tests.helpers.cases import LONG
 
 CASES = 300 if LONG else 12
@@ -99,6 +100,55 @@ def test_any_change_of_a_quantized_checkpoint_is_decoded_or_an_error(tmp_path: P
             found.add("refused")
     assert found == {"decoded", "refused"}
     assert [error for error in errors if str(tmp_path) not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "message"),
+    [
+        (
+            "int8",
+            {"strategy": "group", "group_size": 7},
+            r"_scale: got shape .*wanted one for each 7 of",
+        ),
+        ("int8", {"num_bits": 5}, r"num_bits is 5; wanted 8 in int-quantized"),
+        ("mxfp4", {"group_size": 24}, r"group_size is 24; wanted 32 in mxfp4-pack-quantized"),
+        ("nvfp4", {"group_size": 12}, r"group_size is 12; wanted 16 in nvfp4-pack-quantized"),
+        ("fp8", [1, 2, 3], r"weight_block_size is \[1, 2, 3\]; wanted rows and columns"),
+        ("fp8", ["x", 2], r"weight_block_size: got 'x', wanted a positive whole number"),
+    ],
+)
+def test_an_odd_size_of_groups_is_an_error_that_names_it(
+    tmp_path: Path, kind: str, entries: Any, message: str
+) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    zoo.build("qwen2_moe", 3)[0]().bfloat16().save_pretrained(tmp_path / "plain")
+    infinity.quantize(tmp_path / "plain", tmp_path / "out", kind)
+    path = tmp_path / "out/config.json"
+    config = json.loads(path.read_text())
+    said = config["quantization_config"]
+    if kind == "fp8":
+        said["weight_block_size"] = entries
+    else:
+        said["config_groups"]["group_0"]["weights"] |= entries
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/out.*{message}"):
+        infinity.from_pretrained(path.parent, infinity.load_recipe(overrides=["memory.host=64MiB"]))
+
+
+def test_an_expert_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    zoo.build("qwen2_moe", 3)[0]().bfloat16().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    key = next(key for key in whole if "experts.2.up_proj" in key)
+    for other, message in (
+        (None, f"{key} is missing"),
+        (whole[key][:-1], rf"{key} has shape \(\d+, \d+\), others \(\d+, \d+\)"),
+    ):
+        changed = {name: value for name, value in whole.items() if name != key}
+        save_file(changed if other is None else changed | {key: other.contiguous()}, file)
+        with pytest.raises(CheckpointError, match=rf"gate_up_proj: cannot be made from .*more: {message}\n"):
+            infinity.from_pretrained(tmp_path, infinity.load_recipe(overrides=["memory.host=64MiB"]))
 
 
 def other_tensors(tensor: Tensor) -> dict[str, Tensor | None]:
