@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from infinity.api.adapters import CONFIG, VALUES
-from infinity.api.lora import gathered_adapters, write_adapters
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
+from infinity.api.save_lora import save_lora
 from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
 from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
@@ -183,13 +183,11 @@ def _merge(
                 f"merge needs the checkpoint that the base was loaded from: {found}. Load "
                 "the base with infinity.from_pretrained, or save adapters alone (save_lora)"
             )
-    values = gathered_adapters(model, name, ema=ema)
     with Publication(out, ranks) as place:  # is never published
         with all_ranks_or_raise(ranks, f"writing adapters beside {out}"):
-            if ranks.rank == 0:
-                write_adapters(model, values, place.path, name)
+            save_lora(model, folder := place.path / "adapters", name=name, ema=ema)
         with all_ranks_or_raise(ranks, f"opening {base}"):
-            merged = MergedModel(base, place.path, runtime.dtype, plain.config, type(plain))
+            merged = MergedModel(base, folder, runtime.dtype, plain.config, type(plain))
         with merged:
             merged.model.generation_config = getattr(plain, "generation_config", None)
             return merge_adapters(merged, out, ranks=ranks, **how)

@@ -255,9 +255,13 @@ def _load(
                 decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
                 compute = str(runtime.dtype).removeprefix("torch.")
                 line = (
-                    f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                    f"{compute}, not quantized; stored_as, or infinity export --stored, quantizes them again"
+                    f"{decoded} weights of {path} stay in {quantization}, and are decoded where they are used"
                 )
+                if not frozen:
+                    line = (
+                        f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
+                        f"{compute}, unless they are quantized again (stored_as, infinity export --stored)"
+                    )
                 lines = lines or [line]
             values = make_values(checkpoint)
             runtime.construction.late = values

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,7 @@ from infinity.api.adapters import (
     from_peft,
     note_on_base,
     peft,
-    rows_of_owners,
-    saved_names,
 )
-from infinity.api.init import gathered
 from infinity.api.several import DEFAULT, adapters_of, check_adapter, layers_of, parameters_by_adapter
 from infinity.core.config import SettingError, settings_of, shown
 from infinity.core.errors import (
@@ -133,7 +129,7 @@ def make_adapters(model: nn.Module, construction: Construction, config: Any, nam
             given = config.for_peft(model) if ours else from_peft(config, model)
         adapted = wrap(model, given, saved, name)
         if saved is not None:
-            with _placeholders_in_state_dict(model):
+            with placeholders_in_state_dict(model):
                 saved.fill(adapted, name)
         _cut_into_units(adapted, construction)
     return adapted
@@ -223,7 +219,7 @@ def _serving_peft(servers: set[Any], values: bool, copies: bool) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _placeholders_in_state_dict(model: nn.Module) -> Iterator[None]:
+def placeholders_in_state_dict(model: nn.Module) -> Iterator[None]:
     """Let ``state_dict()``, of which peft takes the keys, gather nothing."""
     with contextlib.ExitStack() as stack:
         for server in _servers(model):
@@ -258,51 +254,6 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
             nbytes += sum(param.numel() for param in fresh) * construction.builder.dtype.itemsize
             block = inside
         construction.builder.close()
-
-
-def gathered_adapters(model: Any, adapter: str = DEFAULT, *, ema: bool = False) -> dict[str, torch.Tensor]:
-    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call.
-
-    With ``ema``: the averages that the optimizer keeps.
-    """
-    from infinity.api.expert_lora import factors_of
-
-    if not hasattr(model, "peft_config"):
-        raise CheckpointError(
-            f"{type(model).__name__} is no model that add_lora returned, so it has no adapters to save; "
-            "infinity.export saves all weights"
-        )
-    runtime, factors = runtime_of(model), factors_of(model)
-    with _placeholders_in_state_dict(model):
-        wanted = {id(tensor) for tensor in saved_names(model, adapter).values()}
-    named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
-    values = {name: b.detach().cpu() for name, b in model.named_buffers() if id(b) in wanted}
-    for unit in runtime.units:
-        inside = {id(s.whole) for s in unit.segments if s.is_last} & wanted
-        if inside:
-            held = [p for p in named.values() if id(p) in inside]
-            with runtime.values.averaged(runtime.units.holding(held), ema=ema), gathered(held):
-                names = (name for name, param in named.items() if id(param) in inside)
-                for name in names if runtime.ranks.rank == 0 else ():
-                    value = named[name].detach()
-                    if (factor := factors.get(id(named[name]))) is not None:
-                        value = factor.as_matrix(value)
-                    values[name] = value.cpu().clone()
-    return values
-
-
-def write_adapters(
-    model: Any, values: dict[str, torch.Tensor], folder: Path, adapter: str = DEFAULT
-) -> None:  # fmt: skip
-    """Write an adapter in peft's format into ``folder``; ``values`` are :func:`gathered_adapters`'."""
-    with _placeholders_in_state_dict(model), rows_of_owners(model, adapter), quiet_libraries():
-        model.save_pretrained(
-            str(folder), state_dict=values, save_embedding_layers=False, selected_adapters=[adapter]
-        )
-    if (inside := folder / adapter).is_dir():  # where peft writes adapters of other names than its default
-        for path in inside.iterdir():
-            path.replace(folder / path.name)
-        inside.rmdir()
 
 
 def lora_groups(

@@ -18,15 +18,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
-from infinity.api.lora import gathered_adapters, wrap, write_adapters
+from infinity.api.adapters import CONFIG, VALUES, SavedAdapters, rows_of_owners, saved_names
+from infinity.api.init import gathered
+from infinity.api.lora import placeholders_in_state_dict, wrap
 from infinity.api.saved import SavedTensor, saved_tensors
 from infinity.api.several import DEFAULT, check_adapter
 from infinity.checkpoint.directory import FileTensor
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
 from infinity.checkpoint.writer import Publication, writing
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, quiet_libraries
 from infinity.core.files import user_path
 from infinity.engine.runtime import runtime_of
 
@@ -44,37 +45,67 @@ def save_lora(
     values; a CheckpointError says that checkpoints of this kind of model have no such layers. With ``ema``
     they are the average that the optimizer keeps.
     """
-    out = user_path(directory, "directory")
-    known = [*getattr(model, "peft_config", ())]
+    out, known = user_path(directory, "directory"), [*getattr(model, "peft_config", ())]
+    if not known:
+        raise CheckpointError(
+            f"{type(model).__name__} is no model that add_lora returned, so it has no adapters to save; "
+            "infinity.export saves all weights"
+        )
     if name is not None:
         check_adapter(model, name)
-    elif known == [DEFAULT]:
-        name = DEFAULT
-    names = known if name is None else [name]
+    alone = name is not None or known == [DEFAULT]
     with contextlib.ExitStack() as stack:
         publication = None
         if runtime_of(model).ranks.rank == 0:
             publication = stack.enter_context(Publication(out))
-        for each in names or [DEFAULT]:
-            values = gathered_adapters(model, each, ema=ema)
+        for each in known if name is None else [name]:
+            values = _gathered(model, each, ema)
             if publication is not None:
-                folder = publication.path if name is not None else publication.path / each
+                folder = publication.path if alone else publication.path / each
                 folder.mkdir(exist_ok=True)
                 _write(model, values, folder, each, per_expert=per_expert)
         if publication is not None:
             publication.publish()
 
 
+def _gathered(model: Any, adapter: str, ema: bool) -> dict[str, Tensor]:
+    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call."""
+    from infinity.api.expert_lora import factors_of
+
+    runtime, factors = runtime_of(model), factors_of(model)
+    with placeholders_in_state_dict(model):
+        wanted = {id(tensor) for tensor in saved_names(model, adapter).values()}
+    named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    values = {name: b.detach().cpu() for name, b in model.named_buffers() if id(b) in wanted}
+    for unit in runtime.units:
+        ends = {id(s.whole) for s in unit.segments if s.is_last}
+        inside = {name: param for name, param in named.items() if id(param) in ends}
+        if not inside:
+            continue
+        units = runtime.units.holding(inside.values())
+        with runtime.values.averaged(units, ema=ema), gathered(inside.values()):
+            for name, param in inside.items() if runtime.ranks.rank == 0 else ():
+                factor = factors.get(id(param))
+                value = param.detach() if factor is None else factor.as_matrix(param.detach())
+                values[name] = value.cpu().clone()
+    return values
+
+
 def _write(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, per_expert: bool) -> None:
-    """Write one adapter, with a card that names its base, into ``folder``."""
+    """Write one adapter in peft's format, with a card that names its base, into ``folder``."""
     from huggingface_hub import ModelCard
 
-    write_adapters(model, values, folder, name)
+    with placeholders_in_state_dict(model), rows_of_owners(model, name), quiet_libraries():
+        how = {"save_embedding_layers": False, "selected_adapters": [name]}
+        model.save_pretrained(str(folder), state_dict=values, **how)
+    if (inside := folder / name).is_dir():  # where peft writes adapters of other names than its default
+        for path in inside.iterdir():
+            path.replace(folder / path.name)
+        inside.rmdir()
     if per_expert:
         split_experts(folder, folder, model.get_base_model().config)
     card = ModelCard.load(folder / "README.md")  # peft's form, whose text is replaced
-    base = model.peft_config[name].base_model_name_or_path
-    base = base or "the model that they were trained on"
+    base = model.peft_config[name].base_model_name_or_path or "the model that they were trained on"
     card.text = _CARD.format(base=base, dtype=runtime_of(model).dtype)
     card.save(folder / "README.md")
 

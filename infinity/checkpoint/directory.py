@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeAlias, TypeVar
@@ -359,6 +360,25 @@ def _unpickle(path: Path) -> dict[str, Stored]:
 
 #: The number of a layer in the name of a tensor.
 _LAYER = re.compile(r"\.\d+\.")
+
+
+def misfits(sources: Mapping[str, tuple[str, Stored]]) -> list[str]:
+    """Return what is missing, or has another shape, among tensors that are to be converted together.
+
+    ``sources`` are by key, each with the pattern that it matches: for each expert there is one of a pattern.
+    """
+    kinds, found = dict[str, dict[str, str]](), list[str]()
+    for key, (pattern, _) in sources.items():
+        kinds.setdefault(pattern, {})[".".join(["", *re.findall(r"\.(\d+)\.", key)[-1:], ""])] = key
+    every = dict.fromkeys(number for own in kinds.values() for number in own)
+    for own in kinds.values():
+        head, _, tail = next(key.rpartition(number) for number, key in own.items())
+        found += [f"{head}{number}{tail} is missing" for number in every if number not in own]
+        shapes = {key: tuple(sources[key][1].shape) for key in own.values()}
+        usual = Counter(shapes.values()).most_common(1)[0][0]
+        wrong = (key for key, shape in shapes.items() if shape != usual)
+        found += [f"{key} has shape {shapes[key]}, others {usual}" for key in wrong]
+    return found
 
 
 def layer_of(name: str) -> str:

@@ -29,7 +29,6 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -48,6 +47,7 @@ from infinity.checkpoint.directory import (
     Stored,
     View,
     layer_of,
+    misfits,
     with_layer,
     without_layer,
 )
@@ -261,7 +261,7 @@ def _find(
         try:
             found |= conversion.trace(traced)
         except Exception as error:  # whatever transformers does there, it cannot do it with these
-            why = listed(conversion.odd_sources() or [str(error)], _MOST_ODD)
+            why = listed(misfits(conversion.sources) or [str(error)], _MOST_ODD)
             wrong[name] = f"cannot be made from {listed([*conversion.sources], 2)}: {why}"
     for name in found.keys() - targets.keys():
         unexpected.update(conversions[name].sources if name in conversions else [name])
@@ -316,25 +316,6 @@ class _Conversion:
             found[own] = Converted(self, own, shape)
             if parts is not None:
                 found[own] = Traced(shape, [Part(at, sources[i], first, n) for at, i, first, n in parts])
-        return found
-
-    def odd_sources(self) -> list[str]:
-        """Return what sources are missing beside others of their number, or differ from most of a pattern."""
-        kinds, found = dict[str, dict[str, tuple[str, Stored]]](), list[str]()
-        for key, (pattern, source) in self.sources.items():
-            number = re.findall(r"\.(\d+)\.", key)[-1:]  # of an expert
-            kinds.setdefault(pattern, {})[".".join(["", *number, ""])] = key, source
-        every = dict.fromkeys(number for own in kinds.values() for number in own)
-        for own in kinds.values():
-            usual = Counter(source.shape for _, source in own.values()).most_common(1)[0][0]
-            some, (key, _) = next(iter(own.items()))
-            head, _, tail = key.rpartition(some)
-            found += [f"{head}{number}{tail} is missing" for number in every if number not in own]
-            found += [
-                f"{key} has shape {tuple(source.shape)}, others {tuple(usual)}"
-                for key, source in own.values()
-                if source.shape != usual
-            ]
         return found
 
     def _trace(self, layer: str) -> _Results:

@@ -366,7 +366,7 @@ class StepExecutor(ActivationBudget):
     def _check_complete(self) -> None:
         """Raise if there are gradients of this step, which no backward pass has completed."""
         why = ""
-        if self.hooks.backward_failed:
+        if self.hooks.backward is not None:
             why = "the last backward pass failed, so what it and those before it left is no gradient"
         elif self.gradients.completions.accumulated:
             why = "every backward pass was inside infinity.no_sync(model), so gradients wait for another"

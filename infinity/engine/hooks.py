@@ -212,7 +212,7 @@ class Hooks:
         self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
         self._uses, self._outside = Uses(units, leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
-        self._backward: weakref.ref[Callable[[], None]] | None = None
+        self.backward: weakref.ref[Callable[[], None]] | None = None
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
@@ -511,14 +511,14 @@ class Hooks:
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
-        if self._backward is not None and self._backward() is not None:
+        if self.backward is not None and self.backward() is not None:
             return
         with uninterrupted:
             self._close_ended()  # an evaluation, whose pass would go on
             self._end_outside()
             self.abort_backward()
             end = self._end_backward
-            self._backward = weakref.ref(end)
+            self.backward = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
@@ -551,14 +551,9 @@ class Hooks:
         self.gradients.end_backward()
         self._leave_backward()
 
-    @property
-    def backward_failed(self) -> bool:
-        """Whether a backward pass has begun and not ended; asked outside of any."""
-        return self._backward is not None
-
     def abort_backward(self) -> None:
         """Drop what a failed backward pass left, if one did, so that it is not taken for gradients."""
-        if self._backward is None:
+        if self.backward is None:
             return
         for _, segment in self.units.segments():
             if type(segment.param.grad) is not ReleasedGradient:
@@ -573,7 +568,7 @@ class Hooks:
             if param.grad is None and id(param) in self.gradients.received:
                 param.grad = placeholder
         self._dropped.clear()
-        self._backward = None
+        self.backward = None
         self._uses.leaves.calls.clear()
         self._uses.leaves.current = ()
         self.pins.drop()
