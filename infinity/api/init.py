@@ -253,14 +253,13 @@ def _load(
             quantization = read_quantization(path)
             if quantization is not None:
                 decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
-                compute = str(runtime.dtype).removeprefix("torch.")
-                line = (
-                    f"{decoded} weights of {path} stay in {quantization}, and are decoded where they are used"
-                )
-                if not frozen:
-                    line = (
-                        f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                        f"{compute}, unless they are quantized again (stored_as, infinity export --stored)"
+                line = f"{decoded} weights of {path} are decoded from {quantization}"
+                if frozen:
+                    line += ", in which they stay, where they are used"
+                else:
+                    line += (
+                        f"; exports have them in {str(runtime.dtype).removeprefix('torch.')}, not quantized; "
+                        "stored_as, or infinity export --stored, quantizes them again"
                     )
                 lines = lines or [line]
             values = make_values(checkpoint)

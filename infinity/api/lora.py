@@ -80,7 +80,7 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
             "give another one another name=..."
         )
     ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
-    if ours and not theirs:
+    if ours and not hasattr(model, "add_weighted_adapter"):  # not peft's
         raise StateError("add_lora: the model has adapters already; give it what the first call returned")
     if theirs.keys() - ours.keys():
         raise StateError(
