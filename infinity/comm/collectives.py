@@ -215,10 +215,11 @@ class Collectives:
         return everyone
 
     def broadcast(self, values: Tensor, index: int, where: str) -> None:
-        """Let rank 0's ``values``, of unit ``index`` and on the device, be those of every rank; blocks."""
+        """Let rank 0's ``values``, those of unit ``index`` in host memory, be every rank's; blocks."""
 
         def issue(*_: Any) -> None:
-            self._end(dist.broadcast(values, src=0, group=self._data.group, async_op=True), self._data.group)
+            self._of_all_ranks(torch.zeros(1, device="cpu"))  # else rank 0 may end before others begin
+            self._end(dist.broadcast(values, src=0, group=self._control, async_op=True), self._control)
 
         self._submit("write", index, where, issue).wait()
 

@@ -132,7 +132,9 @@ class FullValues:
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.collectives is not None:
-            self.ranks.collectives.broadcast(flat, unit.index, unit.name)
+            values = flat.cpu()
+            self.ranks.collectives.broadcast(values, unit.index, unit.name)
+            flat.copy_(values)
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.updates += 1
         unit.allow_writes()
