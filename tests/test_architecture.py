@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2174,
     "data": 2782,
     "device": 1148,
-    "engine": 4245,
+    "engine": 4244,
     "integrations": 695,
     "nvme": 1199,
     "observe": 988,

@@ -59,7 +59,6 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
 
-
 #: What ``model.zero_grad(set_to_none=False)`` does to each gradient.
 _OF_ZERO_GRAD = "requires_grad_", "zero_"
 
