@@ -289,7 +289,7 @@ ROOM_BUDGETS = {
     "comm": 1220,
     "core": 2174,
     "data": 2782,
-    "device": 1148,
+    "device": 1150,
     "engine": 4244,
     "integrations": 695,
     "nvme": 1199,

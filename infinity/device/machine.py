@@ -230,22 +230,22 @@ LEAST_NUMEL = 2**16
 _FORK_WAIT_S = 300.0
 
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+_slice_threads: ThreadPoolExecutor | None = None
 _compiling: dict[object, threading.Thread] = {}
-_given: int | None = None  # threads that were chosen for this rank
+_rank_threads: int | None = None  # threads that were chosen for this rank
 
 
 def set_rank_threads(threads: int) -> None:
     """Let PyTorch and the updates of this rank compute on ``threads`` threads."""
-    global _given
-    _given = threads
+    global _rank_threads
+    _rank_threads = threads
     torch.set_num_threads(threads)
 
 
 def rank_threads() -> int:
     """Return this rank's threads: PyTorch's, or a share of the cores where torchrun set one by default."""
     threads = torch.get_num_threads()
-    if threads > 1 or threads == _given or not _by_torchrun():
+    if threads > 1 or threads == _rank_threads or not _by_torchrun():
         return threads
     return share_of_cores()
 
@@ -307,11 +307,13 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
 
 
 def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[object]":
-    global _pool
+    global _slice_threads
     try:
         with _lock:
-            _pool = _pool or ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="infinity-slice")
-            return _pool.submit(run, begin, end)
+            _slice_threads = _slice_threads or ThreadPoolExecutor(
+                os.cpu_count(), thread_name_prefix="infinity-slice"
+            )
+            return _slice_threads.submit(run, begin, end)
     except RuntimeError:  # the interpreter ends: the updates in flight are finished without new threads
         done: Future[object] = Future()
         done.set_result(run(begin, end))
@@ -326,8 +328,8 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _slice_threads, _lock
+    _slice_threads, _lock = None, threading.Lock()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -20,7 +20,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     asked = Mock(return_value=16)
     monkeypatch.setattr(threads, "usable_cores", asked)
     threads.share_of_cores.cache_clear()
-    monkeypatch.setattr(threads, "_given", None)
+    monkeypatch.setattr(threads, "_rank_threads", None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield asked
