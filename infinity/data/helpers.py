@@ -100,9 +100,9 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
     by_source = [each.parts(PART_NBYTES) if has_rows(each.path) else [each] for each in sources]
     parts = [part for each in by_source if len(each) > 1 for part in each]
     worth = sum(part.nbytes for part in parts) // WORTH_NBYTES
-    if not worth or cache.entry(sources).exists():
-        return
     count = min(worth, max(1, usable_cores() // local_ranks())) - 1
+    if not worth or count + world_size() < 2 or cache.entry(sources).exists():
+        return
     whole, own = cache.entry(sources), turned(parts, rank(), world_size())
     helpers, logged_s = Helpers(cache, count), time.monotonic()
     try:
