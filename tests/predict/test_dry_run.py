@@ -543,7 +543,7 @@ def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: P
         assert stored
         for unit in stored:
             # once read and once written at the least, and no more than some passes in fp32
-            assert unit.stored_nbytes // 2 + unit.nbytes < unit.decode_nbytes < 20 * unit.nbytes
+            assert unit.stored_nbytes // 2 + unit.nbytes < unit.decode_nbytes < 24 * unit.nbytes
             assert 5 < unit.decode_operators < 500
 
 
