@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent / "infinity"
 
 #: Calls that order work on a device, by what is called; any file, or one.
 ORDERS = (
-    ("", r"(wait_on_stream|wait_on_host|record|synchronize)"),
+    ("", r"(accelerator\.)?(wait_on_stream|wait_on_host|record|synchronize)"),
     ("", r".*\.(record_use|record_last_use|record_event|record_stream|wait_event|wait_stream)"),
     ("", r"(.*\.)?(event|stream)\.(synchronize|query)"),
     ("device/memory.py", r"(buffer|self)\.wait"),
