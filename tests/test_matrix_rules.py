@@ -606,6 +606,26 @@ def test_an_average_and_another_master_beside_a_projection(tmp_path):
         assert same(*found)
 
 
+@pytest.mark.parametrize("name", ["adafactor", "apollo+rank=1", "galore+rank=1", "soap", "muon"])
+def test_parameters_of_no_dimension_or_no_element_are_trained(tmp_path, name):
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * self.scale + self.none.sum()
+
+    with small_units(), infinity.Init(infinity.load_recipe(overrides=place(tmp_path, "host"))):
+        model = Scaled()
+    optimizer = infinity.optim.Optimizer(model, name, lr=0.02)
+    run(model, optimizer, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(model, optimizer, range(2, 3))
+    assert infinity.state_dict(model)["scale"] != 1
+    optimizer.close()
+
+
 def test_a_copy_of_an_optimizer_is_refused(tmp_path):
     _, optimizer = begin(tmp_path, "host")
     with pytest.raises(StateError, match=r"copy\.deepcopy of an optimizer.*load_state_dict"):

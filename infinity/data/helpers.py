@@ -32,7 +32,8 @@ class Helpers:
     """Processes that write entries of ``cache``; they end with this one."""
 
     def __init__(self, cache: TokenCache, count: int) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(sys.path)  # but no modules of the working directory
+        env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -116,8 +117,8 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
                 logged_s = time.monotonic()
                 log(f"tokenizing {part.path}: {number} of {len(own)} parts")
         cache.make(sources, log, [_documents(cache, each) if len(each) > 1 else None for each in by_source])
-    except DataError:  # of a part's line: whoever reads all from the beginning names that of the file
-        return
+    except DataError:  # whoever reads all from the beginning raises the first
+        pass
     finally:
         helpers.end()
     for part in parts:

@@ -5,6 +5,7 @@ Other files are text. Memory does not grow with a file, but for a JSON array.
 """
 
 import csv
+import functools
 import gzip
 import io
 import os
@@ -75,7 +76,7 @@ class Source(NamedTuple):
 class Row(NamedTuple):
     """A row in its standard form, or why it has none; ``where`` is its place, for messages."""
 
-    where: str
+    where: "str | Line"
     record: Record | MalformedError
 
 
@@ -202,12 +203,30 @@ def rows(source: Source, reading: Reading) -> Iterator[Row]:
             yield Row(where, error)
 
 
-_Rows = Iterator[tuple[str, Record | MalformedError]]
+class Line(NamedTuple):
+    """The place of a line, by its number in a part; lines before are counted where it is shown."""
+
+    source: Source
+    number: int
+
+    def __str__(self) -> str:
+        path, part, of = self.source
+        before = sum(_count_lines(Source(path, each, of)) for each in range(part))
+        return f"{path}:{before + self.number}"
+
+
+@functools.cache
+def _count_lines(source: Source) -> int:
+    with _opened(source) as file:
+        return sum(1 for _ in iter(lambda: file.readline(_MOST_LINE_NBYTES), b""))
+
+
+_Rows = Iterator[tuple[str | Line, Record | MalformedError]]
 
 
 def _json_lines(source: Source, reading: Reading) -> _Rows:
     for number, line in read_lines(source):
-        where = f"{source}:{number}"
+        where = Line(source, number)
         try:
             yield where, load_object(line)
         except MalformedError as error:
@@ -419,7 +438,7 @@ def read_lines(source: Source) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
             if len(line) > _MOST_LINE_NBYTES:
                 raise DataError(
-                    f"{source}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; "
+                    f"{Line(source, number)}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; "
                     "wanted a document per line: cut this one into several"
                 )
             if not line.isspace():

@@ -62,7 +62,7 @@ def fitted(
     if RULE not in packed or (state and not any("master" in each for each in state.values())):
         for i in missing:  # torch's rules begin a state with the first gradient
             shapes = _shapes(rule, params[i])
-            state[i] = {"step": 0} | {name: torch.zeros(*of, device="cpu") for name, of in shapes.items()}
+            state[i] = {"step": 0} | {name: torch.zeros(of, device="cpu") for name, of in shapes.items()}
     elif missing:
         raise StateError(
             f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
@@ -99,7 +99,7 @@ def _carried(
             kept = before.kept(group_of[place[param.name]], param.shape)
             goes_on, shapes = param.way.goes_on_from(kept), _shapes(rule, param)
             given = each if goes_on else {}
-            moments = {n: given.get(n, torch.zeros(*of, device="cpu")) for n, of in shapes.items()}
+            moments = {n: given.get(n, torch.zeros(of, device="cpu")) for n, of in shapes.items()}
             made = {"step": each["step"] if goes_on else 0, "master": each["master"], **moments}
             _check_state(rule, i, made, param)
             yield i, made

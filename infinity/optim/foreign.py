@@ -105,7 +105,7 @@ def translated(
                 if isinstance(each.get(name), Tensor) and each[name].numel() == Size(shape).numel():
                     each[name] = each[name].reshape(*shape)
             if plain == "muon":  # second moments are of what is no matrix
-                each |= {n: each["exp_avg"].new_zeros(*of) for n, of in shapes[i].items() if n not in each}
+                each |= {n: each["exp_avg"].new_zeros(of) for n, of in shapes[i].items() if n not in each}
             if plain == "schedulefree":
                 each |= _iterates(group, entry["z"].cpu().float(), weights(i))
     return {**packed, "state": state, "param_groups": made}, note

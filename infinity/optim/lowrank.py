@@ -74,7 +74,9 @@ class LowRankRule(SpaceRule):
     """AdamW in ``rank`` dimensions in place of a matrix's shorter side."""
 
     sizes = ("rank",)
-    ranges: Mapping[str, Valid] = {"rank": Valid(least=1), "update_proj_gap": Valid(least=1)}
+    ranges: Mapping[str, Valid] = {
+        "rank": Valid(least=1), "update_proj_gap": Valid(least=1), "seed": Valid(0, 2**62),
+    }  # fmt: skip
 
     def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
         super().check_place(group, name, shape, tiled=tiled)
@@ -186,7 +188,9 @@ class SOAPRule(SpaceRule):
         "lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10,
         "max_precond_dim": 4096, MATRIX: True,
     }  # fmt: skip
-    ranges: Mapping[str, Valid] = {"precondition_frequency": Valid(least=1)}
+    ranges: Mapping[str, Valid] = {
+        "precondition_frequency": Valid(least=1), "max_precond_dim": Valid(least=1),
+    }  # fmt: skip
 
     def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         found: dict[str, Sequence[int]] = {_MEAN: (rows, columns), _SQUARE: (rows, columns)}

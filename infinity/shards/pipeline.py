@@ -111,7 +111,7 @@ class Sums:
             assert self._pool is not None
             self._leases.append(lease := self._pool.lease(4 * sum(sizes), who="sums of matrices"))
             flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
-        self.of |= {k: {n: next(flat).view(*of) for n, of in each.items()} for k, each in shapes.items()}
+        self.of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
 
     def of_matrix(
         self, group: Mapping[str, Any], segment: Segment, number: int
@@ -121,7 +121,8 @@ class Sums:
         self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
         packed, place = len(whole[:-2]), segment.first // max(1, whole[-2:].numel()) + number
         kept = {n: (each, each.shape[packed:] or (1,)) for n, each in self.of[id(segment.whole)].items()}
-        return segment.steps + 1, {n: each.view(-1, *of)[place] for n, (each, of) in kept.items()}
+        count = whole[:-2].numel()
+        return segment.steps + 1, {n: each.view(count, *of)[place] for n, (each, of) in kept.items()}
 
 
 class StepHypers:

@@ -105,6 +105,20 @@ def test_malformed_lines_are_counted_when_asked(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_malformed_line_of_a_part_has_its_number_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": "x" * 50}) + "\n" * (1 + number % 3) for number in range(60)]
+    lines[41] = "no object\n"
+    path.write_text("".join(lines))
+    with Path(path).open() as file:
+        wanted = next(number for number, line in enumerate(file, 1) if line == "no object\n")
+    for of in (1, 2, 7):
+        parts = [Source(path, number, of) for number in range(of)]
+        cache = TokenCache(folder=tmp_path / f"{of}", tokenizer=BytesTokenizer(), skip_malformed=True)
+        (said,) = [each for part in parts if (each := cache.open([part]).malformed[1])]
+        assert said.startswith(f"{path}:{wanted}: not JSON")
+
+
 def test_a_line_without_targets_is_malformed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "model", chat_template="{{ messages[0]['content'] }}")
     path = write(tmp_path / "a.jsonl", {"messages": CHAT})

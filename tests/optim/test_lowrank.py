@@ -216,6 +216,8 @@ def test_sizes_are_in_the_name_of_a_rule():
         ("apollo", {"rank": 1.5}, (1, 1), "rank: got 1.5; wanted a whole number"),
         ("galore", {"update_proj_gap": 0}, (1, 1), "update_proj_gap: got 0; wanted a whole number >= 1"),
         ("soap", {"precondition_frequency": 0}, (1, 1), "precondition_frequency: got 0; wanted a whole nu"),
+        ("soap", {"max_precond_dim": 0}, (1, 1), "max_precond_dim: got 0; wanted a whole number >= 1"),
+        ("apollo", {"seed": 2**70}, (1, 1), "seed: got .*; wanted a whole number 0 to 2"),
     ],
 )
 def test_what_cannot_be_is_said(name, changed, shape, wanted):
