@@ -288,18 +288,18 @@ ROOM_BUDGETS = {
     "checkpoint": 4197,
     "comm": 1220,
     "core": 2174,
-    "data": 2782,
+    "data": 2802,
     "device": 1150,
     "engine": 4244,
     "integrations": 695,
     "nvme": 1199,
     "observe": 988,
-    "optim": 3017,
+    "optim": 3045,
     "partition": 2718,
     "planner": 2282,
     "predict": 5021,
     "recipes": 2077,
-    "shards": 4566,
+    "shards": 4567,
 }
 
 

@@ -100,7 +100,7 @@ def test_transformers_adafactor():
     }  # fmt: skip
     theirs.param_groups[0]["beta1"] = 0.9
     _, mine = ours(net, "adafactor")
-    with pytest.raises(StateError, match="of another adafactor, which has only beta1=None"):
+    with pytest.raises(StateError, match="of another adafactor: infinity's has only beta1=None"):
         mine.load_state_dict(theirs.state_dict())
     mine.close()
 
@@ -135,8 +135,67 @@ def test_torchs_muon():
     assert (numbers["lr"], numbers["momentum"], numbers["match_rms_adamw"]) == (0.02, 0.9, True)
     theirs.param_groups[0]["ns_coefficients"] = (1.0, 2.0, 3.0)
     _, mine = ours(net, "muon")
-    with pytest.raises(StateError, match=r"of another muon, which has only ns_coefficients=\(3\.4445"):
+    with pytest.raises(StateError, match=r"of another muon: infinity's has only ns_coefficients=\(3\.4445"):
         mine.load_state_dict(theirs.state_dict())
+    mine.close()
+
+
+def torchs(name: str, **numbers: Any) -> dict[str, Any]:
+    net = Net(matrices=True)
+    optimizer = getattr(torch.optim, name)(net.parameters(), **numbers)
+    train(net, optimizer, range(2))
+    return optimizer.state_dict()
+
+
+def scheduled(betas: tuple[float, float] = (0.9, 0.99), **changed: Any) -> dict[str, Any]:
+    optimizer = ScheduleFree(Net(matrices=True).parameters(), 0.02, 2)
+    optimizer.group |= {"betas": betas, **changed}
+    return optimizer.state_dict()
+
+
+def without(saved: dict[str, Any], name: str) -> dict[str, Any]:
+    return {
+        **saved,
+        "state": {i: {k: v for k, v in e.items() if k != name} for i, e in saved["state"].items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "wanted"),
+    [
+        ("adafactor", lambda: torchs("Adafactor", maximize=True), "has only maximize=False"),
+        ("muon", lambda: torchs("Muon", eps=10.0), "has only eps=1e-07"),
+        ("schedulefree", lambda: without(scheduled(), "z"), "is not whole, or of another .*'z'"),
+        ("schedulefree", lambda: scheduled(betas=(0.0, 0.99)), "a first beta above 0"),
+        (
+            "schedulefree",
+            lambda: {"state": {}, "param_groups": [{"weight_lr_power": 2.0, "params": [0, 1]}]},
+            "is not whole, or of another .*'r'",
+        ),
+    ],
+)
+def test_states_that_would_train_otherwise_are_refused(name, saved, wanted):
+    _, mine = ours(Net(matrices=True), name)
+    before = mine.state_dict()
+    with pytest.raises(StateError, match=wanted):
+        mine.load_state_dict(saved())
+    assert mine.state_dict()["param_groups"] == before["param_groups"]
+    mine.close()
+
+
+def test_momentum_is_not_for_a_group_without_matrices():
+    _, mine = ours(Net(matrices=True), "muon")
+    mine.param_groups[0]["matrix"] = False
+    with pytest.raises(StateError, match="second moments of a group with matrix: false"):
+        mine.load_state_dict(torchs("Muon"))
+    mine.close()
+
+
+def test_what_has_not_made_a_step_is_loaded():
+    saved = scheduled(k=0)
+    _, mine = ours(Net(matrices=True), "schedulefree")
+    mine.load_state_dict({**saved, "state": {0: {}, 1: {}}})
+    assert not any(each["step"] for each in mine.state_dict()["state"].values())
     mine.close()
 
 
@@ -163,6 +222,8 @@ def test_schedulefree_in_training_and_after_its_eval(evaluated):
         for x, average in zip(theirs.x, infinity.state_dict(model).values(), strict=True):
             torch.testing.assert_close(average, x, rtol=1e-4, atol=1e-5)
     theirs.group["weight_sum"] *= 2
-    with pytest.raises(StateError, match="of another schedulefree, which has only one learning rate in all"):
+    with pytest.raises(
+        StateError, match="of another schedulefree: infinity's has only one learning rate in all"
+    ):
         mine.load_state_dict(theirs.state_dict())
     mine.close()
