@@ -247,9 +247,7 @@ def test_malformed_rows_are_an_error_when_they_are_met_or_skipped_with_a_line(tm
         if skip:
             assert len([*islice(loader, 200)]) == 200
         else:
-            with pytest.raises(
-                DataError, match=r"a\.jsonl:\d+: not JSON.*skip_malformed"
-            ):
+            with pytest.raises(DataError, match=r"a\.jsonl:\d+: not JSON.*skip_malformed"):
                 documents(islice(loader, 200))
     assert any("skipped 1 malformed rows; the first: " in line for line in said)
 
