@@ -7,6 +7,9 @@ memory could not be kept. Sums that device memory has no room for leave it until
 them: for NVMe, or beside an accelerator for host memory and from there for NVMe. With one rank they come back
 in the order in which they left, one ahead of backward where there is room; with several, beside their unit's
 reduction.
+
+One that came ahead has its memory until something else finds no room: backward's thread gives that back, and
+no other takes the sum. One that comes for a reduction keeps it: another thread waits for it and adds to it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -96,6 +99,7 @@ class Sums:
         self.ahead = False  # one may come back while another one leaves
         self.here: dict[int, Gradient] = {}
         self.away: dict[int, Away] = {}  # in the order in which they left
+        self._early: Away | None = None  # came ahead; only backward's thread reads it
         pool.reclaim = self._leave_again
 
     def __contains__(self, index: int) -> bool:
@@ -115,6 +119,8 @@ class Sums:
             return self.here.pop(unit.index, None)
         self.expect(unit)
         away = self.away[unit.index]
+        if self._early is away:
+            self._early = None
         assert away.arrived is not None
         assert away.back is not None
         away.arrived.wait()
@@ -136,6 +142,7 @@ class Sums:
             lease = self._pool.try_lease(away.nbytes, who=f"gradient of {units[index].name}")
             if lease is not None:
                 self._fetch(units[index], away, lease)
+                self._early = away
 
     def clear(self) -> None:
         for total in self.here.values():
@@ -147,6 +154,7 @@ class Sums:
                 away.host.release()
         self.here.clear()
         self.away.clear()
+        self._early = None
 
     def _leave(self, unit: Unit, lease: Lease, away: Away) -> None:
         if self._host is not None:
@@ -181,8 +189,8 @@ class Sums:
 
     def _leave_again(self) -> None:
         """Give back memory of what came ahead of its use: something else finds no room."""
-        for away in self.away.values() if self.ahead else ():
-            if away.arrived is not None and away.back is not None:
-                away.arrived.wait()
-                away.back.release()
-                away.arrived = away.back = None
+        early, self._early = self._early, None
+        if early is not None and early.arrived is not None and early.back is not None:
+            early.arrived.wait()
+            early.back.release()
+            early.arrived = early.back = None

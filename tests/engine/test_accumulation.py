@@ -1,6 +1,9 @@
 """Micro-batches add up in any budget: sums that find no room wait elsewhere, with the same bits."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from hypothesis import strategies as st
 import infinity
 from infinity import BudgetError
 from infinity.core.nbytes import Transfer, rounded_sum
-from infinity.device.memory import Pool
+from infinity.device.memory import CountingPool, HostPool, Pool
 from infinity.engine.runtime import runtime_of
+from infinity.engine.sums import Gradient, Sums
 from tests.engine.test_device_budget import Nest, wide_batch
 from tests.helpers import models, training
 from tests.helpers.cases import examples
@@ -87,6 +91,75 @@ def test_on_two_ranks_sums_of_shards_wait_elsewhere_too(tmp_path):
             assert_bitwise(roomier, ample)
             assert max(each.peak_nbytes["device"] for each in tight.reports) <= smallest
             assert tight.reports[-1].spilled_nbytes > ample.reports[-1].spilled_nbytes == 0
+
+
+class SlowReads:
+    """Stored gradients, all zero; a read ends when the test says so; ``waited_for``: somebody waits."""
+
+    def __init__(self) -> None:
+        self.reads: list[Transfer] = []
+        self.waited_for = threading.Event()
+
+    def write(self, *_: Any) -> Transfer:
+        written = Transfer()
+        written.finish()
+        return written
+
+    def read(self, *_: Any) -> Transfer:
+        waited_for = self.waited_for
+
+        class Read(Transfer):
+            def wait(self) -> None:
+                waited_for.set()
+                super().wait()
+
+        self.reads.append(Read())
+        return self.reads[-1]
+
+
+def sums_away(count: int) -> tuple[Sums, SlowReads, CountingPool, list[Any]]:
+    """Sums of ``count`` units, all of which have left a device with room for two pages."""
+    stored, pool = SlowReads(), CountingPool(HostPool(2 * 4 * KIB), lambda _, wait: wait())
+    units: list[Any] = [SimpleNamespace(index=i, name=f"layers.{i}") for i in range(count)]
+    sums = Sums(pool, None, stored, lambda call: (call(), stored.write())[1])  # type: ignore[arg-type]
+    sums.leaving, sums.ahead = frozenset(range(count)), True
+    for unit in units:
+        lease = pool.lease(4 * KIB, who=unit.name)
+        sums.put(unit, Gradient(lease, torch.float32, bytearray(b"\1")))
+    return sums, stored, pool, units
+
+
+def test_a_sum_that_comes_for_a_reduction_keeps_its_memory_while_others_find_no_room():
+    sums, stored, pool, [unit] = sums_away(1)
+    sums.expect(unit)
+    with ThreadPoolExecutor(2) as threads:
+        taken = threads.submit(sums.take, unit)  # as the thread of collectives
+        assert stored.waited_for.wait(10)
+        reclaimed = threads.submit(pool.reclaim)  # as the training thread, which finds no room
+        stored.reads[0].finish()
+        reclaimed.result(10)
+        total = taken.result(10)
+    assert total is not None
+    assert len(total.flat) == KIB  # a lease that was released raises
+    assert pool.leased_nbytes == 4 * KIB
+
+
+def test_a_sum_that_came_ahead_gives_its_memory_back_and_comes_again():
+    sums, stored, pool, [first, second] = sums_away(2)
+    sums.expect_next([first, second])
+    stored.reads[0].finish()
+    assert pool.leased_nbytes == 4 * KIB
+    with pool.lease(2 * 4 * KIB, who="another"):
+        assert pool.leased_nbytes == 2 * 4 * KIB
+    sums.expect_next([first, second])
+    for read in stored.reads:
+        read.finish()
+    assert [len(total.flat) for total in [sums.take(first)] if total is not None] == [KIB]
+    assert len(stored.reads) == 2
+    sums.expect_next([first, second])
+    sums.clear()
+    stored.reads[-1].finish()
+    assert pool.leased_nbytes == 4 * KIB  # the one that was taken
 
 
 def test_a_sum_that_could_not_be_written_is_an_error_of_the_next_micro_batch_and_can_be_forgotten(tmp_path):
