@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2174,
     "data": 2802,
     "device": 1150,
-    "engine": 4244,
+    "engine": 4252,
     "integrations": 695,
     "nvme": 1199,
     "observe": 988,
