@@ -280,7 +280,7 @@ def divide_device(
         total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))
     if total < needed:
         texts = [
-            "of gradients that wait for",
+            "of gradients that wait for step()",
             "for the gradient and update of the largest unit that is trained",
             f"for {max(windows, key=lambda name: windows[name])}",
             "for updates (memory.updates=host: none)",
@@ -304,7 +304,6 @@ def _too_small(
     for at, unit in ((1, trained), (2, None if biggest is trained else biggest)):
         if unit is not None:
             parts[at] = parts[at][0], f"{parts[at][1]} ({unit.name}, {format_nbytes(unit.full)})"
-    parts[0] = parts[0][0], f"{parts[0][1]} step()"
     way_out = ""
     if waits and any(u.on_nvme for u in units):
         way_out = ", or set memory.resident=false: gradients of units on NVMe can wait there"

@@ -248,9 +248,8 @@ class UnitBudget:
             )
         host = None
         if self._ranks.on_accelerator:
-            left = [replace(sizes[place], waits_in_host=True) for place in made.spilled]
-            in_host = {**dict(enumerate(sizes)), **dict(zip(made.spilled, left, strict=True))}
-            host = self._divide_host([*in_host.values()], given)
+            left = [replace(u, waits_in_host=True) if i in made.spilled else u for i, u in enumerate(sizes)]
+            host = self._divide_host(left, given)
         if given.states and given.most is not None:
             made = budget.place_states(made, given.most, sizes, self._scratch_nbytes)
         self._given, self.host, self.division = given, host, made

@@ -516,10 +516,7 @@ class Gradients:
     def _others_nbytes(self) -> int | None:
         """Return the bytes that other gradients than the open ones may take; None: there is room for all."""
         updates, completions, sums = self.path.updates, self.completions, self.path.sums
-        spilled, accumulates = (
-            updates.stored_gradients.chosen,
-            completions.accumulated or not completions.syncing,
-        )
+        accumulates = completions.accumulated or not completions.syncing
         early = updates.early and not updates.speculation.clips  # else they are kept until step
         spilled = updates.stored_gradients.chosen | (sums.leaving if accumulates else frozenset())
         all_wait = (accumulates or not early) and not spilled

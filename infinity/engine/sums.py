@@ -80,8 +80,7 @@ class Away:
     used: bytearray
     nbytes: int
     host: Lease | None = None  # None: it is on NVMe
-    back: Lease | None = None  # device memory, in which it is once it has ``arrived``
-    arrived: Transfer | None = None
+    coming: tuple[Lease, Transfer] | None = None  # device memory, and when it is there
 
 
 class Sums:
@@ -115,30 +114,29 @@ class Sums:
 
     def take(self, unit: Unit) -> Gradient | None:
         """Return a unit's sum, in device memory, and forget it; blocks until it is there."""
-        if unit.index not in self.away:
-            return self.here.pop(unit.index, None)
         self.expect(unit)
-        away = self.away[unit.index]
+        away = self.away.get(unit.index)
+        if away is None or away.coming is None:
+            return self.here.pop(unit.index, None)
         if self._early is away:
             self._early = None
-        assert away.arrived is not None
-        assert away.back is not None
-        away.arrived.wait()
+        lease, arrived = away.coming
+        arrived.wait()
         del self.away[unit.index]
         if away.host is not None:
             away.host.release()
-        return Gradient(away.back, away.dtype, away.used)
+        return Gradient(lease, away.dtype, away.used)
 
     def expect(self, unit: Unit) -> None:
         """Begin to bring a unit's sum back, if it is away."""
         away = self.away.get(unit.index)
-        if away is not None and away.arrived is None:
+        if away is not None and away.coming is None:
             self._fetch(unit, away, self._pool.lease(away.nbytes, who=f"gradient of {unit.name}"))
 
     def expect_next(self, units: Sequence[Unit]) -> None:
         """Begin to bring back the sum that left first, if there is room beside what comes and goes."""
         index, away = next(iter(self.away.items()), (0, None))
-        if self.ahead and away is not None and away.arrived is None:
+        if self.ahead and away is not None and away.coming is None:
             lease = self._pool.try_lease(away.nbytes, who=f"gradient of {units[index].name}")
             if lease is not None:
                 self._fetch(units[index], away, lease)
@@ -148,8 +146,9 @@ class Sums:
         for total in self.here.values():
             total.lease.release()
         for away in self.away.values():
-            if away.arrived is not None and away.back is not None:
-                away.arrived.then(away.back.release)
+            if away.coming is not None:
+                lease, arrived = away.coming
+                arrived.then(lease.release)
             if away.host is not None:
                 away.host.release()
         self.here.clear()
@@ -169,11 +168,9 @@ class Sums:
         self._stored.write(unit, lease).then(lease.release)
 
     def _fetch(self, unit: Unit, away: Away, lease: Lease) -> None:
-        away.back = lease
-        if self._host is None:
-            away.arrived = self._stored.read(unit, lease)
-        else:
-            away.arrived = self._run(partial(self._upload, unit, away, lease))
+        upload = partial(self._upload, unit, away, lease)
+        arrived = self._stored.read(unit, lease) if self._host is None else self._run(upload)
+        away.coming = lease, arrived
 
     def _upload(self, unit: Unit, away: Away, lease: Lease) -> None:
         assert self._host is not None
@@ -190,7 +187,8 @@ class Sums:
     def _leave_again(self) -> None:
         """Give back memory of what came ahead of its use: something else finds no room."""
         early, self._early = self._early, None
-        if early is not None and early.arrived is not None and early.back is not None:
-            early.arrived.wait()
-            early.back.release()
-            early.arrived = early.back = None
+        if early is not None and early.coming is not None:
+            lease, arrived = early.coming
+            arrived.wait()
+            lease.release()
+            early.coming = None
