@@ -29,15 +29,7 @@ from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.planner.passing import share_of_free
 from infinity.predict.changes import LEAST_GAIN, Keys, whole, with_keys, written
-from infinity.predict.dry_run import (
-    DEVICE_MEMORY,
-    DRIVES,
-    HOST_MEMORY,
-    DryRun,
-    Layout,
-    dry_run,
-    model_for,
-)
+from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun, Layout, dry_run, model_for
 from infinity.predict.machines import Machine
 from infinity.predict.model import ModelWithoutValues
 from infinity.recipes.recipe import Recipe

@@ -45,14 +45,7 @@ from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
 from infinity.predict.play import play_step
 from infinity.predict.recording import MANY_TOKENS, Batch, Record
-from infinity.predict.step import (
-    StepCost,
-    StepSetup,
-    StepTrace,
-    Stored,
-    UnitShape,
-    choose_homes,
-)
+from infinity.predict.step import StepCost, StepSetup, StepTrace, Stored, UnitShape, choose_homes
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseBuffers
@@ -160,13 +153,8 @@ class Layout:
                 f"of host memory on every rank; memory.host is {format_nbytes(self.host_nbytes)}",
                 "memory.host",
             )
-        built, settled = (
-            max(0, nbytes - aside)
-            for nbytes in (
-                self.storage.resident_nbytes,
-                self.storage.settled_nbytes(trained, planned=planned),
-            )
-        )
+        built = max(0, self.storage.resident_nbytes - aside)
+        settled = max(0, self.storage.settled_nbytes(trained, planned=planned) - aside)
         placed = choose_homes(shapes, built, settled, drives=drives, alone_on_cpu=rank.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)

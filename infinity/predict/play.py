@@ -72,8 +72,8 @@ class _Player:
     def __init__(self, trace: StepTrace, setup: StepSetup) -> None:
         self.trace, self.setup = trace, setup
         self.script = StepScript.of(trace, setup)
-        self._clock = VirtualClock(setup.rates)
-        self._memory = DeviceMemory(setup.division, self._clock, on_accelerator=setup.on_accelerator)
+        self._clock = VirtualClock(setup.rates, on_accelerator=setup.on_accelerator)
+        self._memory = DeviceMemory(setup.division, self._clock)
         self._updates = _PlayedUpdates(self.script, setup, self._clock, self._memory)
         #: Items on their way, with what waits for them, or there (None).
         self._coming: dict[int, list[Callable[[], object]] | None] = {}
@@ -157,7 +157,7 @@ class _Player:
             arrived = partial(setattr, gather, "ready", True)
         upload = arrived
         if unit not in self._memory.updated:
-            upload = partial(self._over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
+            upload = partial(clock.over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
         if stayed:
             self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:
@@ -258,23 +258,12 @@ class _Player:
 
     def _pack(self, stored: Stored) -> None:
         write = partial(self._clock.move, Channel.NVME_WRITE, stored.nbytes, _nothing)
-        self._over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write if stored.on_nvme else _nothing)
+        self._clock.over_link(Channel.DEVICE_TO_HOST, stored.nbytes, write if stored.on_nvme else _nothing)
 
     def _load(self, stored: Stored) -> None:
         self._away[id(stored)] = False
         is_there = partial(self._away.__setitem__, id(stored), True)
-        upload = partial(self._over_link, Channel.HOST_TO_DEVICE, stored.nbytes, is_there)
-        if stored.on_nvme:
-            self._clock.move(Channel.NVME_READ, stored.nbytes, upload)
-        else:
-            upload()
-
-    def _over_link(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
-        """Call ``then`` when bytes have moved between host and accelerator; at once without one."""
-        if self.setup.on_accelerator:
-            self._clock.move(channel, nbytes, then)
-        else:
-            then()
+        self._clock.bring(stored.nbytes, is_there, on_nvme=stored.on_nvme)
 
     def _ask(self, stored: Stored) -> None:
         if not self._away.get(id(stored), True):
@@ -400,7 +389,7 @@ class _Player:
                 self._release(unit)
             if kept:
                 self._updates.weights[unit] = nbytes
-                self._over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
+                self._clock.over_link(Channel.DEVICE_TO_HOST, shape.weight_nbytes, _nothing)
         if shape.trainable:
             self._end_gradient(unit, True)
 
@@ -456,16 +445,7 @@ class _PlayedSums:
                 if self.away.get(unit) is False:  # else its reduction has ended before
                     self.away[unit] = True
 
-            def upload() -> None:
-                if self._setup.on_accelerator:
-                    self._clock.move(Channel.HOST_TO_DEVICE, nbytes, is_there)
-                else:
-                    is_there()
-
-            if unit in self._setup.spilled:
-                self._clock.move(Channel.NVME_READ, nbytes, upload)
-            else:
-                upload()
+            self._clock.bring(nbytes, is_there, on_nvme=unit in self._setup.spilled)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

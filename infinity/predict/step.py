@@ -12,7 +12,7 @@ What I/O takes of the cores, it takes from compute.
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -397,8 +397,8 @@ class Task:
 class VirtualClock:
     """Advances time for a rank's channels, collectives, cores and device, and counts what they do."""
 
-    def __init__(self, rates: RankRates) -> None:
-        self._rates, self._computing = rates, False
+    def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
+        self._rates, self.on_accelerator, self._computing = rates, on_accelerator, False
         self._queues = TransferQueues(rates.channels)
         self._jobs: dict[str, deque[Task]] = {name: deque() for name in (LINKS, UPDATE, DECODE)}
         #: As in :class:`StepCost`, since the beginning.
@@ -429,6 +429,21 @@ class VirtualClock:
     def move(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         self.count(channel, nbytes)
         self.send(channel, nbytes, then)
+
+    def over_link(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
+        """Call ``then`` when bytes have moved between host and accelerator; at once without one."""
+        if self.on_accelerator:
+            self.move(channel, nbytes, then)
+        else:
+            then()
+
+    def bring(self, nbytes: int, then: Callable[[], object], *, on_nvme: bool) -> None:
+        """Call ``then`` when bytes have come to the device, from NVMe or host memory."""
+        upload = partial(self.over_link, Channel.HOST_TO_DEVICE, nbytes, then)
+        if on_nvme:
+            self.move(Channel.NVME_READ, nbytes, upload)
+        else:
+            upload()
 
     def count(self, channel: Channel, nbytes: int) -> None:
         """Count bytes of this step, whenever they move."""
@@ -501,8 +516,8 @@ class VirtualClock:
 class DeviceMemory:
     """Counts what is leased of the device budget, as the pools do; a lease that finds no room waits."""
 
-    def __init__(self, division: DeviceBudget, clock: VirtualClock, *, on_accelerator: bool) -> None:
-        self._clock, self._total_nbytes, self._on_accelerator = clock, division.total, on_accelerator
+    def __init__(self, division: DeviceBudget, clock: VirtualClock) -> None:
+        self._clock, self._total_nbytes = clock, division.total
         self.updated = frozenset(division.on_device)  # units whose states are there
         self._leased_nbytes = self.peak_nbytes = division.states
         self._passing_nbytes = self.turn = 0  # of the gradient that is open: see [Note: gradients that pass]
@@ -523,7 +538,7 @@ class DeviceMemory:
     def give_back_late(self, nbytes: int, turn: int) -> None:
         """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""
         self.give_back(nbytes)
-        if turn == self.turn and not self._on_accelerator:
+        if turn == self.turn and not self._clock.on_accelerator:
             self._passing_nbytes += rounded(nbytes)
 
     def end_turn(self) -> None:

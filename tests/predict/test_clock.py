@@ -353,7 +353,7 @@ def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
 def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
     ended: list[str] = []
-    clock = VirtualClock(on_cores(1).rates)
+    clock = VirtualClock(on_cores(1).rates, on_accelerator=False)
     gather = clock.serve(LINKS, 1.0, lambda: ended.append("gather"), ready=False)
     clock.serve(LINKS, 2.0, lambda: ended.append("reduction"))
     assert clock.elapse(NEVER_S) == NEVER_S  # nothing goes on
