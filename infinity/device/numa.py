@@ -22,13 +22,13 @@ def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/"
     Nothing changes where there is one node, where the device's is unknown, or where its cores are fewer than
     the shares of its ranks (one rank has all cores). ``directories`` on drives of other nodes are named.
     """
-    folders = root.glob("sys/devices/system/node/node[0-9]*")
-    nodes = {int(each.name.removeprefix("node")): _cores(_read(each / "cpulist")) for each in folders}
+    nodes = {_number(each.name[4:]): each for each in root.glob("sys/devices/system/node/node[0-9]*")}
     node = _node_of_device(device, root)
-    cores = nodes.get(node, set()) & os.sched_getaffinity(0)
+    there = nodes[node].glob("cpu[0-9]*") if node in nodes else ()
+    cores = {_number(each.name[3:]) for each in there} & os.sched_getaffinity(0)
     visible = range(min(local_ranks(), torch.accelerator.device_count()))
-    there = sum(_node_of_device(torch.device(device.type, index), root) == node for index in visible)
-    if len(nodes) < 2 or len(cores) < max(1, there) * share_of_cores():
+    ranks = sum(_node_of_device(torch.device(device.type, index), root) == node for index in visible)
+    if len(nodes) < 2 or len(cores) < max(1, ranks) * share_of_cores():
         return ""
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
@@ -49,15 +49,6 @@ def _node_of_drive(directory: str, root: Path) -> int:
     number = existing.stat().st_dev
     drive = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     return _number(next(filter(None, (_read(each / "numa_node") for each in (drive, *drive.parents))), ""))
-
-
-def _cores(text: str) -> set[int]:
-    """Return the numbers in a list like ``0-3,8``."""
-    found = set[int]()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
 
 
 def _number(text: str) -> int:

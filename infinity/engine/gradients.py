@@ -188,7 +188,8 @@ class GradientPath:
             self._norms = new_stream(device)
             self._beside = OffloadThread(device, updates)
         gradients = None if host is None else host.gradients
-        self.sums = Sums(pool, gradients, updates.stored_gradients, self._offload)
+        run = None if self._beside is None else self._beside.run
+        self.sums = Sums(pool, gradients, updates.stored_gradients, run)
 
     def begin(self, unit: Unit) -> Gradient:
         """Return what a backward pass adds a unit's gradient to: with one rank the sum of earlier ones."""
@@ -279,19 +280,10 @@ class GradientPath:
 
     def _pass_on(self, unit: Unit, call: Callable[[], None]) -> None:
         """Run ``call``, which gives a unit's gradient to its update, where it leaves the accelerator."""
-        if unit.index in self.updates.chosen:
+        if self._beside is None or unit.index in self.updates.chosen:
             call()
         else:
-            self._offload(call)
-
-    def _offload(self, call: Callable[[], None]) -> Transfer:
-        """Run ``call`` where gradients leave the accelerator; without one on this thread."""
-        if self._beside is not None:
-            return self._beside.run(call)
-        call()
-        left = Transfer()
-        left.finish()
-        return left
+            self._beside.run(call)
 
     def _add_up(self, unit: Unit, reduced: Gradient, weights: TakesWeights | None) -> None:
         """Add a micro-batch's gradient to the step's sum; hand the sum over after the last one."""

@@ -86,12 +86,12 @@ class Away:
 class Sums:
     """Sums of a step's earlier micro-batches, by unit: see [Note: micro-batches].
 
-    ``run`` runs a call where bytes leave ``pool`` for ``host``, beside an accelerator.
+    ``run`` runs a call where bytes leave ``pool`` for ``host``, beside an accelerator; else both are None.
     """
 
     def __init__(
         self, pool: CountingPool, host: HostPool | None, stored: StoredGradients,
-        run: Callable[[Callable[[], None]], Transfer],
+        run: Callable[[Callable[[], None]], Transfer] | None,
     ) -> None:  # fmt: skip
         self._pool, self._host, self._stored, self._run = pool, host, stored, run
         self.leaving: frozenset[int] = frozenset()  # units whose sums leave device memory
@@ -110,7 +110,8 @@ class Sums:
             self.here[unit.index] = total
             return
         away = self.away[unit.index] = Away(total.dtype, total.used, total.lease.nbytes)
-        self._run(partial(self._leave, unit, total.lease, away))
+        leave = partial(self._leave, unit, total.lease, away)
+        leave() if self._run is None else self._run(leave)
 
     def take(self, unit: Unit) -> Gradient | None:
         """Return a unit's sum, in device memory, and forget it; blocks until it is there."""
@@ -169,7 +170,7 @@ class Sums:
 
     def _fetch(self, unit: Unit, away: Away, lease: Lease) -> None:
         upload = partial(self._upload, unit, away, lease)
-        arrived = self._stored.read(unit, lease) if self._host is None else self._run(upload)
+        arrived = self._stored.read(unit, lease) if self._run is None else self._run(upload)
         away.coming = lease, arrived
 
     def _upload(self, unit: Unit, away: Away, lease: Lease) -> None:

@@ -35,9 +35,12 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
 
 def tree(root: Path, nodes: list[str], devices: tuple[int, int], drive: int | None = None) -> Path:
     """Write sysfs: the cores of nodes, the nodes of both devices, and that of this folder's drive."""
-    files = {f"sys/devices/system/node/node{i}/cpulist": text for i, text in enumerate(nodes)}
-    for address, node in zip(ADDRESSES, devices, strict=True):
-        files[f"sys/bus/pci/devices/{address}/numa_node"] = str(node)
+    for node, text in enumerate(nodes):
+        first, last = map(int, text.split("-"))
+        for core in range(first, last + 1):
+            (root / f"sys/devices/system/node/node{node}/cpu{core}").mkdir(parents=True)
+    addresses = zip(ADDRESSES, devices, strict=True)
+    files = {f"sys/bus/pci/devices/{address}/numa_node": str(node) for address, node in addresses}
     if drive is not None:
         number = root.stat().st_dev
         files["sys/devices/pci0/nvme0/numa_node"] = str(drive)
@@ -55,7 +58,7 @@ def test_all_threads_of_a_rank_run_on_the_node_of_its_device(tmp_path, cores):
     ends = threading.Event()
     other = threading.Thread(target=ends.wait)
     other.start()
-    line = numa.bind(DEVICE, [], tree(tmp_path, ["0-1", "2,3"], (0, 1)))
+    line = numa.bind(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1)))
     ends.set()
     other.join()
     assert line == "cuda:1 is on NUMA node 1: its rank runs on the 2 cores there"
@@ -98,4 +101,4 @@ def test_a_rank_that_has_the_machine_to_itself_keeps_all_cores(tmp_path, cores, 
 
 def test_this_machine_is_read_without_error():
     assert isinstance(machine.share_of_cores(), int)
-    assert numa._cores("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.bind(torch.device("cpu"), [os.curdir]) == ""

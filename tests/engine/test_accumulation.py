@@ -121,7 +121,7 @@ def sums_away(count: int) -> tuple[Sums, SlowReads, CountingPool, list[Any]]:
     """Sums of ``count`` units, all of which have left a device with room for two pages."""
     stored, pool = SlowReads(), CountingPool(HostPool(2 * 4 * KIB), lambda _, wait: wait())
     units: list[Any] = [SimpleNamespace(index=i, name=f"layers.{i}") for i in range(count)]
-    sums = Sums(pool, None, stored, lambda call: (call(), stored.write())[1])  # type: ignore[arg-type]
+    sums = Sums(pool, None, stored, None)  # type: ignore[arg-type]
     sums.leaving, sums.ahead = frozenset(range(count)), True
     for unit in units:
         lease = pool.lease(4 * KIB, who=unit.name)
