@@ -48,7 +48,9 @@ def fitted(
         made = dict(_carried(before, rule, packed, params))
         count = sum(each["step"] > 0 for each in made.values())
         return Fitted(groups, made, carried(before, rule, count, len(made)))
-    packed, note = translated(rule, packed, [_shapes(rule, param) for param in params], groups, weights)
+    note = None
+    if RULE not in packed:
+        packed, note = translated(rule, packed, [_shapes(rule, param) for param in params], groups, weights)
     # SGD's has no counts.
     state = {i: {"step": 1, **_plain(each, rule)} for i, each in packed["state"].items()}
     saved = packed["param_groups"]

@@ -116,7 +116,7 @@ def _translated(
         if wanted:
             raise StateError(f"the state is of another {of.of}: infinity's has only {wanted}")
     made = [
-        {**own, **of.numbers(group), "params": group["params"]}
+        {**own, **{n: v for n, v in of.numbers(group).items() if n in own}, "params": group["params"]}
         for own, group in zip(groups, saved, strict=True)
     ]
     if of.mark == "scale_parameter" and any(g["scale_parameter"] or g["relative_step"] for g in saved):

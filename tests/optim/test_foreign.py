@@ -221,6 +221,8 @@ def test_schedulefree_in_training_and_after_its_eval(evaluated):
     with infinity.ema(model):
         for x, average in zip(theirs.x, infinity.state_dict(model).values(), strict=True):
             torch.testing.assert_close(average, x, rtol=1e-4, atol=1e-5)
+    mine.load_state_dict(own := mine.state_dict())
+    assert "weight_lr_power" not in own["param_groups"][0]
     theirs.group["weight_sum"] *= 2
     with pytest.raises(
         StateError, match="of another schedulefree: infinity's has only one learning rate in all"
