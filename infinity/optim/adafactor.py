@@ -7,6 +7,7 @@ from torch import Tensor
 
 from infinity.core.config import Valid
 from infinity.optim.matrix import WholeRule
+from infinity.optim.rule import Group, Sums
 
 _ROW, _COLUMN, _OF_VECTORS = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
 
@@ -31,9 +32,7 @@ class AdafactorRule(WholeRule):
     def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         return {_ROW: (rows,), _COLUMN: (columns,)}
 
-    def remade(
-        self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]
-    ) -> Tensor:
+    def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         grad, toward = matrix.float(), step ** -float(group["decay_rate"])
         squares = grad * grad + float(group["eps"])
         if _OF_VECTORS in sums:

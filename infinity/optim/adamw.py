@@ -6,7 +6,7 @@ from typing import Any
 
 from infinity.core.config import SettingError
 from infinity.optim.formula import root
-from infinity.optim.rule import Rule
+from infinity.optim.rule import Group, Rule
 from infinity.optim.state import Moment, Quantized
 
 
@@ -19,14 +19,14 @@ class AdamWRule(Rule):
     recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     decoupled = True  # weight decay is no part of the gradient
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
         return (
             1 - lr * float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
             math.sqrt(1 - beta2**step), float(group["eps"]),
         )  # fmt: skip
 
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
+    def check_numbers(self, group: Group) -> None:
         super().check_numbers(group)
         decoupled = group.get("decoupled_weight_decay", self.decoupled)
         if decoupled != self.decoupled and group["weight_decay"]:
@@ -53,7 +53,7 @@ class AdamRule(AdamWRule):
     recipe: Mapping[str, Any] = {}
     decoupled = False
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         return float(group["weight_decay"]), *super().numbers(group, step)[1:]
 
     @staticmethod

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinity.optim.formula import sign
-from infinity.optim.rule import Rule
+from infinity.optim.rule import Group, Rule
 from infinity.optim.state import Moment
 
 
@@ -15,7 +15,7 @@ class LionRule(Rule):
     moments = (Moment("exp_avg"),)
     defaults: Mapping[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
         return 1 - lr * float(group["weight_decay"]), 1 - beta1, 1 - beta2, lr
 

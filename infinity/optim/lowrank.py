@@ -17,16 +17,15 @@ from torch import Tensor
 
 from infinity.core.config import SettingError, Valid
 from infinity.optim.matrix import MATRIX, WholeRule
+from infinity.optim.rule import Group, Sums
 
 _MEAN, _SQUARE, _PROJECTOR, _LENGTH = "exp_avg", "exp_avg_sq", "projector", "update_norm"
 
 #: The least magnitude by which a gradient is divided.
 _LEAST = 1e-30
 
-Sums = Mapping[str, Tensor]
 
-
-def adam(grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums, mean: Tensor | None = None) -> Tensor:
+def adam(grad: Tensor, group: Group, step: int, sums: Sums, mean: Tensor | None = None) -> Tensor:
     """Return Adam's direction of a gradient, or of ``mean`` if that is kept elsewhere; changes ``sums``."""
     beta1, beta2 = map(float, group["betas"])
     mean = sums[_MEAN].lerp_(grad, 1 - beta1) if mean is None else mean
@@ -53,15 +52,15 @@ class SpaceRule(WholeRule):
     recipe: Mapping[str, Any] = {"weight_decay": 0.1}
 
     @abstractmethod
-    def made(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def made(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         """Return the update, ``(rows, columns)``, of a gradient in fp32; change ``sums``."""
 
-    def remade(self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         if sums[_MEAN].ndim < 2 or not group[MATRIX]:
             return adam(matrix.float().view_as(sums[_MEAN]), group, step, sums).view_as(matrix)
         return self.made(matrix.float(), group, step, sums)
 
-    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or its group has other sizes than the rule."""
         super().check_place({}, name, shape, tiled=tiled)
         for size in self.sizes:
@@ -78,7 +77,7 @@ class LowRankRule(SpaceRule):
         "rank": Valid(least=1), "update_proj_gap": Valid(least=1), "seed": Valid(0, 2**62),
     }  # fmt: skip
 
-    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         super().check_place(group, name, shape, tiled=tiled)
         if len(shape) > 1 and group[MATRIX] and group["rank"] > min(shape[-2:]):
             raise SettingError(
@@ -90,13 +89,13 @@ class LowRankRule(SpaceRule):
         low = int(self.defaults["rank"]), max(rows, columns)
         return {_MEAN: low, _SQUARE: low}
 
-    def made(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def made(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         if grad.size(0) > grad.size(1):
             return self.of_wide(grad.T, group, step, sums).T
         return self.of_wide(grad, group, step, sums)
 
     @abstractmethod
-    def of_wide(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def of_wide(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         """Return the update of a gradient, ``(short, long)``, as :meth:`made`."""
 
 
@@ -125,7 +124,7 @@ class ApolloRule(LowRankRule):
     def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         return {**super().spaces(rows, columns), _LENGTH: (1,)}
 
-    def of_wide(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def of_wide(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         seed = int(group["seed"]) + (step - 1) // int(group["update_proj_gap"])
         low = _random(len(sums[_MEAN]), len(grad), seed).to(grad.device) @ grad
         scaled, dim = adam(low, group, step, sums), None if group["per_tensor"] else 0
@@ -165,7 +164,7 @@ class GaLoreRule(LowRankRule):
     def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         return {_PROJECTOR: (min(rows, columns), int(self.defaults["rank"])), **super().spaces(rows, columns)}
 
-    def of_wide(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def of_wide(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         projector = sums[_PROJECTOR]
         if (step - 1) % int(group["update_proj_gap"]) == 0:
             unit = grad / grad.abs().max().clamp(min=_LEAST)  # whose squares are in the range of fp32
@@ -199,7 +198,7 @@ class SOAPRule(SpaceRule):
                 found |= {side: (numel, numel), f"{side}_vectors": (numel, numel)}
         return found
 
-    def made(self, grad: Tensor, group: Mapping[str, Any], step: int, sums: Sums) -> Tensor:
+    def made(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         left, right = sums.get("left_vectors"), sums.get("right_vectors")
 
         def turned(values: Tensor, *, back: bool = False) -> Tensor:

@@ -30,7 +30,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import StateError
 from infinity.optim.adamw import ADAMW
 from infinity.optim.formula import Formula, NotElementwiseError
-from infinity.optim.rule import EMA, OFFSET, Averaged, Kept, Place, Rule, Way
+from infinity.optim.rule import EMA, OFFSET, Averaged, Group, Kept, Place, Rule, Sums, Way
 from infinity.optim.state import Moment, StateLayout
 
 #: Numbers of a parameter group: whether its weights are matrices, and in how many parts of rows each is.
@@ -46,9 +46,7 @@ class WholeRule(Rule):
     of_vectors: Sequence[str] = ()  # what it keeps of each element of a vector, or of what is no matrix
 
     @abstractmethod
-    def remade(
-        self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]
-    ) -> Tensor:
+    def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         """Return the update, ``(rows, columns)``, made from a matrix of directions; change its ``sums``.
 
         All are on the device of the matrix, whose dtype is that of gradients; ``step`` counts from 1.
@@ -58,19 +56,17 @@ class WholeRule(Rule):
         """Return the shapes of what it keeps of a matrix, by name."""
         return {}
 
-    def sums(
-        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Sequence[int]]:
+    def sums(self, shape: Sequence[int], group: Group | None = None) -> Mapping[str, Sequence[int]]:
         if len(shape) < 2 or not (group or self.defaults).get(MATRIX, True):
             return dict.fromkeys(self.of_vectors, Size(shape))
         *packed, rows, columns = shape
         return {name: Size((*packed, *of)) for name, of in self.spaces(rows, columns).items()}
 
-    def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
+    def rate(self, group: Group, shape: Sequence[int]) -> float:
         """Return the length of a step along a transformed matrix of this shape."""
         return float(group["lr"])
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         values = (torch.as_tensor(group[name], dtype=torch.float64, device="cpu") for name in self.defaults)
         return tuple(number for each in values for number in each.view(-1).tolist())
 
@@ -91,7 +87,7 @@ class WholeRule(Rule):
         moments, defaults = (*self.moments, Moment(OFFSET)), {**self.defaults, EMA: 0.999}
         return self.like(name=f"{self.name}+{EMA}", moments=moments, defaults=defaults)
 
-    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole."""
         if tiled and len(shape) == 2:
             other = f", or let its group have {MATRIX}: false" if MATRIX in group else ""
@@ -101,9 +97,7 @@ class WholeRule(Rule):
                 f"matrix: set partition.tile=never{other}"
             )  # fmt: skip
 
-    def way(
-        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
-    ) -> Way:
+    def way(self, group: Group, start: int, shape: Sequence[int], kept: Kept | None = None) -> Way:
         *packed, rows, columns = *(1,) * (2 - len(shape)), *shape
         count, rows = math.prod(packed) * int(group.get(PARTS, 1)), rows // int(group.get(PARTS, 1))
         places = []
@@ -113,9 +107,7 @@ class WholeRule(Rule):
             places.append(Place(start + number * rows * columns, rows, columns, transform, sums))
         return Way(self.last, {"shape": (rows, columns)}, self.first, places, self.sums(shape, group))
 
-    def _transform(
-        self, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor], matrix: Tensor
-    ) -> Tensor:
+    def _transform(self, group: Group, step: int, sums: Sums, matrix: Tensor) -> Tensor:
         there = {name: values.to(matrix.device) for name, values in sums.items()}
         made = self.remade(matrix, group, step, there)
         for name, values in there.items():
@@ -144,7 +136,7 @@ class MatrixRule(WholeRule):
         super().__init_subclass__()
 
     @abstractmethod
-    def direction_numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def direction_numbers(self, group: Group, step: int) -> tuple[float, ...]:
         """Return the numbers that :meth:`direction` takes from a parameter group; steps count from 1."""
 
     @staticmethod
@@ -153,15 +145,13 @@ class MatrixRule(WholeRule):
         """Return the direction of each element and the new moments, as :meth:`Rule.update` its results."""
 
     @abstractmethod
-    def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def transform(self, matrix: Tensor, group: Group) -> Tensor:
         """Return the update, ``(rows, columns)``, made from a matrix of directions, on its device."""
 
-    def remade(
-        self, matrix: Tensor, group: Mapping[str, Any], step: int, sums: Mapping[str, Tensor]
-    ) -> Tensor:
+    def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         return self.transform(matrix, group)
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         decay = float(group["lr"]), float(group["weight_decay"]), float(group[MATRIX]), float(group[PARTS])
         return *self.companion.numbers(group, step), *self.direction_numbers(group, step), *decay
 
@@ -180,13 +170,13 @@ class MatrixRule(WholeRule):
     def averaged(self) -> Rule:
         return super().averaged.like(companion=self.companion.averaged)
 
-    def kept(self, group: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
+    def kept(self, group: Group, shape: Sequence[int]) -> list[str]:
         moments = (
             self.matrix_moments if self.takes({**self.defaults, **group}, shape) else self.companion.moments
         )
         return [moment.name for moment in moments]
 
-    def takes(self, group: Mapping[str, Any], shape: Sequence[int]) -> bool:
+    def takes(self, group: Group, shape: Sequence[int]) -> bool:
         """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""
         return bool(group[MATRIX]) and len(shape) in (2, 3)
 
@@ -194,7 +184,7 @@ class MatrixRule(WholeRule):
         embedded = embedded_in(model)
         return lambda name, param: {} if param.ndim > 1 and not embedded(name, param) else {MATRIX: False}
 
-    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or does not have the parts that its group says."""
         if group[MATRIX] and len(shape) > 3:
             raise SettingError(
@@ -208,9 +198,7 @@ class MatrixRule(WholeRule):
         if parts < 1 or rows % int(parts):
             raise SettingError(PARTS, parts, f"a whole number that divides the rows of {name}, {rows}")
 
-    def way(
-        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
-    ) -> Way:
+    def way(self, group: Group, start: int, shape: Sequence[int], kept: Kept | None = None) -> Way:
         return super().way(group, start, shape, kept) if self.takes(group, shape) else Way(self.companion)
 
 
@@ -269,7 +257,7 @@ class FirstPass(Rule):
     def layout(self, dtype: torch.dtype) -> StateLayout:
         return StateLayout(dtype, (), self.moments)
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         return *self._rule.direction_numbers({**self._rule.defaults, **group}, step), group.get("back", 1.0)
 
     def update(self, weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:  # type: ignore[override]
@@ -296,7 +284,7 @@ class LastPass(Rule):
     def __init__(self, rule: WholeRule) -> None:
         self._rule, self.name, self.master = rule, f"{rule.name}: steps", rule.master
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         group = {**self._rule.defaults, **group}
         decay = 1 - float(group["lr"]) * float(group["weight_decay"])
         return decay, self._rule.rate(group, group.get("shape", (1, 1)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from infinity.core.config import Valid
 from infinity.optim.formula import where
 from infinity.optim.matrix import MatrixRule
+from infinity.optim.rule import Group
 from infinity.optim.state import Moment
 
 #: Of the quintic iteration, and what a norm is at least.
@@ -33,7 +34,7 @@ class MuonRule(MatrixRule):
     ranges: Mapping[str, Valid] = {"ns_steps": Valid(least=1), "momentum": Valid(least=0, below=1)}
     recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "match_rms_adamw": True}
 
-    def direction_numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def direction_numbers(self, group: Group, step: int) -> tuple[float, ...]:
         return 1 - float(group["momentum"]), float(group["nesterov"])
 
     @staticmethod
@@ -41,7 +42,7 @@ class MuonRule(MatrixRule):
         exp_avg = exp_avg + toward * (grad - exp_avg)
         return where(nesterov > 0, exp_avg + toward * (grad - exp_avg), exp_avg), exp_avg
 
-    def transform(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def transform(self, matrix: Tensor, group: Group) -> Tensor:
         """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""
         tall = matrix.size(0) > matrix.size(1)
         x = matrix.to(torch.bfloat16)
@@ -52,7 +53,7 @@ class MuonRule(MatrixRule):
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
         return x.T if tall else x
 
-    def rate(self, group: Mapping[str, Any], shape: Sequence[int]) -> float:
+    def rate(self, group: Group, shape: Sequence[int]) -> float:
         rows, columns = shape[-2:]
         if group["match_rms_adamw"]:
             return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))

@@ -38,6 +38,9 @@ PIECE_NUMEL, TEMPORARIES = 2**18, 8
 OFFSET, EMA = "ema_offset", "ema"
 #: Every update rule, by the name that commit records give it. Rules keep nothing between updates.
 RULES: "dict[str, Rule]" = {}
+#: The numbers of a parameter group; and what a rule keeps of a whole matrix, by name: fp32, on the CPU.
+Group = Mapping[str, Any]
+Sums = Mapping[str, Tensor]
 
 
 class Place(NamedTuple):
@@ -47,7 +50,7 @@ class Place(NamedTuple):
     rows: int
     columns: int
     transform: Callable[[Tensor], Tensor]
-    sums: Mapping[str, Tensor] = MappingProxyType({})  # that its transform changes; fp32, on the CPU
+    sums: Sums = MappingProxyType({})  # that its transform changes
 
     @property
     def stop(self) -> int:
@@ -64,7 +67,7 @@ class Place(NamedTuple):
 
 
 #: Of a matrix of a parameter or tile, by its number: that of this update, and views of :meth:`Rule.sums`.
-Kept = Callable[[int], tuple[int, Mapping[str, Tensor]]]
+Kept = Callable[[int], tuple[int, Sums]]
 
 
 class Way(NamedTuple):
@@ -120,7 +123,7 @@ class Rule(ABC):
             RULES[cls.name] = cls()
 
     @abstractmethod
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         """Return the numbers :meth:`update` takes from a parameter group, in float64; steps count from 1."""
 
     @staticmethod
@@ -174,7 +177,7 @@ class Rule(ABC):
         name = "+".join([plain, *(f"{n}={v}" for n, v in changed.items()), *variants])
         return self.like(name=name, defaults={**self.defaults, **changed})
 
-    def kept(self, group: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
+    def kept(self, group: Group, shape: Sequence[int]) -> list[str]:
         """Return the names of the moments that it keeps of a parameter of a group."""
         return [moment.name for moment in self.moments]
 
@@ -193,7 +196,7 @@ class Rule(ABC):
         """A parameter group whose update changes no weight: for measuring, and to compile ahead."""
         return {**self.defaults, "lr": 0.0, "weight_decay": 0.0}
 
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
+    def check_numbers(self, group: Group) -> None:
         """Raise a SettingError that names a number of a parameter group that is impossible."""
         positive, beta = Valid(least=0, below=math.inf), Valid(least=0, below=1)
         for name, default in self.defaults.items():
@@ -206,10 +209,8 @@ class Rule(ABC):
                 if value not in (False, True):
                     raise SettingError(name, value, "true or false")
             else:
-                valid, whole = (
-                    self.ranges.get(name, beta if name == EMA else positive),
-                    isinstance(default, int),
-                )
+                valid = self.ranges.get(name, beta if name == EMA else positive)
+                whole = isinstance(default, int)
                 if not is_number(value, valid) or (whole and value % 1):
                     raise SettingError(name, value, f"a {'whole ' * whole}number {valid}")
         for name in ("amsgrad", "maximize"):
@@ -226,7 +227,7 @@ class Rule(ABC):
             )
         return given
 
-    def check_place(self, group: Mapping[str, Any], name: str, shape: Sequence[int], *, tiled: bool) -> None:
+    def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a parameter of a group is not as the rule needs it."""
         return
 
@@ -234,18 +235,14 @@ class Rule(ABC):
         """Return a function of a parameter's name and the parameter: what it has instead of defaults."""
         return lambda name, param: {}
 
-    def sums(
-        self, shape: Sequence[int], group: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Sequence[int]]:
+    def sums(self, shape: Sequence[int], group: Group | None = None) -> Mapping[str, Sequence[int]]:
         """Return the shapes of what it keeps of a parameter's matrices, rather than of elements, by name.
 
         ``group`` is the parameter's; None: its defaults.
         """
         return {}
 
-    def way(
-        self, group: Mapping[str, Any], start: int, shape: Sequence[int], kept: Kept | None = None
-    ) -> Way:
+    def way(self, group: Group, start: int, shape: Sequence[int], kept: Kept | None = None) -> Way:
         """Return how a parameter is updated that begins at ``start`` of a flat buffer."""
         return Way(self)
 
@@ -259,7 +256,7 @@ class Rule(ABC):
         """Return the state that goes with weights of ``dtype``; ValueError: there is none."""
         return StateLayout.of(dtype, self.moments, self.master)
 
-    def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
+    def hyper(self, group: Group, *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
         """Return :meth:`numbers`, the scale and a seed, rounded once: float32, ``(n,)``, in host memory.
 
         The gradient is multiplied by ``grad_scale`` first: clip coefficient over loss scale. The seed of
@@ -321,7 +318,7 @@ class Averaged(Rule):
         self.moments = (*rule.moments, Moment(OFFSET))
         self.defaults, self.recipe = {**rule.defaults, EMA: 0.999}, rule.recipe
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         toward = 1.0 if step == 1 else 1 - float(group[EMA])
         return *self._rule.numbers(group, step), toward
 

@@ -24,17 +24,8 @@ from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.nbytes import rounded
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
-from infinity.optim.adafactor import AdafactorRule as AdafactorRule
-from infinity.optim.adamw import AdamWRule as AdamWRule
-from infinity.optim.lion import LionRule as LionRule
-from infinity.optim.lowrank import ApolloMiniRule as ApolloMiniRule
-from infinity.optim.lowrank import ApolloRule as ApolloRule
-from infinity.optim.lowrank import GaLoreRule as GaLoreRule
-from infinity.optim.lowrank import SOAPRule as SOAPRule
-from infinity.optim.muon import MuonRule as MuonRule
+from infinity.optim import adafactor, adamw, lion, lowrank, muon, schedulefree, sgd  # noqa: F401  (RULES)
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
-from infinity.optim.schedulefree import ScheduleFreeRule as ScheduleFreeRule
-from infinity.optim.sgd import SGDRule as SGDRule
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20

@@ -6,7 +6,7 @@ from typing import Any
 
 from infinity.core.config import SettingError
 from infinity.optim.formula import root
-from infinity.optim.rule import EMA, OFFSET, Rule
+from infinity.optim.rule import EMA, OFFSET, Group, Rule
 from infinity.optim.state import Moment
 
 
@@ -27,7 +27,7 @@ class ScheduleFreeRule(Rule):
     }  # fmt: skip
     scheduled = False
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
         warmup = max(1, int(group["warmup_steps"]))
         rising = min(step, warmup)

@@ -5,7 +5,7 @@ from typing import Any
 
 from infinity.core.config import SettingError
 from infinity.optim.formula import where
-from infinity.optim.rule import Rule
+from infinity.optim.rule import Group, Rule
 from infinity.optim.state import Moment
 
 
@@ -18,12 +18,12 @@ class SGDRule(Rule):
         "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
     }  # fmt: skip
 
-    def check_numbers(self, group: Mapping[str, Any]) -> None:
+    def check_numbers(self, group: Group) -> None:
         super().check_numbers(group)
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise SettingError("nesterov", True, "False, or a momentum > 0 without dampening")
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
         fresh = 1.0 if step == 1 else 1 - float(group["dampening"])
         return (
             float(group["lr"]), float(group["momentum"]), fresh, float(group["weight_decay"]),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
-from infinity.optim.rule import Place, Rule, Way
+from infinity.optim.rule import Group, Place, Rule, Way
 from infinity.optim.rules import PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
 from infinity.partition.unit import Segment, Unit
@@ -93,9 +93,7 @@ class Sums:
         self._pool: Pool | None = None
         self._leases: list[Lease] = []  # kept for as long as the pool
 
-    def hold(
-        self, groups: Iterable[Mapping[str, Any]], pool: Pool, name_of: Callable[[nn.Parameter], str]
-    ) -> None:
+    def hold(self, groups: Iterable[Group], pool: Pool, name_of: Callable[[nn.Parameter], str]) -> None:
         """Make room for parameters of these groups that have none yet; BudgetError: there is none."""
         params = [(group, param) for group in groups for param in group["params"]]
         kept = ((p, self._rule.kept(g, p.shape), self._rule.kept({}, p.shape)) for g, p in params)
@@ -103,7 +101,7 @@ class Sums:
         self._pool = pool
         self._add(params)
 
-    def _add(self, params: Iterable[tuple[Mapping[str, Any], nn.Parameter]]) -> None:
+    def _add(self, params: Iterable[tuple[Group, nn.Parameter]]) -> None:
         shapes = {id(p): self._rule.sums(p.shape, group) for group, p in params if id(p) not in self.of}
         sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
         flat: Iterator[Tensor] = iter(())
@@ -113,9 +111,7 @@ class Sums:
             flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
         self.of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
 
-    def of_matrix(
-        self, group: Mapping[str, Any], segment: Segment, number: int
-    ) -> tuple[int, Mapping[str, Tensor]]:
+    def of_matrix(self, group: Group, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
         """Return the count of this update of a matrix of a parameter or tile, and views of what is kept."""
         whole = segment.whole_shape
         self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
@@ -256,16 +252,6 @@ class UpdateJob(Job):
     def begin_nothing(self) -> None:
         """Take note that it was not submitted."""
         self.unread, self.unwritten = range(self.chunks), tuple(range(self.chunks))
-
-    @property
-    def unread_nbytes(self) -> int:
-        """Bytes that a cancelled job did not read."""
-        return self.read_nbytes(self.unread)
-
-    @property
-    def unwritten_nbytes(self) -> int:
-        """Bytes that a cancelled job did not write."""
-        return self.written_nbytes(self.unwritten)
 
     def read_nbytes(self, indices: Iterable[int]) -> int:
         """Return the bytes that are read for these chunks."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -505,7 +506,8 @@ class _Reader:
 
     def __init__(self, tiers: Tiers, layout: StateLayout, saved: SavedRun, firsts: Mapping[int, int]) -> None:
         self._tiers, self._layout, self._saved, self._firsts = tiers, layout, saved, firsts
-        self._store = tiers.store.of_layout(layout)
+        self._store = copy(tiers.store)
+        self._store.layout = layout
         self._places: dict[str, list[_Place]] = {}
         units = (saved.own or saved.ranks[0]).units
         for index, unit in enumerate(units):

@@ -54,12 +54,6 @@ class ShardStore:
         self.versions, self.chunk_numel = versions, chunk_numel  # versions: places of a newly trained unit
         self.changes = 0  # grows whenever a unit gets or loses extents
 
-    def of_layout(self, layout: StateLayout) -> "ShardStore":
-        """Return one that moves chunks of another layout."""
-        return ShardStore(
-            self.volume, self.engine, self.pool, layout, versions=self.versions, chunk_numel=self.chunk_numel
-        )
-
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
         """Make room for the weights of one version; DiskError: the file system is full."""
         return Version(

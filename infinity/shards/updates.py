@@ -295,8 +295,8 @@ class Updates:
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
             for job in pending.started.jobs:
-                self.records.planned["read"] -= job.unread_nbytes
-                self.records.planned["write"] -= job.unwritten_nbytes
+                self.records.planned["read"] -= job.read_nbytes(job.unread)
+                self.records.planned["write"] -= job.written_nbytes(job.unwritten)
 
     def commit(self, grad_scales: Mapping[object, float]) -> None:
         """Commit the step: publish validated updates, start the others, each with its party's scale."""

@@ -61,9 +61,9 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
         state = round(LAYOUT.bytes_per_element) - weight
         gradient = 0 if grad_at_hand else weight  # of the same dtype
         planned = n * (2 * state + (1 if at_hand else 2) * weight + 2 * gradient)
-        assert engine.nbytes_read == planned - sum(each.unread_nbytes for each in wrong)
+        assert engine.nbytes_read == planned - sum(each.read_nbytes(each.unread) for each in wrong)
         assert engine.nbytes_written == 2 * n * (state + weight) - sum(
-            each.unwritten_nbytes for each in wrong
+            each.written_nbytes(each.unwritten) for each in wrong
         )
 
 
@@ -79,7 +79,10 @@ def test_a_queued_job_moves_nothing_and_is_done_before_those_that_run():
         pipeline.cancel(queued.job)
         assert ended.wait(HANG_S)
         assert not running.ends.done
-        assert (queued.job.started, queued.job.unwritten_nbytes) == (0, queued.job.grad.numel() * 12)
+        assert (queued.job.started, queued.job.written_nbytes(queued.job.unwritten)) == (
+            0,
+            queued.job.grad.numel() * 12,
+        )
         assert queued.ends.computed == 0
         engine.let_go()
         pipeline.drain()
@@ -96,7 +99,11 @@ def test_a_job_that_is_done_may_be_cancelled_in_vain():
         pipeline.cancel(shard.job)
         pipeline.cancel(shard.job)
         pipeline.drain()
-        assert (shard.ends.done, shard.job.unread_nbytes, shard.job.unwritten_nbytes) == ([None], 0, 0)
+        assert (
+            shard.ends.done,
+            shard.job.read_nbytes(shard.job.unread),
+            shard.job.written_nbytes(shard.job.unwritten),
+        ) == ([None], 0, 0)
         shard.check(engine, LAYOUT)
 
 
