@@ -53,17 +53,10 @@ EMA_FOLDER = "ema"
 
 
 def export(
-    model: nn.Module,
-    out: str | Path,
-    *,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    tokenizer: Any = None,
-    stored_as: str | Path | None = None,
-    merge: bool = False,
-    adapter: str | None = None,
-    ema: bool = False,
+    model: nn.Module, out: str | Path, *, max_shard_nbytes: int = MAX_SHARD_NBYTES, tokenizer: Any = None,
+    stored_as: str | Path | None = None, merge: bool = False, adapter: str | None = None, ema: bool = False,
     on_progress: OnProgress | None = None,
-) -> Requantized | None:
+) -> Requantized | None:  # fmt: skip
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
     Weights are in the compute dtype, bitwise those of ``model.state_dict()``. The directory appears when it

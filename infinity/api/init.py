@@ -167,17 +167,10 @@ _ELSEWHERE = {
 
 
 def from_pretrained(
-    path: str | Path,
-    recipe: EngineConfig | HasEngineConfig | None = None,
-    *,
-    auto_class: Any = None,
-    new: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    frozen: bool = False,
-    stored_as: str | None = None,
-    on_progress: OnProgress | None = None,
-    **config_overrides: Any,
-) -> Any:
+    path: str | Path, recipe: EngineConfig | HasEngineConfig | None = None, *, auto_class: Any = None,
+    new: Sequence[str] = (), ignore: Sequence[str] = (), frozen: bool = False, stored_as: str | None = None,
+    on_progress: OnProgress | None = None, **config_overrides: Any,
+) -> Any:  # fmt: skip
     """Load the model of a Hugging Face directory, its weights streamed from the files into this rank's tiers.
 
     Every rank must call, and reads its own slices of each weight; beside its budgets it needs host memory for

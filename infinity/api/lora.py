@@ -74,12 +74,12 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
     runtime = runtime_of(model)
     if not isinstance(name, str) or not re.fullmatch(NAMES, name):
         raise SettingError("name", name, "a name of letters, digits, _ and -, which begins with no -")
-    if name in adapters_of(model).generators:
+    ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
+    if name in ours:
         raise StateError(
             f"add_lora: the model has an adapter {name!r} already; name all of its layers in one call, or "
             "give another one another name=..."
         )
-    ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
     if ours and not hasattr(model, "add_weighted_adapter"):  # not peft's
         raise StateError("add_lora: the model has adapters already; give it what the first call returned")
     if theirs.keys() - ours.keys():
@@ -121,9 +121,8 @@ def make_adapters(model: nn.Module, construction: Construction, config: Any, nam
         raise SettingError("name", name, f"a name of an adapter that is no part of a name in {kind}")
     ours = isinstance(config, LoraConfig)
     saved = SavedAdapters(config.adapter) if ours and config.adapter is not None else None
-    with contextlib.ExitStack() as stack:
+    with contextlib.nullcontext() if saved is None else contextlib.closing(saved):
         if saved is not None:
-            stack.callback(saved.close)
             given = saved.config
         else:
             given = config.for_peft(model) if ours else from_peft(config, model)

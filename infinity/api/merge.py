@@ -174,7 +174,7 @@ class MergedWeight(Stored):
         return merged
 
 
-class MergedModel:
+class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
     """Opens a base and adapters of it as the tensors of a directory of the merged model.
 
     ``dtype`` is the compute dtype; None: that of the base's config, or of its weights. ``config`` and
@@ -186,8 +186,7 @@ class MergedModel:
         auto_class: Any = None,
     ) -> None:  # fmt: skip
         with contextlib.ExitStack() as opened:
-            saved = SavedAdapters(adapters)
-            opened.callback(saved.close)
+            saved = opened.enter_context(contextlib.closing(SavedAdapters(adapters)))
             config = read_config(base) if config is None else copy.deepcopy(config)
             checkpoint = opened.enter_context(Checkpoint(base))
             quantization, given = read_quantization(base), getattr(config, "dtype", None)
@@ -272,14 +271,8 @@ class MergedModel:
         """Return the stored tensor of a parameter or buffer of the merged model."""
         return self._values[id(self.named[name])]
 
-    def close(self) -> None:
-        self._opened.close()
-
-    def __enter__(self) -> "MergedModel":
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._opened.close()
 
 
 def _refuse_tied(name: str, uses: int) -> None:

@@ -36,13 +36,9 @@ from infinity.observe.timeline import log
 
 @contextlib.contextmanager
 def offload_activations(
-    model: nn.Module,
-    budget: int | str | None = None,
-    *,
-    policy: Policy = "plan",
-    nvme: str | Path | Sequence[str | Path] = (),
-    host: int | str | None = None,
-) -> Iterator[Activations]:
+    model: nn.Module, budget: int | str | None = None, *, policy: Policy = "plan",
+    nvme: str | Path | Sequence[str | Path] = (), host: int | str | None = None,
+) -> Iterator[Activations]:  # fmt: skip
     """Move the activations of ``model`` out of memory until backward needs them.
 
     Around the loop of a plain PyTorch model, whatever trains it::

@@ -99,11 +99,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check_limits()
         self._made_groups = made_groups
         with uninterrupted:
-            self.runtime.tiers.settle(
-                self.runtime.units,
-                movable=movable,
-                planned=self.runtime.activations.policy in ("plan", "offload"),
-            )
+            planned = self.runtime.activations.policy in ("plan", "offload")
+            self.runtime.tiers.settle(self.runtime.units, movable=movable, planned=planned)
             if not movable:
                 self.runtime.values.clear_optimizer_fields()
             self._connect()
@@ -582,9 +579,7 @@ class AdamW(Optimizer):
         self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            model, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options
-        )  # fmt: skip
+        super().__init__(model, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
 
 
 def optimizer_of(rule: Rule) -> Callable[..., Optimizer]:

@@ -139,9 +139,7 @@ def split_experts(adapters: Path, folder: Path, config: Any) -> None:
         CheckpointError: The adapters cannot be read, or are those of another model; or the checkpoints of
             this kind of model have packed experts themselves.
     """
-    with contextlib.ExitStack() as opened:
-        saved = SavedAdapters(adapters)
-        opened.callback(saved.close)
+    with contextlib.closing(SavedAdapters(adapters)) as saved:
         with torch.device("meta"):
             model = build_model(config, None, torch.float32)
             named = dict(named_targets(model))
@@ -227,11 +225,9 @@ def _projections(tensors: Sequence[SavedTensor], named: dict[str, Tensor]) -> di
 
 
 def _name_layers(
-    entries: dict[str, Any],
-    values: dict[str, Tensor],
-    adapted: Any,
+    entries: dict[str, Any], values: dict[str, Tensor], adapted: Any,
     layers: Mapping[Any, Sequence[Projection]],
-) -> None:
+) -> None:  # fmt: skip
     """Let peft's config name the layers of ``layers`` in place of packed parameters.
 
     Patterns name packed parameters, and a server may read none: each other alpha becomes a factor of B.

@@ -85,14 +85,13 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
         for tier, nbytes in line.peak_nbytes.items():
             peaks[tier] = max(nbytes, peaks.get(tier, 0))
     summary = _summary(folder / runs.SUMMARY)
-    state, whole = runs.state_of(folder), recipe.to_yaml()
     compute_s = max(0.0, total_s - sum(stall_s.values()))
     waits = sorted(
         ((f"waiting: {cause}", each) for cause, each in stall_s.items()), key=lambda item: -item[1]
     )
     return {
         "name": folder.resolve().name,
-        "state": state,
+        "state": runs.state_of(folder),
         "about": _about(recipe, summary, last),
         "tiles": [*_tiles(curves, recipe, last, folder)],
         "charts": [*_charts(curves, sets)],
@@ -107,7 +106,7 @@ def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
         "samples": [*_samples(folder / SAMPLES)],
         "notes": summary.get("notes", []),
         "recipe": recipe.to_yaml(keys=()),
-        "whole_recipe": whole,
+        "whole_recipe": recipe.to_yaml(),
         "footer": f"infinity {version('infinity-offload')} · {folder}",
     }  # fmt: skip
 
@@ -152,15 +151,11 @@ def _charts(curves: Curves, sets: Collection[str]) -> Iterator[dict[str, Any]]:
         yield {"title": title, "format": shown, "series": [line(title, of, noisy=of != "optimizer/lr")]}
     moved = [
         line(
-            f"planned {name}" if planned else name,
-            f"bytes/{planned}{name}",
-            colour=colour,
-            dashed=bool(planned),
-            noisy=not planned,
+            f"planned {name}" if planned else name, f"bytes/{planned}{name}", colour=colour,
+            dashed=bool(planned), noisy=not planned,
         )
-        for planned in ("", "planned_")
-        for colour, name in enumerate(("read", "written"))
-    ]
+        for planned in ("", "planned_") for colour, name in enumerate(("read", "written"))
+    ]  # fmt: skip
     if any(value for each in moved for _, value in each["points"]):
         yield {"title": "Bytes that a rank moves in a step", "format": "bytes", "wide": True, "series": moved}
 

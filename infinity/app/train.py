@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,6 +36,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, Choice
 from infinity.data.opening import Data, open_data
 from infinity.data.sequences import BatchShape
+from infinity.data.tokens import Log
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import default_threads, local_ranks, set_rank_threads, total_host_nbytes
 from infinity.observe import metrics
@@ -148,7 +149,7 @@ def _say_nothing_is_left(run: runs.Run) -> None:
         )
 
 
-def _sayer(recipe: Recipe) -> Callable[[str], object]:
+def _sayer(recipe: Recipe) -> Log:
     """Return what takes lines for people before there are views."""
     console = Console(stderr=True, quiet=not recipe.observe.progress)
     return partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -173,9 +174,7 @@ def _prepared(run: runs.Run, recipe: Recipe, ranks: Ranks) -> tuple[runs.Run, Re
     return run, with_values(run.recipe, {"memory.nvme": drives}), data
 
 
-def _choose(
-    recipe: Recipe, data: Mapping[str, Data], ranks: Ranks, say: Callable[[str], object]
-) -> Choice | None:
+def _choose(recipe: Recipe, data: Mapping[str, Data], ranks: Ranks, say: Log) -> Choice | None:
     """Return what a plan chooses of what ``recipe`` leaves to ``auto``; rank 0 calls."""
     if not recipe.left_open:
         return None
@@ -275,7 +274,7 @@ def set_threads(config: TrainConfig) -> None:
     set_rank_threads(config.threads or default_threads())
 
 
-def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> dict[str, Data]:
+def open_inputs(recipe: Recipe, log: Log) -> dict[str, Data]:
     """Check the checkpoint's config and open the data of each task, before weights are read; all call."""
     found = {}
     for name, task in recipe.tasks.items():
@@ -288,7 +287,7 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> dict[str, Data]
     return found
 
 
-def _open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
+def _open_inputs(recipe: Recipe, log: Log) -> Data:
     objective, padding = OBJECTIVES[recipe.train.task], 0
     if objective.head and (recipe.model.path is None or is_ours(Path(recipe.model.path))):
         raise RecipeError(
@@ -394,13 +393,9 @@ def built(
     else:
         torch.manual_seed(recipe.run.seed)  # for parameters that the checkpoint lacks
         model = infinity.from_pretrained(
-            recipe.model.path,
-            recipe,
-            **loaded_as(recipe.train.task, recipe.model),
-            frozen=recipe.trains_adapters,
-            stored_as=recipe.model.stored_as,
-            on_progress=views.progress,
-        ).train()
+            recipe.model.path, recipe, **loaded_as(recipe.train.task, recipe.model),
+            frozen=recipe.trains_adapters, stored_as=recipe.model.stored_as, on_progress=views.progress,
+        ).train()  # fmt: skip
     try:
         for adapter, task in recipe.tasks.items() if recipe.trains_adapters else ():
             torch.manual_seed(recipe.run.seed)  # as if it were alone
@@ -515,9 +510,7 @@ def _explained(run: runs.Run) -> Iterator[None]:
 class ActivationView(View):
     """View that saves the plan for activations, logs it, and collects figures for the summary."""
 
-    def __init__(
-        self, activations: Activations, folder: Path, accumulate: int, log: Callable[[str], object]
-    ) -> None:
+    def __init__(self, activations: Activations, folder: Path, accumulate: int, log: Log) -> None:
         self._activations, self._folder = activations, folder / FOLDER
         self._accumulate, self._log = accumulate, log
         self._planned = False
@@ -544,12 +537,9 @@ class ActivationView(View):
             return None
         stored, loaded, stall_s = (median(figures) for figures in zip(*self._steps or [(0, 0, 0.0)]))
         summary = metrics.ActivationSummary(
-            policy=activations.policy,
-            nbytes_stored=round(stored),
-            nbytes_loaded=round(loaded),
-            stall_s=stall_s,
-            saved_peak_nbytes=activations.cache.stats.peak_nbytes,
-        )
+            policy=activations.policy, nbytes_stored=round(stored), nbytes_loaded=round(loaded),
+            stall_s=stall_s, saved_peak_nbytes=activations.cache.stats.peak_nbytes,
+        )  # fmt: skip
         if planning is None:
             return summary
         measured = activations.measured()
@@ -557,9 +547,6 @@ class ActivationView(View):
             measured = replace(measured, stall_s=stall_s / self._accumulate)
             replace(planning, measured=measured).save(self._folder)
         return replace(
-            summary,
-            plan=planning.describe().removeprefix("activations: "),
-            planning_s=planning.planning_s,
-            predicted=planning.predicted,
-            measured=measured,
-        )
+            summary, plan=planning.describe().removeprefix("activations: "), planning_s=planning.planning_s,
+            predicted=planning.predicted, measured=measured,
+        )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from infinity.data.formats import Completion, Reading, Record
 from infinity.data.sources import Source
 from infinity.data.tokenizer import ASSISTANT, Chat, DataError, Encoded, MalformedError, Tokenizer
-from infinity.data.tokens import Encode, encode_document, encoded_rows
+from infinity.data.tokens import Documents, Encode, encode_document, encoded_rows
 
 #: The largest label of a text.
 _MOST_LABEL = 10**6
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     whole: bool = False  # documents are not predicted, token by token, but scored
 
 
-def encode_pairs(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
+def encode_pairs(source: Source, tokenizer: Tokenizer, reading: Reading) -> Documents:
     """Encode the chosen and the rejected completion of each row."""
 
     def both(record: Record) -> list[Encoded]:
@@ -51,7 +51,7 @@ def _alike(chosen: list[Any], rejected: list[Any]) -> int:
     return next(differ, min(len(chosen), len(rejected)) - 1)
 
 
-def encode_judged(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
+def encode_judged(source: Source, tokenizer: Tokenizer, reading: Reading) -> Documents:
     """Encode the completion of each row, and a mismatched one: see [Note: mismatched completions]."""
     found: list[tuple[Record, Encoded]] = []  # the first row, and the one before
 
@@ -78,7 +78,7 @@ def _mismatched(tokenizer: Tokenizer, prompt_of: Record, completion_of: Record) 
         raise DataError(f"the prompt {_shown(prompt)} with the completion of another row: {error}") from error
 
 
-def encode_labelled(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Encoded | DataError]:
+def encode_labelled(source: Source, tokenizer: Tokenizer, reading: Reading) -> Documents:
     """Encode the text of each row, with its label."""
 
     def labelled(record: Record) -> list[Encoded]:

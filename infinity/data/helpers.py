@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import BinaryIO
@@ -21,7 +21,7 @@ from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import InfinityError, LockedError
 from infinity.data.sources import Source, has_rows
 from infinity.data.tokenizer import DataError, Encoded
-from infinity.data.tokens import LINES_EVERY_S, Log, TokenCache
+from infinity.data.tokens import LINES_EVERY_S, Documents, Log, TokenCache
 from infinity.device.machine import local_ranks, usable_cores
 
 #: Bytes of rows that are a part, and of those that are worth a process, whose start takes some seconds.
@@ -125,7 +125,7 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
         cache.remove([part])
 
 
-def _documents(cache: TokenCache, parts: Sequence[Source]) -> Iterator[Encoded | DataError]:
+def _documents(cache: TokenCache, parts: Sequence[Source]) -> Documents:
     """Yield the documents of parts, in order, from their entries."""
     for part in parts:
         tokens = cache.open([part])

@@ -41,16 +41,10 @@ class Data:
 
 
 def open_data(
-    config: DataConfig,
-    shape: BatchShape,
-    *,
-    vocab_size: int,
-    model_path: str | None = None,
-    log: Callable[[str], object] = lambda line: None,
-    kind: Kind | None = None,
-    all_tokens: bool = False,
+    config: DataConfig, shape: BatchShape, *, vocab_size: int, model_path: str | None = None,
+    log: Log = lambda line: None, kind: Kind | None = None, all_tokens: bool = False,
     labels: int | None = None,
-) -> Data:
+) -> Data:  # fmt: skip
     """Open the data of a run. All ranks may call at the same time.
 
     Args:
@@ -71,8 +65,11 @@ def open_data(
         notes += each.notes(mixed=bool(config.weights) and each is train)
     layout = Layout(shape, packing, kind)
     held = {key: joined(layout.of(each.tokens, [each.whole])) for key, each in others.items()}
-    make = _streamed if train.streamed else _stored
-    loader, held_out, more = make(config, layout, train, not held and config.eval_fraction > 0, log, check)
+    hold_out = not held and config.eval_fraction > 0
+    if train.streamed:
+        loader, held_out, more = _streamed(config, layout, train, hold_out, log, check)
+    else:
+        loader, held_out, more = _stored(config, layout, train, hold_out)
     held |= {} if held_out is None else {HELD_OUT: held_out}
     for key, found in held.items():
         if not len(found):
@@ -92,9 +89,7 @@ _Opened: TypeAlias = tuple[Loader, Sequences | None, list[str]]
 _Check: TypeAlias = Callable[[Tokens], Tokens]
 
 
-def _stored(
-    config: DataConfig, layout: Layout, train: Sources, hold_out: bool, log: Log, check: _Check
-) -> _Opened:
+def _stored(config: DataConfig, layout: Layout, train: Sources, hold_out: bool) -> _Opened:
     """Return the loader of tokens that are all there, what is held out of them, and notes."""
     parts, held, notes = train.parts if config.weights else [train.whole], None, list[str]()
     if hold_out:

@@ -150,10 +150,8 @@ class Sequences:
         slots, pieces = max(1, len(self) * self.seq_len), len(self.starts)
         used, targets = int(self.token_counts.sum()), int(self.target_counts.sum())
         if (of := self.examples) is not None:
-            text = (
-                f"{int(self.target_counts.sum()):,} examples of {of.documents} documents in {len(self):,} "
-                f"rows ({used / (slots * of.height):.0%} full)"
-            )
+            text = f"{targets:,} examples of {of.documents} documents in {len(self):,} rows"
+            text += f" ({used / (slots * of.height):.0%} full)"
             text += f"; {self.truncated:,} truncated documents" if self.truncated else ""
             return text + (f"; {self.empty:,} skipped, of which nothing counts" if self.empty else "")
         cut = f"{self.documents:,} documents, {pieces:,} pieces,"

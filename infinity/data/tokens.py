@@ -34,8 +34,10 @@ READ = Reading()
 Log: TypeAlias = Callable[[str], object]
 
 _FORMAT = 5
-#: Yields the documents of a source, or the errors of its malformed rows; its name is a part of the cache's.
-Encode: TypeAlias = Callable[[Source, Tokenizer, Reading], Iterator[Encoded | DataError]]
+#: The documents of a source, and the errors of its malformed rows.
+Documents: TypeAlias = Iterator[Encoded | DataError]
+#: Returns them; its name is a part of the cache's.
+Encode: TypeAlias = Callable[[Source, Tokenizer, Reading], Documents]
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
@@ -102,7 +104,7 @@ class TokenCache:
 
     def make(
         self, sources: Sequence[Source], log: Log = lambda line: None,
-        encoded: Sequence[Iterator[Encoded | DataError] | None] = (), *, patience_s: float = math.inf,
+        encoded: Sequence[Documents | None] = (), *, patience_s: float = math.inf,
     ) -> None:  # fmt: skip
         """Encode ``sources`` unless they are, or take the documents of those that are ``encoded``.
 
@@ -206,7 +208,7 @@ def _write_once(path: Path, write: Callable[[Path], None], patience_s: float) ->
 
 
 def _write(
-    sources: Iterator[tuple[Source, Iterator[Encoded | DataError]]], count: int, folder: Path, *,
+    sources: Iterator[tuple[Source, Documents]], count: int, folder: Path, *,
     skip_malformed: bool, log: Log,
 ) -> None:  # fmt: skip
     digest, logged_s = hashlib.sha256(), time.monotonic()
@@ -254,9 +256,7 @@ def _write(
     write_file(folder / _ABOUT, json.dumps({**about, "digest": digest.hexdigest()}))
 
 
-def encode_documents(
-    source: Source, tokenizer: Tokenizer, reading: Reading = READ
-) -> Iterator[Encoded | DataError]:
+def encode_documents(source: Source, tokenizer: Tokenizer, reading: Reading = READ) -> Documents:
     """Encode the documents of a source: one per row, or the whole of a text.
 
     The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat is
@@ -272,9 +272,7 @@ def encode_documents(
         before = []
 
 
-def encoded_rows(
-    source: Source, reading: Reading, encode: Callable[[Record], list[Encoded]]
-) -> Iterator[Encoded | DataError]:
+def encoded_rows(source: Source, reading: Reading, encode: Callable[[Record], list[Encoded]]) -> Documents:
     """Yield the documents of each row, given its standard form, or the error of one that is malformed."""
     if not has_rows(source.path):
         raise DataError(f"{source}: wanted rows, as of .jsonl, of format {', '.join(reading.formats)}")
@@ -313,13 +311,9 @@ def _ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def enclosed(
-    before: list[int],
-    tokens: NDArray[Any],
-    after: list[int],
-    mask: NDArray[np.bool_] | None = None,
-    *,
+    before: list[int], tokens: NDArray[Any], after: list[int], mask: NDArray[np.bool_] | None = None, *,
     last: bool = True,
-) -> Encoded:
+) -> Encoded:  # fmt: skip
     """Put tokens around a document's; with a ``mask`` those before do not count in the loss."""
     values = np.concatenate([np.asarray(each, tokens.dtype) for each in (before, tokens, after)])
     if mask is None:

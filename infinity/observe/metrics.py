@@ -333,21 +333,17 @@ def last_step(path: Path) -> int:
 def _parsed(text: bytes) -> StepReport | Evaluation | None:
     if not text.endswith(b"\n"):
         return None
-    line: StepReport | Evaluation
     try:
         given = json.loads(text)
         kind: Any = StepReport if given["kind"] == "step" else Evaluation
-        known = {
-            each.name: given[each.name] for each in fields(kind) if each.name in given
-        }  # older wrote less
+        names = [each.name for each in fields(kind) if each.name in given]  # older ones wrote less
+        known = {name: given[name] for name in names}
         adapters = known.get("adapters", {}).items()
         if kind is StepReport:
-            line = StepReport(
-                **known | {"adapters": {name: AdapterReport(**each) for name, each in adapters}}
-            )
+            known["adapters"] = {name: AdapterReport(**each) for name, each in adapters}
         else:
             known |= {"loss": _number(given["loss"]), "adapters": {k: _number(loss) for k, loss in adapters}}
-            line = Evaluation(**known)
+        line: StepReport | Evaluation = kind(**known)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return line if type(line.step) is int else None

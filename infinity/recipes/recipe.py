@@ -286,18 +286,11 @@ class Recipe:
     def engine(self) -> EngineConfig:
         """The settings that ``infinity.Init`` takes."""
         return EngineConfig(
-            memory=self.memory,
-            partition=self.partition,
-            durability=self.durability,
-            dtype=self.train.dtype,
-            device=self.train.device,
-            rule=self.optim.rule.name,
-            loss_scale=self.optim.loss_scale,
-            run_name=self.run.name,
-            resume=self.run.resume,
-            timeline=self.observe.timeline,
+            memory=self.memory, partition=self.partition, durability=self.durability, dtype=self.train.dtype,
+            device=self.train.device, rule=self.optim.rule.name, loss_scale=self.optim.loss_scale,
+            run_name=self.run.name, resume=self.run.resume, timeline=self.observe.timeline,
             layer_schedule=self.train.schedule == "layer",
-        )
+        )  # fmt: skip
 
     def with_dtype(self, dtype: Dtype) -> "Recipe":
         return replace(self, train=replace(self.train, dtype=dtype))
