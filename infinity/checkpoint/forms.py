@@ -467,7 +467,8 @@ def _int8(group: _Group, weight: Stored, quantization: Quantization) -> Decoded:
     rows, columns = weight.shape
     scales = group.take("weight_scale", _FLOATS, (), (1,), (1, 1), (rows,), (rows, -1))
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
-    size = quantization.group_size or columns // max(1, groups)
+    said = 0 if quantization.bits else quantization.group_size  # with bits it is that of packed numbers
+    size = said or columns // max(1, groups)
     if groups * size != columns:
         raise group.misfit(f"one for each {size} of {columns} columns")
     slabs = 1 if scales.shape[:1] == (rows,) else max(1, rows)
