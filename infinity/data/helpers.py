@@ -26,13 +26,15 @@ from infinity.device.machine import local_ranks, usable_cores
 
 #: Bytes of rows that are a part, and of those that are worth a process, whose start takes some seconds.
 PART_NBYTES, WORTH_NBYTES = 2**21, 2**24
+#: Processes beside a rank; each has some 200 MB.
+MOST_HELPERS = 15
 
 
 class Helpers:
     """Processes that write entries of ``cache``; they end with this one."""
 
     def __init__(self, cache: TokenCache, count: int) -> None:
-        paths = os.pathsep.join(sys.path)  # but no modules of the working directory
+        paths = os.pathsep.join(filter(None, sys.path))  # no modules of the working directory
         env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(
@@ -101,7 +103,7 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
     by_source = [each.parts(PART_NBYTES) if has_rows(each.path) else [each] for each in sources]
     parts = [part for each in by_source if len(each) > 1 for part in each]
     worth = sum(part.nbytes for part in parts) // WORTH_NBYTES
-    count = min(worth, max(1, usable_cores() // local_ranks())) - 1
+    count = min(worth, max(1, usable_cores() // local_ranks()), MOST_HELPERS + 1) - 1
     if not worth or count + world_size() < 2 or cache.entry(sources).exists():
         return
     whole, own = cache.entry(sources), turned(parts, rank(), world_size())

@@ -32,7 +32,8 @@ def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/"
         return ""
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(task.name), cores)
+            allowed = os.sched_getaffinity(int(task.name)) & cores  # a thread may have been put on a few
+            os.sched_setaffinity(int(task.name), allowed or cores)
     far = [each for each in directories if _node_of_drive(each, root) in nodes.keys() - {node}]
     line = f"{device} is on NUMA node {node}: its rank runs on the {len(cores)} cores there"
     return f"{line}; drives of other nodes: {', '.join(far)}" if far else line

@@ -273,16 +273,16 @@ class StepExecutor(ActivationBudget):
         self.updates.expect()
 
     def _apply_division(self) -> None:
-        division = self.budget.division
-        self.device_pool.resize(self.budget.pool_nbytes)
+        division, sums = self.budget.division, self.gradients.path.sums
+        self.updates.stored_gradients.place(self.budget.spilled, {*self.updates.ready, *sums.away})
         self._resize_host_pools()
+        sums.divide(division.spilled, self.units, ahead=division.ahead)
+        self.device_pool.resize(self.budget.pool_nbytes)
         if self.mover.staging is not None and self.budget.host is not None:
             self.mover.staging.piece_nbytes = self.budget.host.piece
-        self.gradients.hold_weights, sums = self.budget.hold_weights, self.gradients.path.sums
-        sums.leaving, sums.ahead = frozenset(division.spilled), division.ahead
+        self.gradients.hold_weights = self.budget.hold_weights
         self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
-        self.updates.stored_gradients.place(self.budget.spilled, {*self.updates.ready, *sums.away})
         if self.blocks is not None:
             self.hold_blocks(*self.blocks)
 
@@ -341,8 +341,8 @@ class StepExecutor(ActivationBudget):
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
         self.timeline.stall("collective", self.updates.wait_for_gradients)
+        self._check_complete()
         if not self.gradients.completions.synced:
-            self._check_complete()
             self._count_step()
             return None
         for segment in self.gradients.received.values():
@@ -364,11 +364,13 @@ class StepExecutor(ActivationBudget):
         }
 
     def _check_complete(self) -> None:
-        """Raise if there are gradients of this step, which no backward pass has completed."""
-        why = ""
-        if self.hooks.backward is not None:
+        """Raise if there are gradients of this step, which no backward pass has completed, or were some."""
+        why, completions = "", self.gradients.completions
+        if completions.lost:
+            why = "a backward pass failed, and the gradients of those before it in this step were dropped"
+        elif self.hooks.backward is not None and not completions.synced:
             why = "the last backward pass failed, so what it and those before it left is no gradient"
-        elif self.gradients.completions.accumulated:
+        elif completions.accumulated:
             why = "every backward pass was inside infinity.no_sync(model), so gradients wait for another"
         if why:
             raise StateError(

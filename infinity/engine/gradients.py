@@ -434,6 +434,12 @@ class Gradients:
             # the buffers of units that stayed may hold what is forgotten
             self.prefetcher.forget(self.prefetcher.staying & delivered)
 
+    def fail(self) -> None:
+        """Drop the gradients of this step, since a backward pass of it failed."""
+        lost = self.completions.lost or self.completions.accumulated
+        self.reset()
+        self.completions.lost = lost
+
     def _begin(self, unit: Unit) -> Gradient:
         if not self.completions.passed:  # the last reduction of the micro-batch before
             self.path.wait_for_reduction()

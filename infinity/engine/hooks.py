@@ -559,7 +559,7 @@ class Hooks:
             if type(segment.param.grad) is not ReleasedGradient:
                 segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
         if self.gradients.completions.in_backward:
-            self.gradients.reset()
+            self.gradients.fail()
         self._leave_backward()
 
     def _leave_backward(self) -> None:

@@ -113,6 +113,13 @@ class Sums:
         leave = partial(self._leave, unit, total.lease, away)
         leave() if self._run is None else self._run(leave)
 
+    def divide(self, leaving: Iterable[int], units: Sequence[Unit], *, ahead: bool) -> None:
+        """Let sums of ``leaving`` units leave from now on, those that are here at once."""
+        self.leaving, self.ahead = frozenset(leaving), ahead
+        for index in self.leaving & {*self.here}:
+            if (total := self.here.pop(index, None)) is not None:
+                self.put(units[index], total)
+
     def take(self, unit: Unit) -> Gradient | None:
         """Return a unit's sum, in device memory, and forget it; blocks until it is there."""
         self.expect(unit)

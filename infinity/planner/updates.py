@@ -183,6 +183,7 @@ class Completions:
         """Begin a step."""
         self.synced = False  # a backward pass has completed the gradients of this step
         self.accumulated = False  # one has given gradients that wait for a later one
+        self.lost = False  # those were dropped with a pass that failed
         self.delivered: set[int] = set()  # units whose gradients of this step are complete
         self._begin_pass()
 

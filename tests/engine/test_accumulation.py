@@ -68,6 +68,29 @@ def test_micro_batches_add_up_in_any_budget_bitwise_and_within_it(data, tmp_path
     assert max(each.peak_nbytes["device"] for each in ours.reports) <= budget
 
 
+class Deep(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(64, 64) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=super().forward(x).float().square().mean())
+
+
+@pytest.mark.parametrize("kib", [300, 340])
+def test_sums_leave_when_a_longer_micro_batch_leaves_them_no_room(tmp_path, monkeypatch, kib):
+    def batch(step: int, *ranks: int) -> dict[str, torch.Tensor]:
+        count = 40 if step == 4 else 4
+        return {"x": torch.randn(count, 64, generator=torch.Generator().manual_seed(step))}
+
+    where = streaming(tmp_path, "memory.activations=plan", UNTILED, f"memory.device={kib}KiB")
+    how: dict[str, Any] = {"accumulate": 3, "rule": rule_of(False), "steps": 2, "dtype": "fp32"}
+    monkeypatch.setattr(Pool, "patience_s", 1.0)
+    ours = train(seeded(Deep), batch, where, **how)
+    assert_bitwise(ours, reference(seeded(Deep), batch, **how))
+    assert max(each.peak_nbytes["device"] for each in ours.reports) <= kib * KIB
+    assert ours.reports[1].spilled_nbytes > ours.reports[0].spilled_nbytes == 0
+
+
 def on_two_ranks(folder: str) -> list[tuple[int, list[Trained]]]:
     found, where = [], streaming(folder, UNTILED)
     for name, clips, accumulate in (("llama", True, 3), ("nest", False, 2)):

@@ -110,6 +110,27 @@ def test_zero_grad_before_backward_or_after_step_changes_nothing(tmp_path, place
         pair.check()
 
 
+def test_gradients_that_went_with_a_failed_backward_are_an_error_of_the_step(tmp_path):
+    def fail(grad):
+        raise torch.OutOfMemoryError("no memory")
+
+    with lockstep("host", tmp_path) as pair:
+        pair.step()
+        with infinity.no_sync(pair.model):
+            pair.backward(50)
+        last = next(module for module in pair.model.modules() if isinstance(module, torch.nn.Linear))
+        handle = last.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.backward(51)
+        handle.remove()
+        pair.backward(51)  # tried again, without zero_grad
+        with pytest.raises(StateError, match="those before it in this step were dropped"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.step(2)
+        pair.check()
+
+
 def test_a_step_whose_gradients_all_wait_for_another_backward_is_an_error(tmp_path):
     with lockstep("host", tmp_path) as pair:
         pair.step()
