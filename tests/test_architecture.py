@@ -285,7 +285,7 @@ ROOM_BUDGETS = {
     "activations": 2409,
     "api": 4576,
     "app": 2569,
-    "checkpoint": 4198,
+    "checkpoint": 4192,
     "comm": 1220,
     "core": 2173,
     "data": 2791,

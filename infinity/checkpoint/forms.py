@@ -141,7 +141,7 @@ def _parse_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
         weights, kind = scheme["weights"], scheme.get("format") or given.get("format")
         if kind not in _COMPRESSED:
             raise ValueError(f"format is {kind}")
-        name = _COMPRESSED[kind]
+        name, size = _COMPRESSED[kind], weights.get("group_size")
         if kind == "naive-quantized" and weights.get("type", "int") == "int":
             name = "INT8"
         if kind == "pack-quantized":
@@ -151,19 +151,15 @@ def _parse_compressed(method: str, given: Mapping[str, Any]) -> Quantization:
                 raise ValueError(f"the strategy of weights is {weights['strategy']}")
             if weights.get("actorder") not in (None, False, "weight", "static"):
                 raise ValueError("columns are grouped in another order (actorder)")
-            bits, size = _bits(weights["num_bits"]), weights.get("group_size")
+            bits = _bits(weights["num_bits"])
             packed.add((bits, 0 if size in (None, -1) else _count(size)))
             name = f"INT{bits}"
-        elif weights.get("group_size") not in (
-            None,
-            -1,
-            size := _GROUPS.get(kind, weights.get("group_size")),
-        ):
-            raise ValueError(f"group_size is {weights['group_size']}; wanted {size} in {kind}")
+        elif size not in (None, -1, _GROUPS.get(kind, size)):
+            raise ValueError(f"group_size is {size}; wanted {_GROUPS[kind]} in {kind}")
         elif name == "INT8" and weights.get("num_bits", 8) != 8:
             raise ValueError(f"num_bits is {weights['num_bits']}; wanted 8 in {kind}")
         elif name == "INT8" and weights.get("strategy") == "group":
-            packed.add((0, _count(weights.get("group_size"))))
+            packed.add((0, _count(size)))
         names.add(name)
         zeros.add(name.startswith("INT") and weights.get("symmetric") is False)
     bits, size = packed.pop() if len(packed) == 1 else (0, 0)
@@ -324,12 +320,10 @@ def _e4m3(
         from infinity.optim import kernels
 
         factors = codecs.as_float(scales)
+        has_loop = out.dtype != torch.float16 or kernels.converts_half()
         if isinstance(out, FakeTensor):  # a dry run counts the bytes that operators move
             out.copy_(codes.view(torch.uint8).flatten())
-        elif (out.dtype == torch.float16 and not kernels.converts_half()) or dtype not in (
-            torch.float32,
-            out.dtype,
-        ):  # this CPU has no such loop, or products are rounded twice
+        elif not has_loop or dtype not in (torch.float32, out.dtype):  # or products are rounded twice
             out.copy_(decode(first, codes, scales).flatten())
         else:
 
