@@ -97,6 +97,8 @@ def translated(
         return packed, None
     try:
         return _translated(of, packed, shapes, groups, weights)
+    except StateError:
+        raise
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StateError(
             f"the state has {of.mark!r}, but is not whole, or of another optimizer than infinity's {plain}: "
