@@ -40,8 +40,6 @@ def _eigenvectors(gram: Tensor) -> Tensor:
     In fp64: in fp32 LAPACK often does not converge if rows are 0, as those of tokens that a step lacks.
     """
     values = gram.cpu().double()
-    if not len(values):  # of a parameter without elements
-        return gram
     _, vectors = torch.linalg.eigh(values / values.abs().max().clamp(min=_LEAST))
     return cast(Tensor, vectors.flip(1).float())
 

@@ -108,6 +108,8 @@ class WholeRule(Rule):
         return Way(self.last, {"shape": (rows, columns)}, self.first, places, self.sums(shape, group))
 
     def _transform(self, group: Group, step: int, sums: Sums, matrix: Tensor) -> Tensor:
+        if not matrix.numel():
+            return matrix
         there = {name: values.to(matrix.device) for name, values in sums.items()}
         made = self.remade(matrix, group, step, there)
         for name, values in there.items():
