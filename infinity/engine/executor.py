@@ -371,7 +371,7 @@ class StepExecutor(ActivationBudget):
         elif self.hooks.backward is not None and not completions.synced:
             why = "the last backward pass failed, so what it and those before it left is no gradient"
         elif completions.accumulated:
-            why = "every backward pass was inside infinity.no_sync(model), so gradients wait for another"
+            why = "every backward pass was inside infinity.no_sync(model): run the last one outside it"
         if why:
             raise StateError(
                 f"step(): {why}. Nothing was updated; optimizer.zero_grad() drops the gradients of this step"

@@ -62,7 +62,9 @@ def recipe(folder: Path) -> infinity.Recipe:
     )
 
 
-def fit(folder: Path, *, ours: bool, ckpt_path: str | None = None, **more: Any) -> tuple[Any, Any]:
+def fit(
+    folder: Path, *, ours: bool, ckpt_path: str | None = None, count: int = 12, **more: Any
+) -> tuple[Any, Any]:  # fmt: skip
     strategy = infinity.LightningStrategy(recipe(folder)) if ours else "auto"
     kept = ModelCheckpoint(folder / str(ours), every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = lightning.Trainer(
@@ -71,7 +73,7 @@ def fit(folder: Path, *, ours: bool, ckpt_path: str | None = None, **more: Any) 
         use_distributed_sampler=False, callbacks=[kept], **more,
     )  # fmt: skip
     learner = Learner(ours=ours)
-    trainer.fit(learner, loader(), loader(4), ckpt_path=ckpt_path)
+    trainer.fit(learner, loader(count), loader(4), ckpt_path=ckpt_path)
     return trainer, learner
 
 
@@ -85,6 +87,15 @@ def _no_traces() -> Any:
     os.environ.update(before)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_a_step_at_the_end_of_an_epoch_may_have_fewer_micro_batches(tmp_path: Path):
+    _, plain = fit(tmp_path, ours=False, count=14)
+    trainer, learner = fit(tmp_path, ours=True, count=14)
+    infinity.close(learner)
+    assert trainer.global_step == 5
+    assert len(learner.losses) == 9  # seven of an epoch are four steps
+    assert learner.losses == pytest.approx(plain.losses, abs=5e-6)
 
 
 def test_losses_and_checkpoints_are_those_without_infinity(tmp_path: Path):

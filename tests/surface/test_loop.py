@@ -146,6 +146,23 @@ def test_a_step_whose_gradients_all_wait_for_another_backward_is_an_error(tmp_pa
 
 
 @NVME
+def test_after_that_error_a_backward_outside_no_sync_completes_the_same_step(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        with infinity.no_sync(pair.model):
+            pair.backward(50)
+            pair.backward(51)
+        with pytest.raises(StateError, match="run the last one outside"):
+            pair.optimizer.step()
+        pair.backward(52)
+        pair.optimizer.step()
+        outcome = pair.plain.step([pair.batches(number) for number in (50, 51, 52)])
+        assert pair.optimizer.grad_norm == pytest.approx(outcome.grad_norm, rel=1e-12)
+        pair.step(2)
+        pair.check()
+
+
+@NVME
 def test_model_zero_grad_in_place_of_step_is_an_error(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()

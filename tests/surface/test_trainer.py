@@ -1,5 +1,6 @@
 """``infinity.trainer``: what a Trainer logs, saves and goes on from is what it is without infinity."""
 
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
@@ -412,6 +414,36 @@ def accelerated(folder: Path, *, restore: bool) -> list[float]:
 def test_accelerate_saves_and_loads_its_state(tmp_path: Path):
     whole = accelerated(tmp_path, restore=False)
     assert accelerated(tmp_path, restore=True) == whole[3:]
+
+
+def short_epochs(folder: Path | None) -> list[float]:
+    """Two epochs of seven micro-batches, two to a step, of Accelerate's loop; None: without infinity."""
+    torch.manual_seed(0)
+    accelerator = (infinity.Accelerator if folder else Accelerator)(gradient_accumulation_steps=2, cpu=True)
+    if folder is None:
+        model = LlamaForCausalLM(CONFIG)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    else:
+        with infinity.Init(recipe(folder)):
+            model = LlamaForCausalLM(CONFIG)
+        optimizer = infinity.AdamW(model, lr=3e-3, weight_decay=0.0)
+    loader = torch.utils.data.DataLoader([row["input_ids"] for row in rows(14)], batch_size=2)
+    served, prepared, batches = accelerator.prepare(model.eval(), optimizer, loader)
+    losses = []
+    for batch in itertools.chain(batches, batches):
+        with accelerator.accumulate(served):
+            loss = served(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            prepared.step()
+            prepared.zero_grad()
+        losses.append(float(loss))
+    if folder is not None:
+        infinity.close(model)
+    return losses
+
+
+def test_the_last_step_of_accelerates_epoch_may_have_fewer_micro_batches(tmp_path: Path):
+    assert short_epochs(tmp_path) == pytest.approx(short_epochs(None), abs=5e-6)
 
 
 def test_accelerate_replaces_a_state_and_refuses_what_it_would_leave_out(tmp_path: Path):
