@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2173,
     "data": 2791,
     "device": 1142,
-    "engine": 4254,
+    "engine": 4256,
     "integrations": 695,
     "nvme": 1199,
     "observe": 984,

@@ -273,6 +273,8 @@ class StepExecutor(ActivationBudget):
         self.updates.expect()
 
     def _apply_division(self) -> None:
+        # The last reductions of a micro-batch take and put sums, on their threads.
+        self.timeline.stall("collective", self.updates.wait_for_gradients)
         division, sums = self.budget.division, self.gradients.path.sums
         self.updates.stored_gradients.place(self.budget.spilled, {*self.updates.ready, *sums.away})
         self._resize_host_pools()

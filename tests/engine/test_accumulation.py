@@ -185,6 +185,26 @@ def test_a_sum_that_came_ahead_gives_its_memory_back_and_comes_again():
     assert pool.leased_nbytes == 4 * KIB  # the one that was taken
 
 
+def test_sums_are_divided_again_when_no_reduction_takes_or_puts_one(tmp_path):
+    """Else a sum could leave between the look for it and the taking, and would be lost."""
+    model = training.build(MODELS["llama"][0], "bf16", [*streaming(tmp_path, UNTILED)])
+    optimizer = training.optimizer_for(model, rule_of(False))
+    reduction, ended = Transfer(), list[bool]()
+    runtime_of(model).executor().updates.announce(reduction)
+    divide = Sums.divide
+
+    def seen(*args: Any, **more: Any) -> None:
+        ended.append(reduction.done())
+        divide(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sums, "divide", seen)
+        threading.Timer(0.2, reduction.finish).start()
+        infinity.no_sync(model).__enter__()  # the first one divides again
+    assert ended == [True]
+    optimizer.close()
+
+
 def test_a_sum_that_could_not_be_written_is_an_error_of_the_next_micro_batch_and_can_be_forgotten(tmp_path):
     where = streaming(tmp_path, UNTILED)
     smallest, _ = least("llama", False, where)
