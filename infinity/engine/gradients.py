@@ -78,7 +78,7 @@ class ReleasedGradient(torch.Tensor):
                 return args[0]  # model.to(...): the weight itself is moved or refuses the cast
             if name == "__set__" and args[0] is args[1]:
                 return None  # the same
-            if args[0].__dict__.get("is_spent") and name in _OF_ZERO_GRAD:
+            if name in _OF_ZERO_GRAD and args[0].__dict__["is_spent"]:
                 return args[0]
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "

@@ -572,7 +572,7 @@ def test_an_alpha_of_zero_is_a_factor_of_zero_in_a_layer_for_each_expert(tmp_pat
     config = json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
     config |= {"lora_alpha": 0, "alpha_pattern": {"q_proj": 8.0}}
     (tmp_path / "packed" / "adapter_config.json").write_text(json.dumps(config))
-    split_experts(tmp_path / "packed", make("Qwen3Moe").config)
+    split_experts(tmp_path / "packed", tmp_path / "packed", make("Qwen3Moe").config)
     values = load_file(tmp_path / "packed" / "adapter_model.safetensors")
     changing = {key.split(".")[-3] for key, value in values.items() if "lora_B" in key and value.any()}
     assert changing == {"q_proj"}

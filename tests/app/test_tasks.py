@@ -185,7 +185,7 @@ def test_a_killed_run_goes_on_bitwise_with_its_reference_and_its_best(
 
 def test_steps_that_need_more_of_the_reference_are_refused(place: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "write_model", lambda *_: 1 / 0)  # at its end
+        patch.setattr(train_module, "write_model", lambda *_, **__: 1 / 0)  # at its end
         with pytest.raises(ZeroDivisionError):
             train(recipe(place, tmp_path, "dpo", "train.steps=2", "data.packing=false"))
     with pytest.raises(
@@ -197,7 +197,7 @@ def test_steps_that_need_more_of_the_reference_are_refused(place: Path, tmp_path
 def test_adapters_know_their_reference_at_any_step(place: Path, tmp_path: Path) -> None:
     more = ["data.packing=false", "lora.rank=4"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "write_model", lambda *_: 1 / 0)  # at its end
+        patch.setattr(train_module, "write_model", lambda *_, **__: 1 / 0)  # at its end
         with pytest.raises(ZeroDivisionError):
             train(recipe(place, tmp_path, "dpo", "train.steps=2", *more))
     train(recipe(place, tmp_path, "dpo", "train.steps=4", *more))

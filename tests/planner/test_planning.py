@@ -55,7 +55,7 @@ def test_a_record_without_a_key_is_an_error_that_names_it(tmp_path: Path, record
     given = json.loads((tmp_path / PLAN).read_text())
     del given[record][key]
     (tmp_path / PLAN).write_text(json.dumps(given))
-    with pytest.raises(RecipeError, match=rf"{PLAN}: not a .*'{key}'"):
+    with pytest.raises(RecipeError, match=rf"{PLAN}: wanted a plan.*'{key}'"):
         Planning.load(tmp_path)
 
 

@@ -129,7 +129,8 @@ def test_an_update_stands_once():
 def test_in_any_order_of_events_memory_is_given_back_once_and_never_while_it_is_read(
     early: bool, keeps: bool, spills: bool, right: bool, data: st.DataObject
 ):
-    right |= early and not (keeps or spills)  # where a gradient is not kept, other numbers are an error
+    spills &= keeps or not early  # one that does not wait is not stored
+    right |= early and not keeps  # where a gradient is not kept, other numbers are an error
     one = update(early=early, keeps=keeps, spills=spills)
     freed: list[Do] = []
     due: list[str] = []  # what is under way and will be told

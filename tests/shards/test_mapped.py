@@ -227,13 +227,13 @@ def gathered_nbytes():
     with pytest.MonkeyPatch.context() as patch:
         gather, seen = Collectives.gather, []
 
-        def counts(self, index, where, bring):
+        def counts(self, index, where, bring, **how):
             def brought():
                 full = bring()
                 seen.append((index, full.nbytes))
                 return full
 
-            return gather(self, index, where, brought)
+            return gather(self, index, where, brought, **how)
 
         patch.setattr(Collectives, "gather", counts)
         yield seen
