@@ -12,7 +12,7 @@ SSDTrain (arXiv:2408.10013); SuperOffload (arXiv:2509.21271).
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -65,13 +65,6 @@ class Planned:
     def serial_tflops(self) -> float:
         """Likewise if nothing ran beside anything else."""
         return self.flops / sum(self.cost.busy_s.values()) / 1e12
-
-    @property
-    def ring_tflops(self) -> float:
-        """Likewise if a reduction crossed each node's border once, as a gather does."""
-        rates = self.run.rates
-        rates = replace(rates, reduce_bytes_per_s=rates.gather_bytes_per_s)
-        return self.flops / play_step(self.run.trace, replace(self.run.setup, rates=rates)).step_s / 1e12
 
     @property
     def needs(self) -> str:
@@ -239,13 +232,7 @@ def why(found: Planned, paper: float) -> str:
         between = f"the paper's figure lies between the plan's and {serial:.0f}, with nothing overlapped"
         above = f"with nothing overlapped it would be {serial:.0f} still"
         return f"{busy} {share:.0%} of the step; " + (between if serial < paper else above)
-    links, ring = cost.busy_s["links"], found.ring_tflops
-    reason = (
-        f"{busy} {share:.0%} of the step. Gradients are reduced by all-to-all, in which each of a node's "
-        f"{found.run.machine.devices.per_node} ranks sends to all other nodes; if each byte crossed a node's "
-        f"border once, it would be {ring:.0f} Tflop/s: the paper's figure lies between"
-    )
-    return reason if links > 0.5 * cost.step_s else f"{busy} {share:.0%} of the step"
+    return f"{busy} {share:.0%} of the step"
 
 
 def relief(found: Sequence[Planned]) -> str:

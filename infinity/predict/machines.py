@@ -178,7 +178,7 @@ class RankRates:
 
     channels: Hardware  # its share of the drives, and its link to host memory
     gather_bytes_per_s: float  # full values of a unit; infinite with one rank
-    reduce_bytes_per_s: float  # full gradients, by all-to-all
+    reduce_bytes_per_s: float  # full gradients, each byte across a border of nodes once
     update_bytes_per_s: float  # what updates of shards read and write, on all cores
     background_bytes_per_s: float  # the same beside compute, where that needs the cores, too
     decode_bytes_per_s: float  # what operators that decode stored weights read and write
