@@ -294,7 +294,7 @@ ROOM_BUDGETS = {
     "integrations": 695,
     "nvme": 1199,
     "observe": 984,
-    "optim": 3026,
+    "optim": 3039,
     "partition": 2718,
     "planner": 2283,
     "predict": 4989,
