@@ -527,6 +527,7 @@ def test_ctrl_c_ends_every_rank_and_removes_the_files(tmp_path, how, world):
     assert not files(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_after_the_timeout(tmp_path):
     with start_ranks(endless, 2, str(tmp_path), "stopped", group=False) as ranks:
         ranks.processes[0].wait()

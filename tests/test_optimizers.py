@@ -121,7 +121,8 @@ def place(folder: Path | str, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "where", "dtype"),
     few(
-        [(n, "nvme", "bf16") for n in NUMBERS] + [("adamw8bit", "host", "fp32"), ("sgd", "host", "fp16")],
+        [(n, "nvme", "bf16") for n in NUMBERS if n != "adamw4bit"]
+        + [("adamw8bit", "host", "fp32"), ("sgd", "host", "fp16")],
         itertools.product(NUMBERS, ("host", "nvme"), ("bf16", "fp16", "fp32")),
     ),
 )
@@ -278,6 +279,7 @@ def play_alike(folder: str, names: list[str]) -> list[tuple[list[str], list[str]
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["adamw8bit", "adamw8bit+bf16-stochastic"], pytest.param(ELEMENTWISE, marks=pytest.mark.slow)]
 )

@@ -10,16 +10,16 @@ SMALL = ("memory.nvme=[{folder}]", "memory.host=200KiB", "memory.resident=false"
 FAST: dict[str, Scenario] = {
     "llama on nvme": Scenario(more=TIGHT, steps=2),
     "gpt in host memory, clipped": Scenario(model="gpt", place=HOST, clip=1.0, steps=2),
-    "gpt2 with activations stored": Scenario(
-        model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
-    ),
     "two ranks, accumulated": Scenario(accumulate=2, world=2, steps=2, clip=1.0),
     "llama, accumulated on nvme": Scenario(place=SMALL, more=TIGHT, accumulate=2, steps=2, clip=1.0),
-    "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
     "on the device, clipped": Scenario(place=DEVICE, clip=1.0, steps=2),
 }
 
 SLOW: dict[str, Scenario] = {
+    "gpt2 with activations stored": Scenario(
+        model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
+    ),
+    "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
     "llama on nvme, more steps": Scenario(more=TIGHT, steps=6),
     "llama on nvme, clipped": Scenario(clip=1.0, more=("memory.device=192KiB",)),
     "llama in host memory": Scenario(place=HOST),

@@ -58,6 +58,7 @@ def trained(place: tuple[str, ...], folder: Path, schedule: str = "eager", **opt
     return digest
 
 
+@pytest.mark.slow
 def test_gradients_that_do_not_fit_host_memory_wait_on_nvme_and_change_no_bit(tmp_path: Path) -> None:
     harness.needs_simulator()
     [(host, spilled, units)] = run_ranks(enough, 1, str(tmp_path), "false", group=False)

@@ -98,6 +98,7 @@ def die_in_step_2(folder: str, schedule: Schedule, where: str) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "where"),
     [

@@ -102,6 +102,7 @@ def test_where_nothing_is_left_out_nothing_is_noticed(tmp_path: Path, name: str)
     assert not noticed(None, name, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_wait_of_a_buffers_next_user_is_noticed_if_it_is_left_out(tmp_path: Path):
     [mutation] = [m for m in tried() if place(m) == "device/memory.py Lease.tensor"]
     assert "host to device" in check(mutation, tmp_path)

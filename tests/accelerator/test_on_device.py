@@ -206,6 +206,7 @@ def left_by_a_step(spare_nbytes: int) -> tuple[int, int]:
     return cached[0], len(there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare_nbytes", few((0,), (0, 512 * 1024)))
 def test_what_activations_took_and_pools_may_take_stays_free_of_states(spare_nbytes: int):
     cached, there = run(left_by_a_step, spare_nbytes)
@@ -293,6 +294,7 @@ def saved(folder: str, named: bool) -> tuple[list[str], bool]:
     return [*simulator.races, *simulator.early], right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_checkpoint_is_written_beside_training_from_states_on_the_device(tmp_path: Path, named: bool):
     assert run(saved, str(tmp_path), named) == ([], True)

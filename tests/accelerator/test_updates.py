@@ -64,7 +64,7 @@ STREAMED = ("memory.host=16MiB", "memory.resident=false")
 @pytest.mark.parametrize(
     ("name", "place"),
     few(
-        [("adamw", STREAMED), ("adamw8bit", STREAMED)],
+        [("adamw8bit", STREAMED)],
         itertools.product(NAMES, (("memory.host=64MiB",), STREAMED)),
     ),
 )

@@ -147,6 +147,7 @@ def test_a_budget_alone_is_enough_to_be_planned_for():
         init.runtime.close()
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path, measured):
     _, least, units = measured
     overrides = streaming(tmp_path, f"memory.device={units + least // 2}", "memory.activations=plan")

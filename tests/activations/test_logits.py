@@ -305,6 +305,7 @@ def test_a_gradient_that_is_asked_of_logits_is_there_or_refused(ask: str) -> Non
     assert torch.equal(late.grad, torch.ones(late.shape))
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_is_computed_in_slices() -> None:
     model = Tail(lambda logits, labels: logits)
     head, loss = Head(model), lambda logits: IN_SLICES["mean"](logits, model.labels)
@@ -398,6 +399,7 @@ def peak_nbytes(model: nn.Module) -> int:
     return meter.peak_nbytes()
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_256_k_takes_a_few_times_its_weights_whatever_the_number_of_tokens() -> None:
     model = Tail(IN_SLICES["mean"], tokens=64, width=16, vocabulary=2**18)
     weight_nbytes = 4 * model.lm_head.weight.numel()

@@ -75,6 +75,7 @@ def test_a_directory_in_the_home_is_found_there(tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.slow
 def test_two_models_one_inside_the_other(tmp_path):
     class Both(nn.Module):
         def __init__(self) -> None:

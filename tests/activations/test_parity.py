@@ -14,9 +14,9 @@ from tests.helpers.training import assert_bitwise, reference, streaming, train
 POLICIES = ("offload", "recompute", "plan")
 #: In the fast suite: each kind of model, and each policy with several of them.
 FEW = {
-    "offload": ("t5", "vit", "deepseek_v3", "whisper"),
-    "recompute": ("llama", "mixtral"),
-    "plan": ("gpt", "mixtral"),
+    "offload": ("t5", "vit", "deepseek_v3"),
+    "recompute": ("llama",),
+    "plan": ("mixtral",),
 }
 
 
@@ -51,7 +51,7 @@ def plain(name, steps, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "policy"),
-    few([("fp16", "plan"), ("fp32", "recompute")], [(d, p) for d in ("fp16", "fp32") for p in POLICIES]),
+    few([("fp32", "recompute")], [(d, p) for d in ("fp16", "fp32") for p in POLICIES]),
 )
 def test_dtypes(tmp_path, policy, dtype):
     options = {"steps": steps_of(policy), "dtype": dtype}
@@ -64,7 +64,7 @@ def test_dtypes(tmp_path, policy, dtype):
 @pytest.mark.parametrize(
     ("engine", "policy"),
     few(
-        [("threads", "plan"), ("libaio", "offload")],
+        [("libaio", "offload")],
         [(e, p) for e in ("threads", "libaio") for p in POLICIES],
     ),
 )

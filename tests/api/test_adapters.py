@@ -416,6 +416,7 @@ def test_a_run_with_every_setting_goes_on_to_the_bit_after_an_interruption(tmp_p
         SavedAdapters(tmp_path / "runs" / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_began_from_adapters_goes_on_when_these_are_gone(tmp_path: Path) -> None:
     base_in(tmp_path / "base")
 

@@ -61,7 +61,7 @@ def layered(
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout"), few((("gpt2", 0.1),), [("gpt2", 0.1), ("llama", 0.0), ("gpt", 0.0), ("bert", 0.1)])
+    ("name", "dropout"), few((("gpt", 0.0),), [("gpt2", 0.1), ("llama", 0.0), ("gpt", 0.0), ("bert", 0.1)])
 )
 def test_no_number_changes_wherever_what_blocks_return_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dropout: float
@@ -222,6 +222,7 @@ def peaks(folder: Path, layers: int, micro_batches: int, *more: str) -> tuple[in
         return meter.peak_nbytes(without=gradients), stats.peak_nbytes
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_blocks_and_hardly_with_micro_batches(tmp_path: Path) -> None:
     value = 2 * 64 * 64
     one, waiting = peaks(tmp_path, 2, 4, OFFLOAD)
@@ -236,7 +237,7 @@ def test_memory_does_not_grow_with_blocks_and_hardly_with_micro_batches(tmp_path
     assert kept > more_blocks + 3 * 4 * value
 
 
-@pytest.mark.parametrize("staying", [0, 2, 6])
+@pytest.mark.parametrize("staying", few([2], [0, 2, 6]))
 def test_bytes_are_those_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staying: int) -> None:
     give(monkeypatch, staying)
     slices, batch = 4, models.build("llama", seed=0)[1]

@@ -289,6 +289,7 @@ def on_two_ranks(folder: str) -> tuple[Counted, Trained]:
     return counted, trained
 
 
+@pytest.mark.slow
 def test_two_ranks_read_every_weight_twice_and_train_as_one(tmp_path: Path) -> None:
     ranks = run_ranks(on_two_ranks, 2, str(tmp_path))
     plain = reference_by_layer("llama", micro_batches=2, dtype="fp32", rule=CLIPPED)

@@ -183,6 +183,7 @@ def rank_exports(folder: str, base: str) -> None:
         infinity.save_lora(model, Path(folder, "adapters"))
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_merged_model_of_one(tmp_path: Path) -> None:
     plain = base_of(tmp_path / "base", "llama", "bf16", seed=33)
     run_ranks(rank_exports, 2, str(tmp_path), str(tmp_path / "base"))

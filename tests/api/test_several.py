@@ -109,7 +109,9 @@ def alone(folder: Path, name: str, train: Any, clip: float | None, **how: Any) -
 @pytest.mark.parametrize(
     ("train", "place", "clip", "more"),
     [
-        (train_in_steps, "adapters", 0.5, ("memory.activations=recompute",)),
+        pytest.param(
+            train_in_steps, "adapters", 0.5, ("memory.activations=recompute",), marks=pytest.mark.slow
+        ),
         (train_by_layers, "nvme", 0.5, ("train.schedule=layer",)),
         pytest.param(train_in_steps, "nvme", None, (), marks=pytest.mark.slow),
     ],
@@ -176,6 +178,7 @@ def train_experts(folder: Path, names: Sequence[str], *more: str) -> dict[str, A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -24,6 +24,7 @@ from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import show_recipe
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.runs import small_units
 
@@ -105,7 +106,7 @@ def require_same(saved: Path, wanted: Path) -> None:
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("schedule", ["step", "layer"])
+@pytest.mark.parametrize("schedule", few(["layer"], ["step", "layer"]))
 def test_each_adapter_of_a_run_is_bitwise_that_of_a_run_alone(
     place: Path, tmp_path: Path, schedule: str
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_run_goes_on_with_saved_adapters_one_of_which_was_moved_meanwhile(
         require_same(tmp_path / "runs/all/adapters" / name, tmp_path / "runs/again/adapters" / name)
 
 
+@pytest.mark.slow
 def test_rows_of_the_embedding_are_trained_by_the_adapters_that_have_them(
     place: Path, tmp_path: Path
 ) -> None:
@@ -279,6 +281,7 @@ def test_errors_of_one_adapter_say_which(place: Path, tmp_path: Path) -> None:
         train(recipe(place, tmp_path, "train.dtype=fp16"))
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_states_the_updates_and_the_tokens_of_all_adapters(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,10 +119,15 @@ def stop(patch: pytest.MonkeyPatch, where: str, step: int, error: BaseException)
 #: Where it stops, and the step that is kept: a step is committed when the next one has begun.
 STOPS = [
     ("loss", 4, 3),
-    ("evaluation", 4, 3),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("loss", 1, 0), ("loss", 2, 1), ("step", 3, 2), ("step", STEPS, STEPS - 1))
+        for each in (
+            ("evaluation", 4, 3),
+            ("loss", 1, 0),
+            ("loss", 2, 1),
+            ("step", 3, 2),
+            ("step", STEPS, STEPS - 1),
+        )
     ),
 ]
 
@@ -186,6 +191,7 @@ def test_budgets_and_the_number_of_steps_may_change_and_the_schedule_follows(
     assert rates[3:] == [line["lr"] for line in metrics(whole) if line["kind"] == "step"][3:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     [

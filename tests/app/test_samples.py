@@ -17,6 +17,7 @@ from infinity.app.train import train, write_model
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.data.tokenizer import Chat, DataError, open_tokenizer
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.runs import metrics_of
 from tests.helpers.tokenizers import CHATML, write_tokenizer
@@ -170,7 +171,7 @@ def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
     assert bytes(encoded) == b"user: b\nassistant: "
 
 
-@pytest.mark.parametrize("trained", ["all", "adapters", "two adapters"])
+@pytest.mark.parametrize("trained", few(["two adapters"], ["all", "adapters", "two adapters"]))
 def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: str, monkeypatch):
     make_base(tmp_path / "base")
     question = {"messages": [{"role": "user", "content": "hello there"}]}

@@ -22,6 +22,7 @@ from infinity.core.errors import CheckpointError, RecipeError
 from infinity.observe.metrics import Evaluation, Summary
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, start_ranks
 
 pytestmark = [  # what peft itself says to users of plain PyTorch
@@ -132,7 +133,7 @@ def test_packed_pairs_have_the_losses_of_pairs_alone(place: Path, tmp_path: Path
         assert one["metrics"] == pytest.approx(other["metrics"], abs=1e-4)
 
 
-@pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.parametrize("task", few(["kto"], ["dpo", "kto"]))
 def test_the_layer_schedule_has_the_losses_of_the_ordinary_one(
     task: str, place: Path, tmp_path: Path
 ) -> None:
@@ -157,7 +158,7 @@ def dies(folder: str, place: str, task: str, overrides: list[str], step: int) ->
     train(recipe(Path(place), Path(folder), task, *overrides))
 
 
-@pytest.mark.parametrize("more", [[], ["lora.rank=4"]], ids=["all", "adapters"])
+@pytest.mark.parametrize("more", few([[]], [[], ["lora.rank=4"]]), ids=["all", "adapters"])
 def test_a_killed_run_goes_on_bitwise_with_its_reference_and_its_best(
     more: list[str], place: Path, tmp_path: Path
 ) -> None:
@@ -268,7 +269,7 @@ def on_two(folder: str, place: str, task: str) -> Any:
     return train(recipe(Path(place), Path(folder), task, "train.batch_size=1", "train.keep_best=loss"))
 
 
-@pytest.mark.parametrize("task", ["kto", "classify"])
+@pytest.mark.parametrize("task", few(["kto"], ["kto", "classify"]))
 def test_two_ranks_have_the_losses_of_one(task: str, place: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -280,6 +281,7 @@ def test_two_ranks_have_the_losses_of_one(task: str, place: Path, tmp_path: Path
     assert best_steps(tmp_path / "two/runs/one" / BEST_FOLDER)
 
 
+@pytest.mark.slow
 def test_the_best_adapters_are_merged(place: Path, tmp_path: Path) -> None:
     train(recipe(place, tmp_path, "dpo", "lora.rank=4", "train.keep_best=loss"))
     main(["export", f"{tmp_path}/runs/one", f"{tmp_path}/best", "--best", "--merge"])

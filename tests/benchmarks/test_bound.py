@@ -24,6 +24,7 @@ from tests.helpers.profiles import (
 pytest.importorskip("scipy", reason="an extra: bound")
 
 
+@pytest.mark.slow
 @given(random_profiles(), random_hardware(), st.floats(0, 1))
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:

@@ -107,6 +107,7 @@ def on_two_ranks(folder: str) -> list[tuple[int, list[Trained]]]:
     return found
 
 
+@pytest.mark.slow
 def test_on_two_ranks_sums_of_shards_wait_elsewhere_too(tmp_path):
     for found in run_ranks(on_two_ranks, 2, str(tmp_path)):
         for smallest, (tight, roomier, ample) in found:

@@ -282,6 +282,7 @@ def test_auto_trains_within_a_budget_that_whole_logits_exceed(tmp_path: Path) ->
     assert plenty == wide(tmp_path, "memory.device=64MiB", "memory.logits=whole")[0]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_named_with_the_logits_that_it_is_enough_for(tmp_path: Path) -> None:
     def refused(nbytes: int, *overrides: str) -> str:
         with pytest.raises(BudgetError) as raised:

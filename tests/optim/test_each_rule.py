@@ -294,10 +294,13 @@ PLAIN = ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "schedulefree", "sgd
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *itertools.product(PLAIN, [torch.bfloat16, torch.float32]),
-        ("adamw8bit+kahan", torch.bfloat16), ("adamw+bf16-stochastic", torch.bfloat16),
-    ],
+    few(
+        [("adamw8bit", torch.bfloat16), ("schedulefree", torch.float32), ("adamw8bit+kahan", torch.bfloat16)],
+        [
+            *itertools.product(PLAIN, [torch.bfloat16, torch.float32]),
+            ("adamw8bit+kahan", torch.bfloat16), ("adamw+bf16-stochastic", torch.bfloat16),
+        ],
+    ),
 )  # fmt: skip
 def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
     """Compiled for the host, a thread for each of a block's, without fused multiply-adds."""
@@ -427,7 +430,7 @@ def test_errors_of_quantized_moments_beside_dynamic_quantization():
             assert ours[1] < ALLOWED[name][1]
 
 
-@pytest.mark.parametrize(("spread", "least"), [(0.0, 0.85), (0.5, 1.2), (1.0, 5.0)])
+@pytest.mark.parametrize(("spread", "least"), few([(1.0, 5.0)], [(0.0, 0.85), (0.5, 1.2), (1.0, 5.0)]))
 def test_weights_stay_nearer_to_those_of_fp32_moments_than_by_dynamic_quantization(spread, least):
     """50 steps of Adam whose gradients differ by powers of ten within a block, by ``spread`` on average."""
 

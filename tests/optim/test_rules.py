@@ -259,6 +259,7 @@ def updated_later(folder: str) -> tuple[int, int]:
     return versions()
 
 
+@pytest.mark.slow
 def test_threads_ranks_and_children_that_need_it_at_once_compile_it_once_each(tmp_path):
     alone = {"group": False, "imported": False}  # ranks have loaded the package's loops
     assert {*run_ranks(busy, 2, str(tmp_path), **alone)} <= {(0, 1), (1, 1)}

@@ -65,6 +65,7 @@ SAVING_ON_RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", fast_and_slow(SAVING, SAVING_ON_RANKS))
 def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise(tmp_path, trials):
     """What was saved has the bytes that it has without a kill."""
@@ -106,6 +107,7 @@ OTHER_RANKS_ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trials",
     [OTHER_RANKS, pytest.param(OTHER_RANKS_ELSEWHERE, marks=pytest.mark.slow)],

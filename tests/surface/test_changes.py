@@ -252,6 +252,7 @@ def _compile_all(model, backend):
     model.compile(backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, at graph breaks
 @pytest.mark.parametrize(
     "place",
