@@ -50,7 +50,7 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
 
 def _examples(data: Data, coloured: bool) -> Iterator[Text]:
     """Yield documents of different sources, those in the loss told apart from those that are masked."""
-    together = 1 if data.layout.kind is None else data.layout.kind.documents
+    together = max(1, data.layout.kind.documents)
     parts = [part for part in data.sources.parts if len(part.documents)]
     for number in range(_EXAMPLES):
         part, turn = parts[number % len(parts)], number // len(parts)

@@ -234,7 +234,7 @@ class Loop:
             ]
         finally:
             self._model.train()
-        per_token = OBJECTIVES[self._recipe.train.task].data is None
+        per_token = not OBJECTIVES[self._recipe.train.task].data.documents
         found = Evaluation.of(step, parts, per_token=per_token)
         self._views.evaluated(found)
         if self.best is not None and step > 0:

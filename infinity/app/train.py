@@ -317,7 +317,7 @@ def _open_inputs(recipe: Recipe, log: Log) -> Data:
     how = loaded_as(recipe.train.task, recipe.model) if recipe.train.task == "classify" else {}
     return open_data(
         config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log, kind=objective.data,
-        all_tokens=objective.all_tokens, labels=how.get("num_labels"),
+        labels=how.get("num_labels"),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class Sources:
 
 
 def open_sources(
-    config: DataConfig, vocab_size: int, model_path: str | None, log: Log, kind: Kind | None,
+    config: DataConfig, vocab_size: int, model_path: str | None, log: Log, kind: Kind,
     check: Callable[[Tokens], Tokens],
 ) -> dict[str, Sources]:  # fmt: skip
     """Tokenize training data and held-out files, each if it is not cached; return them by their keys.
@@ -161,8 +161,7 @@ def open_sources(
         )
     cache = TokenCache(
         folder=Path(config.cache), tokenizer=tokenizer, skip_malformed=config.skip_malformed,
-        reading=config.reading(SUPERVISED if kind is None else (kind.format,)),
-        encode=None if kind is None else kind.encode,
+        reading=config.reading(kind.formats), encode=kind.encode,
     )  # fmt: skip
     seen = set[Path]()
 
@@ -209,7 +208,7 @@ def parts_of(tokens: Tokens, names: Sequence[str], ends: Sequence[int]) -> list[
 
 
 def checked(
-    tokens: Tokens, *, vocab_size: int, model_path: str | None, all_tokens: bool, labels: int | None
+    tokens: Tokens, *, vocab_size: int, model_path: str | None, kind: Kind, labels: int | None
 ) -> Tokens:
     """Return tokens as they are trained on; DataError, RecipeError: the model lacks a token, or a label."""
     if tokens.largest >= vocab_size:
@@ -223,7 +222,7 @@ def checked(
             f"model.num_labels: the data has labels up to {largest}, and the model {labels} labels (null: "
             f"those of its config.json); set model.num_labels={largest + 1}"
         )
-    return tokens.all_counted() if all_tokens else tokens
+    return tokens.all_counted() if kind.all_tokens else tokens
 
 
 def cut(files: Sequence[Source], ends: Sequence[int], config: DataConfig) -> list[list[Source]]:

@@ -13,22 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infinity.data.formats import Completion, Reading, Record
+from infinity.data.formats import SUPERVISED, Completion, Reading, Record
 from infinity.data.sources import Source
 from infinity.data.tokenizer import ASSISTANT, Chat, DataError, Encoded, MalformedError, Tokenizer
-from infinity.data.tokens import Documents, Encode, encode_document, encoded_rows
+from infinity.data.tokens import Documents, Encode, encode_document, encode_documents, encoded_rows
 
 #: The largest label of a text.
 _MOST_LABEL = 10**6
 
 
 class Kind(NamedTuple):
-    """Describes examples: the format of their rows, and the documents that each row becomes."""
+    """Describes data: the formats of its rows, and the documents that each row becomes."""
 
-    format: str
+    formats: tuple[str, ...]
     encode: Encode
-    documents: int  # of an example
+    documents: int  # of an example; 0: the examples are tokens
     whole: bool = False  # documents are not predicted, token by token, but scored
+    all_tokens: bool = False  # count in the loss, also those of prompts
 
 
 def encode_pairs(source: Source, tokenizer: Tokenizer, reading: Reading) -> Documents:
@@ -128,7 +129,9 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value)[:50]
 
 
-PAIRS = Kind("preference", encode_pairs, 2)
+#: Text, prompts and chats.
+TEXTS = Kind(SUPERVISED, encode_documents, 0)
+PAIRS = Kind(("preference",), encode_pairs, 2)
 SCORED_PAIRS = PAIRS._replace(whole=True)
-JUDGED = Kind("prompt-completion", encode_judged, 2)
-LABELLED = Kind("text", encode_labelled, 1, whole=True)
+JUDGED = Kind(("prompt-completion",), encode_judged, 2)
+LABELLED = Kind(("text",), encode_labelled, 1, whole=True)

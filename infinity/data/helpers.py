@@ -100,8 +100,8 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
     Files of rows are cut into parts, whose entries are put together and removed. Rows must not depend on
     those before and after them.
     """
-    by_source = [each.parts(PART_NBYTES) if has_rows(each.path) else [each] for each in sources]
-    parts = [part for each in by_source if len(each) > 1 for part in each]
+    by_source = {each: each.parts(PART_NBYTES) if has_rows(each.path) else [each] for each in sources}
+    parts = [part for each in by_source.values() if len(each) > 1 for part in each]
     worth = sum(part.nbytes for part in parts) // WORTH_NBYTES
     count = min(worth, max(1, usable_cores() // local_ranks()), MOST_HELPERS + 1) - 1
     if not worth or count + world_size() < 2 or cache.entry(sources).exists():
@@ -118,7 +118,7 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
             if time.monotonic() - logged_s >= LINES_EVERY_S:
                 logged_s = time.monotonic()
                 log(f"tokenizing {part.path}: {number} of {len(own)} parts")
-        cache.make(sources, log, [_documents(cache, each) if len(each) > 1 else None for each in by_source])
+        cache.make(sources, log, lambda source: _documents(cache, by_source[source]))
     except DataError:  # whoever reads all from the beginning raises the first
         pass
     finally:
@@ -128,7 +128,10 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
 
 
 def _documents(cache: TokenCache, parts: Sequence[Source]) -> Documents:
-    """Yield the documents of parts, in order, from their entries."""
+    """Yield the documents of parts, in order, from their entries; of a single one by encoding it."""
+    if len(parts) == 1:
+        yield from cache.documents(parts[0])
+        return
     for part in parts:
         tokens = cache.open([part])
         for begin, end, _, label in tokens.documents.tolist():

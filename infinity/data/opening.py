@@ -13,7 +13,7 @@ import numpy as np
 from infinity.core.config import SettingError
 from infinity.core.nbytes import format_nbytes
 from infinity.data.entries import EVAL_SETS, HELD_OUT, TRAIN, DataConfig, Part, Sources, checked, open_sources
-from infinity.data.examples import Kind
+from infinity.data.examples import TEXTS, Kind
 from infinity.data.loader import HeldOut, Loader
 from infinity.data.sequences import BatchShape, Layout, Sequences, joined
 from infinity.data.sources import Source
@@ -42,8 +42,7 @@ class Data:
 
 def open_data(
     config: DataConfig, shape: BatchShape, *, vocab_size: int, model_path: str | None = None,
-    log: Log = lambda line: None, kind: Kind | None = None, all_tokens: bool = False,
-    labels: int | None = None,
+    log: Log = lambda line: None, kind: Kind = TEXTS, labels: int | None = None,
 ) -> Data:  # fmt: skip
     """Open the data of a run. All ranks may call at the same time.
 
@@ -51,13 +50,9 @@ def open_data(
         vocab_size: The model's; DataError: the data has a token beyond it.
         model_path: The model's directory, whose tokenizer is used if the recipe names none.
         log: Called with a progress line now and then, while this process tokenizes.
-        kind: Of the examples; None: text, prompts and chats.
-        all_tokens: Count in the loss, also those of prompts.
         labels: The model's; RecipeError: the data has a label beyond them.
     """
-    check = partial(
-        checked, vocab_size=vocab_size, model_path=model_path, all_tokens=all_tokens, labels=labels
-    )
+    check = partial(checked, vocab_size=vocab_size, model_path=model_path, kind=kind, labels=labels)
     given = open_sources(config, vocab_size, model_path, log, kind, check)
     train, others = given[TRAIN], {key: each for key, each in given.items() if key != TRAIN}
     packing, notes = _packing(config, given, kind), list[str]()
@@ -156,14 +151,14 @@ def _parts_held_out(config: DataConfig, name: str, parts: Sequence[Source]) -> l
     return [parts[(2 * each + 1) * len(parts) // (2 * count)] for each in range(count)]
 
 
-def _packing(config: DataConfig, given: Mapping[str, Sources], kind: Kind | None) -> bool | None:
+def _packing(config: DataConfig, given: Mapping[str, Sources], kind: Kind) -> bool | None:
     """Return whether rows are packed; None: tokens are one stream."""
-    if kind is not None and kind.whole:
+    if kind.whole:
         if config.packing:
             wanted = "false or null for a task whose model scores whole documents"
             raise SettingError("data.packing", True, wanted)
         return False
-    if config.packing is None and kind is None:
+    if config.packing is None and not kind.documents:
         return True if any(each.tokens.loss_mask is not None for each in given.values()) else None
     return config.packing is not False
 
@@ -191,7 +186,7 @@ def _hold_out(config: DataConfig, layout: Layout, part: Part) -> tuple[Part, Par
     """
     kind, whole, least, together = "tokens", part.end - part.begin, layout.seq_len + 1, 1
     if layout.packing is not None:
-        together = 1 if layout.kind is None else layout.kind.documents
+        together = max(1, layout.kind.documents)
         kind, whole, least = "documents", len(part.documents), together
     count = max(round(whole * config.eval_fraction / together) * together, least)
     if whole - count < least:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity.data.entries import Part
-from infinity.data.examples import Kind
+from infinity.data.examples import TEXTS, Kind
 from infinity.data.tokenizer import DataError
 from infinity.data.tokens import Tokens
 
@@ -332,11 +332,11 @@ def best_fit(sizes: Ints, capacity: int) -> Ints:
 
 
 class Layout(NamedTuple):
-    """How documents become sequences: packed, one in each, or (null) as one stream; ``kind``: examples."""
+    """How documents become sequences: packed, one in each, or (null) as one stream."""
 
     shape: BatchShape
     packing: bool | None
-    kind: Kind | None = None
+    kind: Kind = TEXTS
 
     @property
     def seq_len(self) -> int:
@@ -356,7 +356,7 @@ class Layout(NamedTuple):
         seq_len = self.shape.seq_len
         if self.packing is not None:
             only = replace(tokens, documents=part.documents)
-            if self.kind is not None:
+            if self.kind.documents:
                 return example_rows(only, self.shape, self.kind, packing=self.packing)
             return document_rows(only, seq_len, packing=self.packing)
         if tokens.loss_mask is not None:

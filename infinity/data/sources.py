@@ -10,7 +10,6 @@ import gzip
 import io
 import os
 import re
-import sys
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
@@ -67,9 +66,10 @@ class Source(NamedTuple):
 
     def parts(self, nbytes: int) -> list["Source"]:
         """Return its parts of about ``nbytes``, or itself, if it is read from its beginning only."""
-        of = 1
-        if _suffix(self.path) not in _FROM_THE_BEGINNING:
-            of = max(1, min(-(-self.nbytes // nbytes), _most_parts(self.path)))
+        of = 1 if _suffix(self.path) in _FROM_THE_BEGINNING else max(1, -(-self.nbytes // nbytes))
+        if of > 1 and self.path.suffix == ".parquet":
+            with _parquet_file(self.path) as table:
+                of = max(1, min(of, table.num_row_groups))
         return [Source(self.path, number, of) for number in range(of)]
 
 
@@ -90,24 +90,28 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
         path = user_path(name, key)
         path = downloaded(path) or path
         try:
-            files = [*map(_resolved, _matches(name, path))]
+            # without links, but for the last one where it has the suffix: the hub's cache has such
+            files = [
+                real
+                if _suffix(real := each.resolve()) == _suffix(each)
+                else each.parent.resolve() / each.name
+                for each in _matches(name, path)
+            ]
         except (OSError, ValueError, RuntimeError) as error:  # patterns, links to themselves
             reason = error.strerror if isinstance(error, OSError) else error
             raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
         if not files:
             if path.is_dir():
                 raise DataError(f"{key}: {name!r} has no files of {', '.join(sorted(_SUFFIXES))}")
-            raise DataError(f"{key}: {name!r} matches no file in {Path.cwd()}; {_hint(name)}")
+            hint = (
+                f"of a data set of the hub, run hf download --repo-type dataset {name}: nothing is downloaded"
+            )
+            hint = hint if may_be_of_hub(name) else "give a path, glob or 'stdlib'"
+            raise DataError(f"{key}: {name!r} matches no file in {Path.cwd()}; {hint}")
         if path.is_dir() and (parts := _parts(files)):
             raise DataError(f"{key}: {name!r} has files of {parts}: give those to train on, as {name}/train*")
         found.update(dict.fromkeys(files))
     return tuple(found)
-
-
-def _resolved(path: Path) -> Path:
-    """Return a path without links, but for the last one where it has the suffix: the hub's cache has such."""
-    real = path.resolve()
-    return real if _suffix(real) == _suffix(path) else path.parent.resolve() / path.name
 
 
 def may_be_of_hub(name: str) -> bool:
@@ -125,12 +129,6 @@ def downloaded(path: Path) -> Path | None:
         root = snapshot_download("/".join(path.parts[:2]), repo_type="dataset", local_files_only=True)
         return Path(root, *path.parts[2:])
     return None
-
-
-def _hint(name: str) -> str:
-    if may_be_of_hub(name):
-        return f"of a data set of the hub, run hf download --repo-type dataset {name}: nothing is downloaded"
-    return "give a path, glob or 'stdlib'"
 
 
 def _parts(files: Sequence[Path]) -> str:
@@ -196,9 +194,7 @@ def rows(source: Source, reading: Reading) -> Iterator[Row]:
     read = READERS.get(_suffix(source.path), _saved)
     for where, row in read(source, reading):
         try:
-            if isinstance(row, MalformedError):
-                raise row
-            yield Row(where, reading.standard(row))
+            yield Row(where, reading.standard(load_object(row)))
         except MalformedError as error:
             yield Row(where, error)
 
@@ -221,16 +217,12 @@ def _count_lines(source: Source) -> int:
         return sum(1 for _ in iter(lambda: file.readline(_MOST_LINE_NBYTES), b""))
 
 
-_Rows = Iterator[tuple[str | Line, Record | MalformedError]]
+#: Places, and what :func:`load_object` takes.
+_Rows = Iterator[tuple[str | Line, Any]]
 
 
 def _json_lines(source: Source, reading: Reading) -> _Rows:
-    for number, line in read_lines(source):
-        where = Line(source, number)
-        try:
-            yield where, load_object(line)
-        except MalformedError as error:
-            yield where, error
+    return ((Line(source, number), line) for number, line in read_lines(source))
 
 
 def _json(source: Source, reading: Reading) -> _Rows:
@@ -247,9 +239,7 @@ def _json(source: Source, reading: Reading) -> _Rows:
         values = parse_json(content)
     except MalformedError as error:
         raise DataError(f"{path}: {error}") from error
-    for number, value in enumerate(values, start=1):
-        is_object = isinstance(value, dict)
-        yield f"{path}: item {number}", value if is_object else _no_object(value)
+    yield from ((f"{path}: item {number}", value) for number, value in enumerate(values, start=1))
 
 
 def _csv(source: Source, reading: Reading) -> _Rows:
@@ -282,11 +272,7 @@ def _csv(source: Source, reading: Reading) -> _Rows:
 
 def _parquet(source: Source, reading: Reading) -> _Rows:
     path = source.path
-    _library(path)
-    from pyarrow import parquet
-
-    with _of_arrow(path, "Parquet") as file:
-        table = parquet.ParquetFile(file)
+    with _parquet_file(path) as table:
         columns = _check_columns(table.schema_arrow.names, path, reading)
         groups = source.range(table.num_row_groups)
         first = sum(table.metadata.row_group(each).num_rows for each in range(groups.start))
@@ -294,23 +280,19 @@ def _parquet(source: Source, reading: Reading) -> _Rows:
         yield from _numbered(path, batches, first)
 
 
-def _most_parts(path: Path) -> int:
-    """Return the most parts that a file can have: of Parquet its row groups."""
-    if path.suffix != ".parquet":
-        return sys.maxsize
-    _library(path)
-    from pyarrow import parquet
-
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
     with _of_arrow(path, "Parquet") as file:
-        return int(parquet.ParquetFile(file).num_row_groups)
+        from pyarrow import parquet
+
+        yield parquet.ParquetFile(file)
 
 
 def _arrow(source: Source, reading: Reading) -> _Rows:
     path = source.path
-    _library(path)
-    from pyarrow import ArrowInvalid, ipc
-
     with _of_arrow(path, "Arrow") as file:
+        from pyarrow import ArrowInvalid, ipc
+
         try:
             stream = ipc.open_stream(file)
             batches: Iterator[Any] = iter(stream)
@@ -356,6 +338,7 @@ def _library(path: Path) -> Any:
 @contextmanager
 def _of_arrow(path: Path, kind: str) -> Iterator[Any]:
     """Open a file, whose damage is a DataError."""
+    _library(path)
     damaged = library_errors(DataError, f"{path}: cannot be read as {kind}")
     with readable(path), open(open_regular(path), "rb") as file, damaged:
         yield file
@@ -445,16 +428,14 @@ def read_lines(source: Source) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def load_object(line: bytes) -> Record:
-    """Parse a line of JSONL; MalformedError: it is no object."""
-    value = parse_json(line)
+def load_object(row: Any) -> Record:
+    """Return a row, of JSONL parsed; MalformedError: it is no object, or that error itself."""
+    if isinstance(row, MalformedError):
+        raise row
+    value = parse_json(row) if isinstance(row, bytes) else row
     if not isinstance(value, dict):
-        raise _no_object(value)
+        raise MalformedError(f"wanted an object; got {'null' if value is None else type(value).__name__}")
     return value
-
-
-def _no_object(value: Any) -> MalformedError:
-    return MalformedError(f"wanted an object; got {'null' if value is None else type(value).__name__}")
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -75,7 +74,7 @@ class TokenCache:
     tokenizer: Tokenizer
     reading: Reading = READ
     skip_malformed: bool = False
-    encode: Encode | None = None  # yields the documents of a source; None: as encode_documents does
+    encode: Encode = field(default_factory=lambda: encode_documents)
 
     def open(self, sources: Sequence[Source], log: Log = lambda line: None) -> Tokens:
         """Return the tokens of ``sources`` in order, mapped; encode them first if needed.
@@ -95,31 +94,29 @@ class TokenCache:
 
     def entry(self, sources: Sequence[Source]) -> Path:
         """Return where the tokens of ``sources`` are."""
-        encode = (self.encode or encode_documents).__name__
         seen: list[object] = [_FORMAT, os.geteuid(), self.tokenizer.fingerprint, self.skip_malformed]
-        seen += [self.reading.formats, dict(self.reading.fields), encode]
+        seen += [self.reading.formats, dict(self.reading.fields), self.encode.__name__]
         for source in sources:
             seen += [*stamps(source.path), *([source[1:]] if source.of > 1 else [])]
         return self.folder / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
+    def documents(self, source: Source) -> Documents:
+        return self.encode(source, self.tokenizer, self.reading)
+
     def make(
         self, sources: Sequence[Source], log: Log = lambda line: None,
-        encoded: Sequence[Documents | None] = (), *, patience_s: float = math.inf,
+        documents: Callable[[Source], Documents] | None = None, *, patience_s: float = math.inf,
     ) -> None:  # fmt: skip
-        """Encode ``sources`` unless they are, or take the documents of those that are ``encoded``.
+        """Encode ``sources`` unless they are, or take their ``documents`` where these are there.
 
         LockedError: another process does it, for ``patience_s``.
         """
-        path, encode = self.entry(sources), self.encode or encode_documents
+        path = self.entry(sources)
         with _explained(path):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                read = (
-                    (source, documents or encode(source, self.tokenizer, self.reading))
-                    for source, documents in zip_longest(sources, encoded)
-                )
-                write = partial(_write, read, len(sources), skip_malformed=self.skip_malformed, log=log)
-                _write_once(path, write, patience_s)
+                how: dict[str, Any] = {"skip_malformed": self.skip_malformed, "log": log}
+                _write_once(path, partial(_write, sources, documents or self.documents, **how), patience_s)
 
     def remove(self, sources: Sequence[Source]) -> None:
         """Remove the tokens of ``sources``, at once and whole."""
@@ -208,7 +205,7 @@ def _write_once(path: Path, write: Callable[[Path], None], patience_s: float) ->
 
 
 def _write(
-    sources: Iterator[tuple[Source, Documents]], count: int, folder: Path, *,
+    sources: Sequence[Source], documents: Callable[[Source], Documents], folder: Path, *,
     skip_malformed: bool, log: Log,
 ) -> None:  # fmt: skip
     digest, logged_s = hashlib.sha256(), time.monotonic()
@@ -226,9 +223,9 @@ def _write(
             digest.update(content)
             opened[name].write(content + np.array(more, np.int64).tobytes())
 
-        for number, (source, chunks) in enumerate(sources, start=1):
+        for number, source in enumerate(sources, start=1):
             skipped = about["malformed"]
-            for chunk in chunks:
+            for chunk in documents(source):
                 if isinstance(chunk, DataError):
                     if not skip_malformed:
                         raise DataError(f"{chunk}; data.skip_malformed=true skips such rows") from chunk
@@ -249,7 +246,7 @@ def _write(
                     about["documents"] += 1
                 if time.monotonic() - logged_s >= LINES_EVERY_S:
                     logged_s = time.monotonic()
-                    log(f"tokenizing {source}, {number} of {count}: {about['tokens']:,} tokens so far")
+                    log(f"tokenizing {source}, {number} of {len(sources)}: {about['tokens']:,} tokens so far")
             about["sources"].append([about["documents"], about["tokens"], about["malformed"] - skipped])
     if not about["counted"]:
         (folder / _LOSS_MASK).unlink()  # every token counts

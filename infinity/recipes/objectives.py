@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from infinity.activations.recompute import in_backward
 from infinity.checkpoint.model import read_config
-from infinity.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, Kind
+from infinity.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, TEXTS, Kind
 from infinity.data.sequences import Batch
 from infinity.recipes.models import CausalLoss, ModelConfig
 
@@ -100,15 +100,14 @@ class Objective:
     """A task: what its examples are, what the model must have, and their losses."""
 
     example: str  # in text for people
-    data: Kind | None = None  # lines of examples; None: text, prompts and chats, whose tokens are examples
-    all_tokens: bool = False  # count in the loss, also those of prompts
+    data: Kind = TEXTS
     reference: bool = False  # its log-probabilities are needed, too
     #: Gives each example's loss and metrics, ``(examples,)``; NaN is left out of a metric's mean.
     losses: Callable[[Documents, Any], tuple[Tensor, Metrics]] | None = None
 
     def metric_names(self, train: Any) -> list[str]:
         """Return the names of the metrics beside the loss."""
-        if self.data is None or self.losses is None:
+        if self.losses is None:
             return []
         shape = (1, self.data.documents, *[1] * self.data.whole)
         values, one = torch.zeros(shape, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -117,13 +116,13 @@ class Objective:
     @property
     def head(self) -> bool:
         """Return whether the model scores whole documents, in place of next tokens."""
-        return self.data is not None and self.data.whole
+        return self.data.whole
 
 
 #: The values of ``train.task``.
 OBJECTIVES = {
     "sft": Objective(example="token"),
-    "pretrain": Objective(example="token", all_tokens=True),
+    "pretrain": Objective(example="token", data=TEXTS._replace(all_tokens=True)),
     "dpo": Objective(example="pair", data=PAIRS, reference=True, losses=dpo),
     "kto": Objective(example="completion", data=JUDGED, reference=True, losses=kto),
     "reward": Objective(example="pair", data=SCORED_PAIRS, losses=reward),
@@ -171,7 +170,7 @@ class TaskLoss:
 
     def __call__(self, batch: Batch) -> Tensor:
         data, losses_of = self._objective.data, self._objective.losses
-        if data is None or losses_of is None:
+        if losses_of is None:
             assert self._causal is not None
             return self._causal(batch.tokens, batch.targets, batch.positions, batch.mask)
         values, balance = self.documents(batch)

@@ -262,7 +262,7 @@ class Recipe:
         """Return ``data.packing`` of the task that packs most."""
         given = [task.data.packing for task in self.tasks.values()]
         examples = OBJECTIVES[self.train.task].data
-        if examples is not None:
+        if examples.documents:
             return not examples.whole and given != [False] * len(given)
         return True if True in given else False if False in given else None
 
@@ -270,7 +270,7 @@ class Recipe:
     def rows(self) -> int:
         """Return the sequences of a micro-batch on a rank: of pairs that are not packed, both documents."""
         examples = OBJECTIVES[self.train.task].data
-        return self.train.batch_size * (1 if examples is None or self.packing else examples.documents)
+        return self.train.batch_size * (1 if self.packing else max(1, examples.documents))
 
     @property
     def clips(self) -> bool:

@@ -88,7 +88,7 @@ def test_a_classifier_predicts_labels() -> None:
 def test_metrics_have_the_names_that_a_recipe_may_give(task: str) -> None:
     objective = OBJECTIVES[task]
     names = objective.metric_names(TRAIN)
-    assert (names == []) == (objective.data is None)
+    assert (names == []) == (not objective.data.documents)
     assert len(names) == len(set(names))
 
 
