@@ -2,6 +2,7 @@
 
 import html
 import json
+import sys
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
@@ -16,9 +17,9 @@ from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
 from infinity.app.samples import SAMPLES
 from infinity.core.errors import RecipeError, library_errors
-from infinity.core.files import open_regular, read_file, user_path, write_file
+from infinity.core.files import read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.metrics import Evaluation, StepReport, finite, read_metrics
+from infinity.observe.metrics import Summary, SummaryBuilder, finite, read_lines, read_metrics
 from infinity.observe.sinks import scalars_of
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe
@@ -72,32 +73,26 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
 
 def describe(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Return what the page shows, as it shows it."""
-    curves, stall_s, peaks = Curves(), defaultdict[str, float](float), dict[str, int]()
-    total_s, last, sets = 0.0, None, {*(recipe.data.eval_sets or {}), *recipe.adapters}
-    for line, _ in read_metrics(folder / runs.METRICS, 10**12):
+    curves, totals, sets = Curves(), SummaryBuilder(), {*(recipe.data.eval_sets or {}), *recipe.adapters}
+    for line in read_metrics(folder / runs.METRICS):
+        totals.take(line)
         for name, value in scalars_of(line).items():
             curves.add(name, line.step, value)
-        if isinstance(line, Evaluation):
-            continue
-        last, total_s = line, total_s + line.step_s
-        for cause, waited_s in line.stall_s.items():
-            stall_s[cause] += waited_s
-        for tier, nbytes in line.peak_nbytes.items():
-            peaks[tier] = max(nbytes, peaks.get(tier, 0))
-    summary = _summary(folder / runs.SUMMARY)
-    compute_s = max(0.0, total_s - sum(stall_s.values()))
+    found, summary, total_s = totals.result(folder=folder), _summary(folder / runs.SUMMARY), totals.total_s
+    compute_s = max(0.0, total_s - sum(found.stall_s.values()))
     waits = sorted(
-        ((f"waiting: {cause}", each) for cause, each in stall_s.items()), key=lambda item: -item[1]
+        ((f"waiting: {cause}", each) for cause, each in found.stall_s.items()), key=lambda item: -item[1]
     )
+    last = found.first_step + found.steps - 1
     return {
         "name": folder.resolve().name,
         "state": runs.state_of(folder),
         "about": _about(recipe, summary, last),
-        "tiles": [*_tiles(curves, recipe, last, folder)],
+        "tiles": [*_tiles(found, recipe, folder)],
         "charts": [*_charts(curves, sets)],
         "memory": [
             {"tier": tier, "peak": peak, "budget": summary.get("budgets", {}).get(tier)}
-            for tier, peak in peaks.items() if peak
+            for tier, peak in found.peak_nbytes.items() if peak
         ],
         "time": [("computing", compute_s), *(each for each in waits if each[1] >= 0.001 * total_s)]
         if total_s else [],
@@ -160,37 +155,33 @@ def _charts(curves: Curves, sets: Collection[str]) -> Iterator[dict[str, Any]]:
         yield {"title": "Bytes that a rank moves in a step", "format": "bytes", "wide": True, "series": moved}
 
 
-def _about(recipe: Recipe, summary: Mapping[str, Any], last: StepReport | None) -> str:
+def _about(recipe: Recipe, summary: Mapping[str, Any], last: int) -> str:
     model = recipe.model.path or f"a new model of {recipe.model.numel:,} parameters"
     trained = "adapters" if recipe.trains_adapters else "all weights"
     parts = [f"{recipe.train.task} of {trained}", str(model), f"{recipe.train.dtype}"]
     if ranks := summary.get("world_size"):
         parts.append(f"{ranks} rank{'s' if ranks > 1 else ''}")
     of = "" if recipe.train.steps is None else f" of {recipe.train.steps:,}"
-    parts.append(f"step {last.step if last else 0:,}{of}")
+    parts.append(f"step {last:,}{of}")
     return " · ".join(parts)
 
 
-def _tiles(
-    curves: Curves, recipe: Recipe, last: StepReport | None, folder: Path
-) -> Iterator[tuple[str, str, str]]:
+def _tiles(found: Summary, recipe: Recipe, folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and remark of the figures that are looked for first."""
     per = OBJECTIVES[recipe.train.task].example
-    for name, of in (("training loss", "loss/train"), ("held-out loss", "loss/held_out")):
-        if points := curves[of]:
-            yield name, f"{points[-1][1]:.4f}", f"per {per}; at first {points[0][1]:.4f}"
+    for name, first, last in (
+        ("training loss", found.first_loss, found.last_loss),
+        ("held-out loss", found.first_held_out, found.last_held_out),
+    ):
+        if last is not None:
+            yield name, f"{last:.4f}", f"per {per}; at first {first:.4f}"
     if best := best_steps(folder / BEST_FOLDER):
         yield "best model", f"step {best[-1]:,}", f"by {recipe.train.keep_best}; export --best"
-    for name, of, shown in (
-        ("tokens per second", "speed/tokens_per_s", ",.0f"),
-        ("a step takes", "speed/step_s", ".3g"),
-    ):
-        if values := sorted(value for _, value in curves[of][1:] or curves[of]):
-            unit = " s" if of == "speed/step_s" else ""
-            yield name, f"{values[len(values) // 2]:{shown}}{unit}", "median"
-    if last is not None:
-        moved = last.nbytes_read + last.nbytes_written
-        yield "moved in a step", format_nbytes(moved), "read and written by a rank"
+    if found.steps:
+        yield "tokens per second", f"{found.tokens_per_s:,.0f}", "median"
+        yield "a step takes", f"{found.step_s:.3g} s", "median"
+        moved = found.nbytes_read + found.nbytes_written
+        yield "moved in a step", format_nbytes(moved), "read and written by a rank, median"
 
 
 def _plan(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -222,19 +213,15 @@ def _advice(summary: Mapping[str, Any]) -> str:
 
 def _samples(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the last samples of a file: step, prompt (of a chat its last message) and text."""
-    if not path.exists():
-        return
-    with open(open_regular(path), encoding="utf-8") as file:
-        for line in deque(file, _MOST_SAMPLES):
-            try:
-                given = json.loads(line)
-                step, prompt, text = int(given["step"]), given["prompt"], str(given["text"])
-                if isinstance(prompt, list):
-                    prompt = prompt[-1]["content"]
-            except (ValueError, KeyError, TypeError, IndexError):  # such as one that is being written
-                continue
-            named = f"{given['adapter']}: {prompt}" if given.get("adapter") else str(prompt)
-            yield {"step": step, "prompt": named[-_MOST_CHARS:], "text": text[:_MOST_CHARS]}
+    for given, _ in deque(read_lines(path, sys.maxsize), _MOST_SAMPLES):
+        try:
+            prompt, text = given["prompt"], str(given["text"])
+            if isinstance(prompt, list):
+                prompt = prompt[-1]["content"]
+        except (KeyError, TypeError, IndexError):
+            continue
+        named = f"{given['adapter']}: {prompt}" if given.get("adapter") else str(prompt)
+        yield {"step": given["step"], "prompt": named[-_MOST_CHARS:], "text": text[:_MOST_CHARS]}
 
 
 def _summary(path: Path) -> Mapping[str, Any]:

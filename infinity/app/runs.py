@@ -179,7 +179,7 @@ def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
             "this run another name"
         )
     elsewhere, logged = committed_step(before, folder.name), last_step(folder / METRICS)
-    lines = (line for line, _ in read_metrics(folder / METRICS, logged))
+    lines = read_metrics(folder / METRICS)
     made = sum(isinstance(line, StepReport) and not line.skipped for line in lines)
     if elsewhere is not None:
         raise RecipeError(

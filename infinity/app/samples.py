@@ -18,8 +18,9 @@ from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.model import longest_sequence
 from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import RecipeError, library_errors
-from infinity.core.files import append_file, open_regular, read_file
+from infinity.core.files import read_file
 from infinity.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
+from infinity.observe.metrics import StepLines
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 
@@ -170,11 +171,9 @@ class Samples:
         self._prompts, self._how = read_prompts(train.sample_prompts), Writing(train.sample_tokens)
         self._every = train.sample_every
         self._writer, self._tasks, self._say = Writer(model, recipe, agree), tasks, say
-        self._path = None if folder is None or rank() else folder / SAMPLES
         for prompt in self._prompts:
             self._writer.encode(prompt)  # it may be refused, before the first step
-        if self._path is not None:
-            _cut(self._path, after)
+        self._lines = None if folder is None or rank() else StepLines(folder / SAMPLES, after=after)
 
     def after(self, step: int, step_s: float) -> bool:
         """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
@@ -191,25 +190,11 @@ class Samples:
                 self._say(
                     f"sample after step {step}{f' of {name}' if name else ''}: {_shortened(shown)} => {text}"
                 )
-                if self._path is not None:
-                    line = {"step": step, "prompt": shown, "text": text} | ({"adapter": name} if name else {})
-                    with append_file(self._path) as file:
-                        file.write(json.dumps(line) + "\n")
+                if self._lines is not None:
+                    more = {"adapter": name} if name else {}
+                    self._lines.add({"step": step, "prompt": shown, "text": text} | more)
 
 
 def _shortened(prompt: Any) -> str:
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     return text if len(text) <= 80 else f"... {text[-76:]}"
-
-
-def _cut(path: Path, after: int) -> None:
-    """Cut the lines of later steps, or a line that was not written to its end."""
-    end = 0
-    if path.exists():
-        with open(open_regular(path), "rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > after:
-                    break
-                end += len(line)
-        with append_file(path) as found:
-            found.truncate(end)

@@ -89,7 +89,8 @@ def train(recipe: Recipe) -> metrics.Summary | None:
                 views.log(note)
             after = -1 if run.before is None else loop.step
             _open_files(recipe, model, folder, views, after)
-            totals.take_in(metrics.read_metrics(folder / runs.METRICS, after))
+            for line in metrics.read_metrics(folder / runs.METRICS, after):
+                totals.take(line)
             activations = ActivationView(runtime.activations, folder, recipe.micro_batches, views.log)
             views.add(totals, activations)
         loop.run()

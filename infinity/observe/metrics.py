@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -169,6 +171,12 @@ class View:
         for view in self.views:
             view.evaluated(found)
 
+    def take(self, line: StepReport | Evaluation) -> None:
+        if isinstance(line, StepReport):
+            self.step(line)
+        else:
+            self.evaluated(line)
+
     def log(self, line: str) -> None:
         """Show a line, if this is a display."""
         for view in self.views:
@@ -275,66 +283,83 @@ def _each(losses: Mapping[str, float | None]) -> str:
     return f" ({', '.join(shown)})" if losses else ""
 
 
-class MetricsFile(View):
-    """View that appends JSON lines to ``path``, each flushed before the call returns.
+class StepLines:
+    """File of JSON lines, each with a ``step``; those after step ``after`` are cut.
 
-    A line has ``kind`` "step" (the fields of :class:`StepReport`, and more) or "evaluation" (those of
-    :class:`Evaluation`). Figures that are not finite are null. Lines after step ``after`` are cut.
-    If ``synced``, lines survive a power cut, as commits after them do.
+    A line that was added survives a kill, and if ``synced`` a power cut. A number that is not finite is null.
     """
 
     def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:
-        self._file, self._synced = append_file(path), synced
-        if after is not None:
-            ends = [end for _, end in read_metrics(path, after)]
-            self._file.truncate(ends[-1] if ends else 0)
+        self._path, self._synced = path, synced
+        with append_file(path) as file:
+            if after is not None:
+                file.truncate(max((end for _, end in read_lines(path, after)), default=0))
 
-    def step(self, report: StepReport) -> None:
-        derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
-        self._write({"kind": "step", **asdict(report), **derived})
-
-    def evaluated(self, found: Evaluation) -> None:
-        derived = {"perplexity": perplexity(found.loss)} if found.per_token else {}
-        self._write({"kind": "evaluation", **asdict(found), **derived})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-        self._file.flush()  # a killed run keeps its lines
-        if self._synced:
-            os.fsync(self._file.fileno())
+    def add(self, line: Mapping[str, Any]) -> None:
+        with append_file(self._path) as file:
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+            file.flush()
+            if self._synced:
+                os.fsync(file.fileno())
 
 
-def read_metrics(path: Path, last: int) -> Iterator[tuple[StepReport | Evaluation, int]]:
-    """Yield the whole lines up to step ``last`` of a metrics file, if any, with their ends (bytes)."""
+def read_lines(path: Path, last: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the whole lines up to step ``last`` of a file of :class:`StepLines`, with their ends (bytes)."""
     if not path.exists():
         return
     with open(open_regular(path), "rb") as file:
         end = 0
         for text in file:
             line, end = _parsed(text), end + len(text)
-            if line is None or line.step > last:
+            if line is None or line["step"] > last:
                 return
             yield line, end
 
 
 def last_step(path: Path) -> int:
-    """Return the last step in a metrics file; 0 if there is none."""
+    """Return the last step in such a file; 0 if there is none."""
     if not path.exists():
         return 0
     with open(open_regular(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_NBYTES))
-        lines = map(_parsed, file.readlines())
-        return max((line.step for line in lines if line is not None), default=0)
+        return max((line["step"] for line in map(_parsed, file.readlines()) if line is not None), default=0)
 
 
-def _parsed(text: bytes) -> StepReport | Evaluation | None:
-    if not text.endswith(b"\n"):
-        return None
+def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
-        given = json.loads(text)
+        line = json.loads(text) if text.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+
+
+class MetricsFile(View):
+    """View that adds lines to a file of :class:`StepLines`, by whose arguments it is opened.
+
+    A line has ``kind`` "step" (the fields of :class:`StepReport`, and more) or "evaluation" (those of
+    :class:`Evaluation`).
+    """
+
+    def __init__(self, path: Path, **how: Any) -> None:
+        self._lines = StepLines(path, **how)
+
+    def step(self, report: StepReport) -> None:
+        derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
+        self._lines.add({"kind": "step", **asdict(report), **derived})
+
+    def evaluated(self, found: Evaluation) -> None:
+        derived = {"perplexity": perplexity(found.loss)} if found.per_token else {}
+        self._lines.add({"kind": "evaluation", **asdict(found), **derived})
+
+
+def read_metrics(path: Path, last: int = sys.maxsize) -> Iterator[StepReport | Evaluation]:
+    """Yield what a metrics file, if there is one, has up to step ``last``."""
+    lines = (_report_of(line) for line, _ in read_lines(path, last))
+    return takewhile(lambda line: line is not None, lines)  # type: ignore[arg-type]
+
+
+def _report_of(given: dict[str, Any]) -> StepReport | Evaluation | None:
+    try:
         kind: Any = StepReport if given["kind"] == "step" else Evaluation
         names = [each.name for each in fields(kind) if each.name in given]  # older ones wrote less
         known = {name: given[name] for name in names}
@@ -342,15 +367,12 @@ def _parsed(text: bytes) -> StepReport | Evaluation | None:
         if kind is StepReport:
             known["adapters"] = {name: AdapterReport(**each) for name, each in adapters}
         else:
-            known |= {"loss": _number(given["loss"]), "adapters": {k: _number(loss) for k, loss in adapters}}
-        line: StepReport | Evaluation = kind(**known)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            losses = {"": given["loss"], **dict(adapters)}
+            losses = {name: math.nan if loss is None else loss for name, loss in losses.items()}
+            known |= {"loss": losses.pop(""), "adapters": losses}
+        return kind(**known)  # type: ignore[no-any-return]
+    except (KeyError, TypeError, AttributeError):
         return None
-    return line if type(line.step) is int else None
-
-
-def _number(loss: float | None) -> float:
-    return math.nan if loss is None else loss
 
 
 def finite(value: Any) -> Any:
@@ -421,7 +443,7 @@ class Summary(LossSummary):
     """Figures of a run; bytes are those of one rank, medians are over the planned steps."""
 
     folder: str
-    world_size: int
+    world_size: int = 1
     steps: int
     first_step: int = 1  # more where the run went on after an interruption without its metrics
     tokens_per_s: float
@@ -492,14 +514,6 @@ class SummaryBuilder(View):
         for name, loss in {"": found.loss, **found.adapters}.items():
             self._losses[name] = self._losses[name].evaluated(loss, found.per_token)
         self._metrics = found.metrics
-
-    def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
-        """Add the metrics of steps made before this process."""
-        for line, _ in lines:
-            if isinstance(line, StepReport):
-                self.step(line)
-            else:
-                self.evaluated(line)
 
     def result(self, *, folder: Path, **others: Any) -> Summary:
         """Return the summary so far; ``others`` are the fields that do not follow from figures of steps."""

@@ -119,8 +119,8 @@ def test_the_last_samples_are_on_the_page(tmp_path: Path) -> None:
     given += [{"step": 100, "prompt": chat, "text": "x" * 9000, "adapter": "fox"}]
     (folder / "samples.jsonl").write_text("\n".join([*map(json.dumps, given), '{"step": 101, "pr']))
     found = describe(folder, recipe)["samples"]
-    assert len(found) == 59
-    assert found[0] == {"step": 42, "prompt": "once", "text": "upon <a> time"}
+    assert len(found) == 60
+    assert found[0] == {"step": 41, "prompt": "once", "text": "upon <a> time"}
     assert (found[-1]["prompt"], len(found[-1]["text"])) == ("fox: and then?", 4000)
     assert "upon <a>" not in write_report(folder).read_text()  # no markup of a sample's
 
