@@ -107,12 +107,13 @@ def _put(given: dict[str, Any], override: str, file: str) -> str:
 
 def _build(given: Mapping[str, Any], cls: type[_Sections]) -> _Sections:
     """Resolve references such as ``${train.steps}`` and ``${oc.env:HOME}``, and make the sections."""
-    merged = resolved(given)
-    if cls is Recipe and (tool := tool_of(merged)):
+    merged, sections = resolved(given), sections_of(cls)
+    unknown = merged.keys() - sections.keys() - {"adapters"} if cls is Recipe else ()
+    if unknown and (tool := tool_of(merged)):
         raise ProblemError(
             f"this is a configuration of {tool}, not a recipe; infinity recipe --from FILE writes one from it"
         )
-    sections, parts, prefix = sections_of(cls), dict[str, Any](), ""
+    parts, prefix = dict[str, Any](), ""
     if cls is Recipe:
         parts["adapters"] = merged.pop("adapters", None) or {}
     for name, values in merged.items():

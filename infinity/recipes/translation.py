@@ -12,7 +12,6 @@ from infinity.core.files import read_file, user_path
 from infinity.data.sources import may_be_of_hub
 from infinity.recipes.other_tools import (
     SPLIT,
-    TOOLS,
     UNKNOWN,
     Missing,
     Needless,
@@ -21,6 +20,7 @@ from infinity.recipes.other_tools import (
     Tool,
     Values,
     tool_of,
+    tools,
 )
 from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved
@@ -70,10 +70,10 @@ def translate(name: str) -> Translation:
     tool = tool_of(given)
     if not tool:
         raise RecipeError(
-            f"--from {name}: wanted a configuration of {', '.join(TOOLS)}; got the keys {_keys(given)}"
+            f"--from {name}: wanted a configuration of {', '.join(tools())}; got the keys {_keys(given)}"
         )
     said = list[Said]()
-    values = _combined(TOOLS[tool], _values(given, TOOLS[tool], said), path.parent, said)
+    values = _combined(tools()[tool], _values(given, tools()[tool], said), path.parent, said)
     recipe, keys = _built(values, said)
     return Translation(tool, recipe, keys, said)
 

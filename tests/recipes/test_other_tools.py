@@ -9,7 +9,7 @@ import yaml
 
 from infinity import RecipeError, load_recipe
 from infinity.cli import main
-from infinity.recipes.other_tools import TOOLS, To, tool_of
+from infinity.recipes.other_tools import To, tool_of, tools
 from infinity.recipes.recipe import Recipe, keys_of
 from infinity.recipes.translation import Translation, translate
 
@@ -305,7 +305,7 @@ def test_output_needs_a_source(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_rows_name_keys_that_there_are_and_tools_are_told_apart() -> None:
     known = keys_of(Recipe).keys()
-    for name, tool in TOOLS.items():
+    for name, tool in tools().items():
         keys = {row.key for row in tool.rows.values() if isinstance(row, To)} - {""}
         assert keys <= known, name
         assert {key for key in tool.defaults if key[0] != "_"} <= known, name

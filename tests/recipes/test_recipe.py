@@ -10,7 +10,7 @@ from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
 from infinity.recipes.loading import load_recipe, named_keys
 from infinity.recipes.models import GPTConfig
-from infinity.recipes.other_tools import KNOWN_AS
+from infinity.recipes.other_tools import known_as
 from infinity.recipes.recipe import Recipe, RunConfig, keys_of, recipe_table
 
 ROOT = Path(__file__).parents[2]
@@ -141,8 +141,8 @@ def test_a_run_is_as_long_as_its_steps_or_its_epochs(tmp_path: Path) -> None:
 
 
 def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
-    assert set(KNOWN_AS.values()) <= keys_of(Recipe).keys()
-    assert {"learning_rate", "micro_batch_size", "cutoff_len", "local_batch_size"} <= KNOWN_AS.keys()
+    assert set(known_as().values()) <= keys_of(Recipe).keys()
+    assert {"learning_rate", "micro_batch_size", "cutoff_len", "local_batch_size"} <= known_as().keys()
 
 
 @pytest.mark.parametrize(
