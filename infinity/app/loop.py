@@ -219,26 +219,22 @@ class Loop:
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
         """Evaluate the model, or the average of its weights where the optimizer keeps one."""
-        if any(task.data.evaluated for task in self.tasks):
-            averages = self._recipe.optim.rule.averages
-            with infinity.ema(self._model) if averages else nullcontext():
-                self._evaluate_weights(step)
-            self._optimizer.report()  # excludes the time and bytes of this from the next step's report
-
-    def _evaluate_weights(self, step: int) -> None:
+        sets = [(task, *each) for task in self.tasks for each in task.data.evaluated.items()]
+        if not sets:
+            return
         self.loss.metrics()  # those of a step before
-        self._model.eval()
-        try:
-            parts = [
-                self._figures(task, *each) for task in self.tasks for each in task.data.evaluated.items()
-            ]
-        finally:
-            self._model.train()
-        per_token = not OBJECTIVES[self._recipe.train.task].data.documents
-        found = Evaluation.of(step, parts, per_token=per_token)
-        self._views.evaluated(found)
-        if self.best is not None and step > 0:
-            self.best.seen(found)
+        with infinity.ema(self._model) if self._recipe.optim.rule.averages else nullcontext():
+            self._model.eval()
+            try:
+                parts = [self._figures(*each) for each in sets]
+            finally:
+                self._model.train()
+            per_token = not OBJECTIVES[self._recipe.train.task].data.documents
+            found = Evaluation.of(step, parts, per_token=per_token)
+            self._views.evaluated(found)
+            if self.best is not None and step > 0:
+                self.best.seen(found)
+        self._optimizer.report()  # excludes the time and bytes of this from the next step's report
 
     def _figures(self, task: Task, name: str, held_out: HeldOut) -> HeldOutFigures:
         total, count = 0.0, 0

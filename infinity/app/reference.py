@@ -1,10 +1,9 @@
 """Log-probabilities of a run's reference: computed before the first step, and kept in its folder."""
 
-import io
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from infinity.comm.ranks import rank
 from infinity.core.errors import RecipeError
-from infinity.core.files import create_file, open_regular
+from infinity.core.files import create_file, open_regular, sync
 from infinity.data.opening import Data
 from infinity.data.sequences import Batch, BatchShape, Examples, Ints, Sequences
 from infinity.recipes.recipe import Recipe
@@ -49,21 +48,15 @@ def parts_of(name: str, data: Data, micro_batches: int, evaluated: int) -> Itera
         yield Part(f"{name}:{each}:held_out", held_out.sequences, used, held_out.shape)
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """Fills in what the reference says of documents; every rank calls, before the first step.
+    """Fills in what the reference says of documents; every rank calls, before the first step."""
 
-    Args:
-        log_probs: Returns those of each document of a batch's rows, ``(rows, documents)``.
-        total: Returns the sum of each value over ranks.
-        say: Gets lines for people.
-    """
-
-    def __init__(
-        self, recipe: Recipe, model: Any, log_probs: Callable[[Batch], torch.Tensor],
-        total: Callable[[torch.Tensor], torch.Tensor], say: Callable[[str], object],
-    ) -> None:  # fmt: skip
-        self._recipe, self._model = recipe, model
-        self._log_probs, self._total, self._say = log_probs, total, say
+    recipe: Recipe
+    model: Any
+    log_probs: Callable[[Batch], torch.Tensor]  # of each document of a batch's rows, (rows, documents)
+    total: Callable[[torch.Tensor], torch.Tensor]  # the sum of each value over ranks
+    say: Callable[[str], object]
 
     def fill(self, parts: Sequence[Part], folder: Path | None, *, step: int) -> None:
         """Take from the run's folder what it has, and compute what is missing.
@@ -76,22 +69,23 @@ class Reference:
         count = sum(len(part.needed) for part in missing)
         if not count:
             return
-        if step and not self._recipe.trains_adapters:
+        if step and not self.recipe.trains_adapters:
             raise RecipeError(
-                f"train.task={self._recipe.train.task}: for {count} sequences it is not known what the model "
+                f"train.task={self.recipe.train.task}: for {count} sequences it is not known what the model "
                 f"said before its first step, and step {step} was made since: train.steps, train.batch_size, "
                 "train.eval_batches and the ranks must be those that the run began with"
             )
         began_s, done = time.monotonic(), 0
-        self._model.eval()
-        with torch.no_grad(), self._base():
+        self.model.eval()
+        adapters = self.recipe.trains_adapters and not self.recipe.adapters  # of several none is used then
+        with torch.no_grad(), self.model.disable_adapter() if adapters else nullcontext():
             for part in missing:
                 done = self._compute(part, done, count)
-        self._model.train()
+        self.model.train()
         if folder is not None and rank() == 0:
             _write(folder / REFERENCE, {part.name: part.examples.reference for part in parts})
         took_s = time.monotonic() - began_s
-        self._say(f"the reference: {count:,} sequences in {took_s:.1f} s; later steps need no second model")
+        self.say(f"the reference: {count:,} sequences in {took_s:.1f} s; later steps need no second model")
 
     def _take(self, part: Part, kept: dict[str, NDArray[Any]]) -> Ints:
         """Take from ``kept``, which rank 0 has, and return the sequences that it lacks."""
@@ -101,17 +95,10 @@ class Reference:
             found = np.full(examples.reference.shape, np.nan)
         known = ~np.isnan(found) & (rank() == 0)
         values = np.stack([np.where(known, found, 0), known]).astype(np.float64)
-        values, known = self._total(torch.from_numpy(values)).numpy()
+        values, known = self.total(torch.from_numpy(values)).numpy()
         examples.reference[:] = np.where(known > 0, values, np.nan)
         pieces = np.add.reduceat(np.isnan(examples.reference), part.sequences.first_pieces)
         return part.needed[pieces[part.needed] > 0]
-
-    def _base(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the model is its reference."""
-        if self._recipe.adapters or not self._recipe.trains_adapters:
-            return nullcontext()  # of several adapters none is used then
-        disabled: AbstractContextManager[Any] = self._model.disable_adapter()
-        return disabled
 
     def _compute(self, part: Part, done: int, count: int) -> int:
         """Compute the values of a part's needed sequences; return how many of ``count`` are done then."""
@@ -120,14 +107,14 @@ class Reference:
         for begin in range(0, len(part.needed), size):
             together = np.resize(part.needed[begin : begin + size], size)  # as many on each rank
             own = part.shape.share(together)
-            values = self._log_probs(part.sequences.batch(own, together)).double().numpy()
+            values = self.log_probs(part.sequences.batch(own, together)).double().numpy()
             pieces = part.sequences.pieces(own)
             found[:, pieces[pieces >= 0]] = np.stack([values, np.ones_like(values)])[:, pieces >= 0]
             done += min(size, len(part.needed) - begin)
             if time.monotonic() - logged_s >= _LINES_EVERY_S:
                 logged_s = time.monotonic()
-                self._say(f"the reference: {done:,} of {count:,} sequences")
-        sums, times = self._total(torch.from_numpy(found)).numpy()
+                self.say(f"the reference: {done:,} of {count:,} sequences")
+        sums, times = self.total(torch.from_numpy(found)).numpy()
         new = times > 0
         examples.reference[new] = (sums[new] / times[new]).astype(np.float32)
         return done
@@ -142,9 +129,8 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
 
 def _write(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     """Write a file that replaces what had its name; it survives a power cut."""
-    content, draft = io.BytesIO(), path.with_name(f"{path.name}.new")
-    np.savez(content, **arrays)  # type: ignore[arg-type]
+    draft = path.with_name(f"{path.name}.new")
     with open(create_file(draft), "wb") as file:
-        file.write(content.getbuffer())
-        os.fsync(file.fileno())
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    sync(draft)
     draft.replace(path)

@@ -89,9 +89,11 @@ class Writer:
                 new = tokens if past is None else tokens[-1:]
                 with torch.no_grad():
                     logits, past = self._logits(torch.tensor([new], device=device), past)
-                token = _drawn(
-                    logits[0, -1, : self.tokenizer.vocab_size].float().cpu(), how.temperature, generator
-                )
+                scores = logits[0, -1, : self.tokenizer.vocab_size].float().cpu()
+                token = int(scores.argmax())
+                if how.temperature:
+                    shares = (scores / how.temperature).softmax(-1)
+                    token = int(torch.multinomial(shares, 1, generator=generator))
                 token = round(self._agree(float(token * world_size()) if rank() == 0 else 0.0))
                 if token in self._ends:
                     return
@@ -121,12 +123,6 @@ def end_answers(model: Any, tokenizer: Path | None) -> None:
     ends = ends_of(model)
     if more := sorted(open_tokenizer(str(tokenizer)).ends.difference(ends)):
         model.generation_config.eos_token_id = ends + more
-
-
-def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
 def read_prompts(path: str) -> list[str | Chat]:
@@ -177,11 +173,8 @@ class Samples:
 
     def after(self, step: int, step_s: float) -> bool:
         """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
-        if step % self._every == 0:
-            self.write(step)
-        return step % self._every == 0
-
-    def write(self, step: int) -> None:
+        if step % self._every:
+            return False
         for name, using in self._tasks.items():
             for prompt in self._prompts:
                 with using():
@@ -193,6 +186,7 @@ class Samples:
                 if self._lines is not None:
                     more = {"adapter": name} if name else {}
                     self._lines.add({"step": step, "prompt": shown, "text": text} | more)
+        return True
 
 
 def _shortened(prompt: Any) -> str:
