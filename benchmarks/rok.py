@@ -46,7 +46,7 @@ from infinity.observe.metrics import Evaluation, StepReport, View
 from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import print_line
 from infinity.recipes.loading import load_recipe
-from infinity.recipes.recipe import Recipe
+from infinity.recipes.recipe import Recipe, with_values
 
 #: Budgets of the plans, as fractions of the way from the smallest possible budget to the peak of "keep".
 SHARES = (0.1, 0.4, 0.7)
@@ -129,7 +129,7 @@ def show_rok(
         """Measure a point; all points use the dtype that the first one chose for ``auto``."""
         nonlocal recipe
         measured = run_point(recipe, steps, point, at)
-        recipe = recipe.with_dtype(load_recipe(at / RECIPE).train.dtype)
+        recipe = with_values(recipe, {"train.dtype": load_recipe(at / RECIPE).train.dtype})
         return measured
 
     points = []
@@ -257,7 +257,9 @@ def measure(folder: Path) -> RokPoint:
     set_threads(recipe.train)
     data = open_inputs(recipe, lambda line: None)
     with process_group(recipe), built(recipe, None, View()) as (model, optimizer):
-        write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
+        write_recipe(
+            with_values(recipe, {"train.dtype": optimizer.runtime.config.dtype}), folder
+        )  # chosen for auto
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
         if point.budget_nbytes is not None:

@@ -84,7 +84,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
         best = _best(recipe, model, folder, views)
         loop = Loop(recipe, model, optimizer, data, views, folder, best)
         if rank() == 0:
-            runs.write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
+            runs.write_recipe(with_values(recipe, {"train.dtype": runtime.config.dtype}), folder)
             for note in _notes_on(run, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step

@@ -28,16 +28,11 @@ class Data:
     """Training and held-out data of a run."""
 
     train: Loader
-    evaluated: Mapping[str, HeldOut]  # held-out data by the names of data.eval_sets; the other one has none
+    evaluated: Mapping[str, HeldOut]  # held-out data by the names of data.eval_sets; the other one has ""
     packed: bool  # sequences hold several documents each, which must not attend to each other
     sources: Sources  # what train is of
     layout: Layout
     notes: tuple[str, ...] = ()  # lines for the user: how documents were laid out, truncated or skipped
-
-    @property
-    def held_out(self) -> HeldOut | None:
-        """Return the data of ``data.eval_files``, or ``data.eval_fraction``."""
-        return self.evaluated.get("")
 
 
 def open_data(

@@ -161,15 +161,17 @@ class View:
     def add(self, *views: "View") -> None:
         self.views = *self.views, *views
 
+    def _each(self, method: str, *given: Any) -> None:
+        for view in self.views:
+            getattr(view, method)(*given)
+
     def step(self, report: StepReport) -> None:
         """Show the figures of a step."""
-        for view in self.views:
-            view.step(report)
+        self._each("step", report)
 
     def evaluated(self, found: Evaluation) -> None:
         """Show a held-out loss."""
-        for view in self.views:
-            view.evaluated(found)
+        self._each("evaluated", found)
 
     def take(self, line: StepReport | Evaluation) -> None:
         if isinstance(line, StepReport):
@@ -179,13 +181,11 @@ class View:
 
     def log(self, line: str) -> None:
         """Show a line, if this is a display."""
-        for view in self.views:
-            view.log(line)
+        self._each("log", line)
 
     def progress(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
         """Show how much this rank has done of ``what`` precedes training (loading), if this is a display."""
-        for view in self.views:
-            view.progress(what, done_nbytes, total_nbytes)
+        self._each("progress", what, done_nbytes, total_nbytes)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -561,12 +561,14 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
-        *_perplexity_rows(summary),
         *((f"held-out {name}", f"{value:,.4f}") for name, value in summary.metrics.items()),
         *((name, _adapter_row(each)) for name, each in summary.adapters.items()),
         ("read per step", _with_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
         ("written per step", _with_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
     ]
+    if summary.first_perplexity is not None or summary.first_held_out is None:  # of examples there is none
+        ends = _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)
+        rows.insert(4, ("held-out perplexity", ends))
     if summary.steps_off_plan:
         rows.append(("", f"{summary.steps_off_plan} steps used units that were not in the plan"))
     if summary.steps_rolled_back:
@@ -596,12 +598,6 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
     return rows
-
-
-def _perplexity_rows(summary: LossSummary) -> list[tuple[str, str]]:
-    if summary.first_perplexity is None and summary.first_held_out is not None:  # of examples there is none
-        return []
-    return [("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2))]
 
 
 def _adapter_row(figures: LossSummary) -> str:

@@ -27,7 +27,7 @@ from infinity.core.config import (
 from infinity.core.errors import RecipeError
 from infinity.data.entries import DataConfig
 from infinity.data.sources import downloaded
-from infinity.engine.executor import Dtype, EngineConfig
+from infinity.engine.executor import EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
@@ -291,9 +291,6 @@ class Recipe:
             run_name=self.run.name, resume=self.run.resume, timeline=self.observe.timeline,
             layer_schedule=self.train.schedule == "layer",
         )  # fmt: skip
-
-    def with_dtype(self, dtype: Dtype) -> "Recipe":
-        return replace(self, train=replace(self.train, dtype=dtype))
 
     def value(self, key: str) -> Any:
         """Return the value of a key such as ``train.steps``."""

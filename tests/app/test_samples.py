@@ -63,14 +63,14 @@ def test_samples_change_no_number_and_the_last_is_what_chat_writes(tmp_path: Pat
 
 
 def test_chat_of_an_interrupted_run_has_its_last_committed_weights(tmp_path: Path, monkeypatch, capsys):
-    write = Samples.write
+    write = Samples.after
 
-    def write_then_fail(self: Samples, step: int) -> None:
+    def write_then_fail(self: Samples, step: int, step_s: float) -> bool:
         if step == 3:
             raise KeyboardInterrupt
-        write(self, step)
+        return write(self, step, step_s)
 
-    monkeypatch.setattr(Samples, "write", write_then_fail)
+    monkeypatch.setattr(Samples, "after", write_then_fail)
     with pytest.raises(KeyboardInterrupt):
         sampled(tmp_path, "cut")
     found, last = samples_of(tmp_path / "cut"), io.StringIO()
@@ -78,7 +78,7 @@ def test_chat_of_an_interrupted_run_has_its_last_committed_weights(tmp_path: Pat
     chat(tmp_path / "cut", ["the quick"], Writing(6), plain=True, out=last)
     main(["chat", str(tmp_path / "cut"), "--prompt", "the quick", "--tokens", "6", "--plain"])
     assert capsys.readouterr().out == last.getvalue()
-    monkeypatch.setattr(Samples, "write", write)
+    monkeypatch.setattr(Samples, "after", write)
     with (tmp_path / "cut" / SAMPLES).open("a") as file:  # a step that was not committed, and half a line
         file.write(json.dumps({"step": 9, "prompt": "p", "text": "t"}) + '\n{"step": 1')
     sampled(tmp_path, "cut")

@@ -281,7 +281,7 @@ def test_a_folder_that_is_removed_during_the_run_is_an_error_that_names_the_file
         step(self)
 
     monkeypatch.setattr(plain.adamw, "step", remove)
-    with pytest.raises(infinity.InfinityError, match=r"summary\.json.*No such file.*must stay where it is"):
+    with pytest.raises(infinity.InfinityError, match=r"metrics\.jsonl.*No such file.*must stay where it is"):
         train(recipe(tmp_path))
 
 

@@ -123,10 +123,9 @@ def open_text(tmp_path: Path, text: str, **config: object) -> Data:
 def test_the_held_out_part_never_overlaps_training(tmp_path: Path, length: int) -> None:
     text = "".join(chr(32 + i) for i in range(length))  # every token once
     data = open_text(tmp_path, text, eval_fraction=0.2)
-    assert data.held_out is not None
     epoch = takewhile(lambda _: data.train.streams[0].place[0] == 0, data.train)
     train = {int(x) for batch in epoch for half in batch[:2] for x in half.flatten()}
-    held = {int(x) for batch in data.held_out.batches(100) for half in batch[:2] for x in half.flatten()}
+    held = {int(x) for batch in data.evaluated[""].batches(100) for half in batch[:2] for x in half.flatten()}
     assert train
     assert held
     assert not train & held
@@ -137,9 +136,8 @@ def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
     data = open_text(
         tmp_path, "aaaaaaaaaa", files=(str(tmp_path / "*.txt"),), eval_files=(str(tmp_path / "b.txt"),)
     )
-    assert data.held_out is not None
     assert set(next(data.train).tokens.flatten().tolist()) == {ord("a")}
-    assert set(next(data.held_out.batches(1)).tokens.flatten().tolist()) == {ord("b")}
+    assert set(next(data.evaluated[""].batches(1)).tokens.flatten().tolist()) == {ord("b")}
 
 
 def test_if_every_training_file_is_held_out_the_error_says_so(tmp_path: Path) -> None:
@@ -151,7 +149,7 @@ def test_if_every_training_file_is_held_out_the_error_says_so(tmp_path: Path) ->
 
 
 def test_nothing_is_held_out_with_a_fraction_of_0(tmp_path: Path) -> None:
-    assert open_text(tmp_path, "some text", eval_fraction=0.0).held_out is None
+    assert open_text(tmp_path, "some text", eval_fraction=0.0).evaluated == {}
 
 
 def test_files_shorter_than_a_sequence_are_an_error(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_suffices_for_the_tokens_in_the
     (tmp_path / "a.txt").write_text("the text is long enough")  # "x" is 120
     config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path), tokenizer="bytes")
     shape = BatchShape(seq_len=4, batch_size=1)
-    assert open_data(config, shape, vocab_size=121, model_path="model").held_out is not None
+    assert open_data(config, shape, vocab_size=121, model_path="model").evaluated.keys() == {""}
     with pytest.raises(DataError, match="the data contains the token 120; the model in model has 120 tokens"):
         open_data(config, shape, vocab_size=120, model_path="model")
 
@@ -237,8 +235,7 @@ def test_rows_of_a_mixture_of_pairs_have_room_for_as_many_documents(tmp_path: Pa
 
 def test_a_mixture_holds_out_a_part_of_every_source(tmp_path: Path) -> None:
     data = two_sources(tmp_path, weights=(1.0, 1.0), eval_fraction=0.2)
-    assert data.held_out is not None
-    held = set(names_of(data.held_out.batches(100)))
+    held = set(names_of(data.evaluated[""].batches(100)))
     assert Counter(name for name, _ in held) == {"a": 8, "b": 2}
     assert not held & set(names_of(islice(data.train, 200)))
 

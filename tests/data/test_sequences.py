@@ -209,15 +209,13 @@ def test_held_out_prompts_do_not_count_in_the_loss(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("text " * 20)
     data = open_lines(tmp_path, files=(str(tmp_path / "b.txt"),), eval_files=(str(tmp_path / "a.jsonl"),))
     assert data.packed
-    assert data.held_out is not None
-    (held,) = data.held_out.batches(1)
+    (held,) = data.evaluated[""].batches(1)
     assert held.target_count == int((held.targets >= 0).sum()) < held.token_count
 
 
 def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     data = open_lines(tmp_path, eval_fraction=0.25)
-    assert data.held_out is not None
-    held = answers(list(data.held_out.batches(100)))
+    held = answers(list(data.evaluated[""].batches(100)))
     assert len(held) >= 8  # rows that fill no batch are left out
     assert set(held) <= {f"{i + 1:02}" for i in range(30, 40)}
     assert not set(held) & set(answers(epoch(data.train)))

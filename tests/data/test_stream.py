@@ -204,8 +204,7 @@ def test_what_is_held_out_is_spread_over_the_files_and_never_trained_on(tmp_path
     name = tmp_path / "a.jsonl"
     name.write_text("".join(json.dumps({"text": f"c{i:07}"}) + "\n" for i in range(20_000)))
     data = opened(tmp_path, files=[str(name)], shuffle_buffer=2**19, eval_fraction=0.2)
-    assert data.held_out is not None
-    held = {*documents(data.held_out.batches(10**6))}
+    held = {*documents(data.evaluated[""].batches(10**6))}
     trained = {*documents(islice(data.train, 6000))}
     assert not held & trained
     assert len(held | trained) > 19_990  # the last few do not fill a batch

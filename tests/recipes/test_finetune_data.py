@@ -115,7 +115,7 @@ def test_two_ranks_learn_and_evaluate_as_one(tmp_path: Path) -> None:
 def test_perplexity_weighs_every_held_out_token_the_same(tmp_path: Path) -> None:
     write_chats(tmp_path / "chat.jsonl")
     still = recipe(tmp_path, "optim.lr=1e-30", "optim.weight_decay=0", "train.batch_size=1")
-    held_out = open_data(still.data, shape(still), vocab_size=256).held_out
+    held_out = open_data(still.data, shape(still), vocab_size=256).evaluated[""]
     assert held_out is not None
     summary = train(still)
     total, count = plain_losses(still, list(held_out.batches(still.train.eval_batches)))
