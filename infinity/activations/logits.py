@@ -30,7 +30,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.recompute import untraced
+from infinity.activations.recompute import Unwritten, untraced
 from infinity.activations.tensor_cache import patched
 from infinity.core.errors import StateError
 
@@ -197,7 +197,7 @@ class PendingLogits(Tensor):
 
     _call: _HeadCall
     _hidden: Tensor  # the head's input for these rows, (..., width)
-    _written: int  # autograd's count of writes to it
+    _unwritten: Unwritten
     _operators: tuple[Operator, ...]  # on the head's output, each of which takes a row by itself
     _made: "tuple[PendingLogits, Operator] | None"  # from which others, and how; None: by the head
     _whole: Tensor | None
@@ -213,7 +213,7 @@ class PendingLogits(Tensor):
         self: PendingLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
-        self._call, self._hidden, self._written = call, hidden, _version(hidden)
+        self._call, self._hidden, self._unwritten = call, hidden, Unwritten(hidden)
         self._operators, self._made, self._whole = operators, made, None
         call.members.append(weakref.ref(self))
         if requires_grad:
@@ -270,7 +270,7 @@ class PendingLogits(Tensor):
         return self._whole
 
     def _check(self) -> None:
-        if _version(self._hidden) != self._written:
+        if not self._unwritten:
             raise StateError(
                 "logits that were not computed are asked for after the input of the model's head was "
                 f"modified in place. {_REMEDY}"
@@ -352,11 +352,6 @@ def _losses(
     for operator in operators:
         logits = operator(logits)
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
-
-
-def _version(hidden: Tensor) -> int:
-    """Return autograd's count of writes to ``hidden``; tensors of inference mode have none."""
-    return 0 if hidden.is_inference() else hidden._version
 
 
 def _refuse_gradient(grad: Tensor) -> None:

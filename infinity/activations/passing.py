@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.activations import tensor_cache
-from infinity.activations.recompute import in_backward
+from infinity.activations.recompute import in_backward, node
 from infinity.activations.tensor_cache import Slot, SlotHandle, TensorCache, is_plain
 from infinity.core.plan import Place, SlotKey
 from infinity.core.process import uninterrupted
@@ -127,19 +125,21 @@ class Gradients:
         self._waiting: list[SlotHandle] = []
         passing.gradients[number] = self
 
-    def add(self, grad: Tensor) -> None:
+    def add(self, grad: Tensor) -> Tensor:
+        """Take a gradient that came to an arrival; return the ticket's, which means nothing."""
         running = torch._C._current_graph_task_id()
         if running != self._pass:
             self._pass, self._waiting = running, []
         if self._waiting and self._place is Place.KEEP:
             grad = self._passing.get(self._waiting.pop()) + grad
         self._waiting.append(self._passing.put(grad, self._key, self._place))
+        return grad.new_zeros(())
 
     def expect(self) -> int:
         """Begin to load those that are away, and return their number."""
         return sum(self._passing.expect(each, last=True) for each in self._waiting)
 
-    def take(self) -> Tensor:
+    def take(self, _: Tensor) -> Tensor:
         """Return the sum, in the order in which they came, as autograd adds; begin to load the next ones."""
         self._passing.cache.stats.on_demand += self.expect()
         if (following := self._passing.gradients.get(self._next)) is not None:
@@ -167,17 +167,13 @@ class Passed:
         self._value = passing.put(value, key, plan.value(block * plan.slices + index))
         if plan.is_held(index):
             passing.expect(self._value, last=False)
-        self.ticket: Tensor = _Depart.apply(value, self._gradients)  # type: ignore[no-untyped-call]
+        self.ticket = node(lambda: value.new_empty(()), self._gradients.take, value)
+        self.requires_grad = self.ticket.requires_grad
         passing.values[self._number] = self
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.ticket.requires_grad
 
     def arrive(self, ticket: Tensor) -> Tensor:
         """Return the value, whose gradient goes to ``ticket``: this one's, or that of a recomputation."""
-        value: Tensor = _Arrive.apply(ticket, self._take, self._gradients)  # type: ignore[no-untyped-call]
-        return value
+        return node(self._take, self._gradients.add, ticket)
 
     def _take(self) -> Tensor:
         """Return the value, and begin to load the one that is used next."""
@@ -187,32 +183,3 @@ class Passed:
         if following is not None:
             passing.expect(following._value, last=backward)
         return passing.get(self._value)
-
-
-class _Depart(Function):
-    """Takes a value out of autograd's graph; see [Note: tickets]."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return value.new_empty(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradients.take(), None
-
-
-class _Arrive(Function):
-    """Brings a value back into autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, take: Callable[[], Tensor], gradients: Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return take()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gradients.add(grad)
-        return grad.new_zeros(()), None, None

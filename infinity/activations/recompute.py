@@ -7,6 +7,10 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,6 +42,41 @@ def saving_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 def _same(value: Any) -> Any:
     return value
+
+
+class Unwritten:
+    """Watches the tensors of a tree for writes from now on; those of inference mode do not count them."""
+
+    def __init__(self, tree: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        counted = (leaf for leaf in tensors if not (hasattr(leaf, "stands_in") or leaf.is_inference()))
+        self._versions = [(leaf, leaf._version) for leaf in counted]
+
+    def __bool__(self) -> bool:
+        return all(leaf._version == version for leaf, version in self._versions)
+
+
+class _Node(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, make: Callable[[], Tensor], back: Callable[[Tensor], Tensor], *inputs: Tensor
+    ) -> Tensor:
+        ctx.back, ctx.count = back, len(inputs)
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *[ctx.back(grad)] * ctx.count
+
+
+def node(make: Callable[[], Tensor], back: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    """Return ``make()``, which autograd takes to be made of ``inputs``, each of gradient ``back(gradient)``.
+
+    A loss that is still referred to after backward holds ``back`` and what that refers to.
+    """
+    made: Tensor = _Node.apply(make, back, *inputs)  # type: ignore[no-untyped-call]
+    return made
 
 
 class Choice:

@@ -34,9 +34,8 @@ from infinity.device.memory import HostBuffer, Lease, Pool
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
-_MIB = 2**20
 #: A copy of this size runs at full speed, and its write begins soon (bytes).
-_PIECE_NBYTES = 16 * _MIB
+_PIECE_NBYTES = 2**24
 
 Storage = torch.UntypedStorage
 
@@ -132,7 +131,7 @@ def measure_hardware(
 
 def _host_bytes_per_s(device: torch.device) -> float:
     """Measure the slower direction between an accelerator and pinned memory."""
-    there, buffer = torch.empty(64 * _MIB, dtype=torch.uint8, device=device), HostBuffer(64 * _MIB, device)
+    there, buffer = torch.empty(2**26, dtype=torch.uint8, device=device), HostBuffer(2**26, device)
     here, slowest = buffer.tensor, float("inf")
     try:
         for target, source in ((here, there), (there, here)):

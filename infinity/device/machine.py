@@ -53,7 +53,7 @@ def free_host_nbytes(root: Path = _ROOT) -> int:
     free = [available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for version, group, limit_nbytes in _memory_limits(root):
         _, used, idle_cache = _MEMORY_FILES[version]
-        if (used_nbytes := _read(group / used)).isdigit():
+        if (used_nbytes := read(group / used)).isdigit():
             # The kernel drops idle page cache before it holds a group to its limit.
             free.append(limit_nbytes - int(used_nbytes) + _read_field(group / "memory.stat", idle_cache))
     return max(0, min(free)) // local_ranks()
@@ -75,9 +75,9 @@ def usable_cores(root: Path = _ROOT) -> int:
     cores = len(os.sched_getaffinity(0))
     for version, group in _control_groups(root, "cpu"):
         if version == 2:
-            quota, period = [*_read(group / "cpu.max").split(), "", ""][:2]
+            quota, period = [*read(group / "cpu.max").split(), "", ""][:2]
         else:
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+            quota, period = read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():  # else "max", -1 or nothing: no limit
             cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores)
@@ -85,7 +85,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 def missing_huge_pages(root: Path = _ROOT) -> str:
     """Return, in one line for people, why this machine has no transparent huge pages; empty: it has them."""
-    if "[never]" in _read(root / _HUGE_PAGES):
+    if "[never]" in read(root / _HUGE_PAGES):
         why = f"/{_HUGE_PAGES} is never"
     else:
         with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -101,14 +101,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, Path, int]]:
     """Yield version, directory and limit of every control group that limits this process's memory."""
     for version, group in _control_groups(root, "memory"):
         for name in _MEMORY_FILES[version][0]:
-            if (limit_nbytes := _read(group / name)).isdigit():  # else "max"
+            if (limit_nbytes := read(group / name)).isdigit():  # else "max"
                 yield version, group, int(limit_nbytes)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """Yield version and directory of every control group that limits this process, parents included."""
-    own = [line.split(":", 2)[1:] for line in _read(root / "proc/self/cgroup").splitlines()]
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    own = [line.split(":", 2)[1:] for line in read(root / "proc/self/cgroup").splitlines()]
+    for line in read(root / "proc/self/mountinfo").splitlines():
         mount, _, file_system = line.partition(" - ")
         kind, _, options = file_system.split(" ", 2)
         if kind != "cgroup2" and not (kind == "cgroup" and controller in options.split(",")):
@@ -125,7 +125,8 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
                 yield from ((2 if kind == "cgroup2" else 1, each) for each in chain)
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """Return the text of a small file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -134,7 +135,7 @@ def _read(path: Path) -> str:
 
 def _read_field(path: Path, name: str) -> int:
     """Return the number in the line that begins with ``name``; 0 if there is none."""
-    lines = (line.split() for line in _read(path).splitlines())
+    lines = (line.split() for line in read(path).splitlines())
     return next((int(words[1]) for words in lines if words and words[0] == name), 0)
 
 
@@ -229,8 +230,6 @@ LEAST_NUMEL = 2**16
 #: A fork waits as long for code that is being compiled (s): on a busy machine that has taken more than 30.
 _FORK_WAIT_S = 300.0
 
-_lock = threading.Lock()
-_slice_threads: ThreadPoolExecutor | None = None
 _compiling: dict[object, threading.Thread] = {}
 _rank_threads: int | None = None  # threads that were chosen for this rank
 
@@ -299,21 +298,20 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
         with suppress(Exception):  # it meets who needs the function, too, on a thread that can tell of it
             run()
 
-    with _lock:
-        if key not in _compiling:
-            # not a daemon: an interpreter that ends while LLVM compiles may crash
-            _compiling[key] = threading.Thread(target=quietly, name="infinity-compile")
-            _compiling[key].start()
+    # not a daemon: an interpreter that ends while LLVM compiles may crash
+    thread = threading.Thread(target=quietly, name="infinity-compile")
+    if _compiling.setdefault(key, thread) is thread:
+        thread.start()
+
+
+@functools.cache
+def _slice_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="infinity-slice")
 
 
 def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[object]":
-    global _slice_threads
     try:
-        with _lock:
-            _slice_threads = _slice_threads or ThreadPoolExecutor(
-                os.cpu_count(), thread_name_prefix="infinity-slice"
-            )
-            return _slice_threads.submit(run, begin, end)
+        return _slice_threads().submit(run, begin, end)
     except RuntimeError:  # the interpreter ends: the updates in flight are finished without new threads
         done: Future[object] = Future()
         done.set_result(run(begin, end))
@@ -323,13 +321,8 @@ def _submit(run: Callable[[int, int], object], begin: int, end: int) -> "Future[
 def _before_fork() -> None:
     """Wait for compilation: a child would inherit numba's lock, held by a thread that it does not have."""
     for thread in list(_compiling.values()):
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.is_alive():
             thread.join(_FORK_WAIT_S)
 
 
-def _after_fork() -> None:
-    global _slice_threads, _lock
-    _slice_threads, _lock = None, threading.Lock()
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_slice_threads.cache_clear)

@@ -445,7 +445,7 @@ class DevicePool(Pool):
 class CountingPool:
     """Leases buffers to the training thread; counts waiting for one as a stall of cause ``update``."""
 
-    def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], object]], None]) -> None:
+    def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], Lease]], Lease]) -> None:
         self._pool, self._stalls = pool, stalls
         self._held_back: list[Lease] = []
         self.reclaim: Callable[[], None] = lambda: None  # gives back what may come later
@@ -462,13 +462,12 @@ class CountingPool:
             lease.defer_release(False)
 
     def lease(self, nbytes: int, *, who: str) -> Lease:
-        found = [self._pool.try_lease(nbytes, who=who)]
-        if found[0] is None:
+        lease = self._pool.try_lease(nbytes, who=who)
+        if lease is None:
             self.give_back()
             self.reclaim()
-            self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
-        assert found[-1] is not None
-        return found[-1]
+            lease = self._stalls("update", lambda: self._pool.lease(nbytes, who=who))
+        return lease
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from infinity.device.accelerator import pci_address
-from infinity.device.machine import local_ranks, share_of_cores
+from infinity.device.machine import local_ranks, read, share_of_cores
 
 
 def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/")) -> str:
@@ -40,7 +40,7 @@ def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/"
 
 
 def _node_of_device(device: torch.device, root: Path) -> int:
-    return _number(_read(root / "sys/bus/pci/devices" / pci_address(device) / "numa_node"))
+    return _number(read(root / "sys/bus/pci/devices" / pci_address(device) / "numa_node"))
 
 
 def _node_of_drive(directory: str, root: Path) -> int:
@@ -49,14 +49,8 @@ def _node_of_drive(directory: str, root: Path) -> int:
     existing = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     number = existing.stat().st_dev
     drive = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    return _number(next(filter(None, (_read(each / "numa_node") for each in (drive, *drive.parents))), ""))
+    return _number(next(filter(None, (read(each / "numa_node") for each in (drive, *drive.parents))), ""))
 
 
 def _number(text: str) -> int:
     return int(text) if text.removeprefix("-").isdigit() else -1
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
-    return ""

@@ -112,9 +112,10 @@ class StepExecutor(ActivationBudget):
         self.blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
         storage, device = tiers.storage, ranks.device
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
+        ceiling_nbytes = (memory_nbytes(device)[0] if ranks.on_accelerator else free_host_nbytes()) // 2
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
-                units, leaves, models, ranks, tiers, ranks.least(_ceiling_nbytes(ranks), "memory.device"),
+                units, leaves, models, ranks, tiers, ranks.least(ceiling_nbytes, "memory.device"),
                 policy=activations.policy, clips=clips, updates_nbytes=device_nbytes(rules.values(), ranks),
             )  # fmt: skip
             tiers.on_device = self.host = None
@@ -465,10 +466,6 @@ _CHANGED = (
 
 def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if config.partition.reduce_dtype == "fp32" else dtype
-
-
-def _ceiling_nbytes(ranks: Ranks) -> int:
-    return (memory_nbytes(ranks.device)[0] if ranks.on_accelerator else free_host_nbytes()) // 2
 
 
 #: Measuring, and memory for pieces, are worth it where the device budget is so much larger.

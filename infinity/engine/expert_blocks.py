@@ -19,17 +19,17 @@ memory, tiles or ranks, since sums over joined rows are rounded otherwise: it fo
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from infinity.activations.recompute import in_backward, saving_hooks
+from infinity.activations.recompute import Unwritten, in_backward, saving_hooks
 from infinity.core.errors import StateError
 from infinity.engine.expert_parts import PartsOfExperts, Share, packed, runs_in_parts, weighs_rows
-from infinity.engine.stand_ins import Calls, written
+from infinity.engine.stand_ins import Calls
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,9 +48,7 @@ class ExpertBlock:
         self.calls = Calls(block, experts)
 
     @classmethod
-    def of(
-        cls, block: nn.Module, share: Share, run: Callable[..., Any] | None = None
-    ) -> "ExpertBlock | None":
+    def of(cls, block: nn.Module, share: Share, run: Callable[..., Any] | None = None) -> Self | None:
         """Return how to run ``block``; None: it has no packed experts."""
         experts = experts_of(block)
         return cls(block, experts, share, run) if experts else None
@@ -145,11 +143,11 @@ class Call:
 
 
 class _Returned(NamedTuple):
-    """Holds what a call of a module returned, its versions then, and generators after the call."""
+    """Holds what a call of a module returned, and generators after the call."""
 
     module: nn.Module
     output: Any
-    versions: list[int]
+    unwritten: Unwritten
     generators: Any
 
 
@@ -162,6 +160,8 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"}
 
 class _Awaited(Tensor):
     """Stands for what experts will return: it can be reshaped, any other use leaves the block."""
+
+    stands_in = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,10 +178,11 @@ class _Running:
 
     def __init__(self, block: ExpertBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._block, self._args, self._kwargs = block, args, kwargs
-        self._versions = _versions((args, kwargs))
+        self._unwritten = Unwritten((args, kwargs))
         self._returned: list[_Returned] = []  # in the order of the calls
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._generators = _Generators(tensors)
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        #: Tensors on each device whose generator is restored.
+        self._there = [*{leaf.device: leaf for leaf in leaves if leaf.device.type != "cpu"}.values()]
         self._began: Any = None  # generators when the block began
         #: The experts that the block has called, with positional and named arguments; None: it has ended.
         self.reached: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
@@ -193,11 +194,10 @@ class _Running:
 
         Only what the block does between modules is done again.
         """
-        generators, turn, before = self._generators, 0, len(self._returned)
-        now = generators.state()
+        turn, before, now = 0, len(self._returned), self._generators()
         if self._returned:
-            self._check(self._versions, (self._args, self._kwargs), "what it was given")
-            generators.restore(self._began)
+            self._check(self._unwritten, "what it was given")
+            self._restore(self._began)
         else:
             self._began = now
 
@@ -221,7 +221,7 @@ class _Running:
         with self._block.calls.handed_to(call), suppress(_Reached):
             output = self._block.run(*self._args, **self._kwargs)
         if without_experts:
-            generators.restore(now)
+            self._restore(now)
         elif self.reached is None:
             self.output = output
             self._returned.clear()
@@ -230,10 +230,10 @@ class _Running:
         """Note what the experts returned that the block awaits."""
         self.reached = None
         awaited = self._returned[self._place]
-        self._returned[self._place] = awaited._replace(output=output, versions=_versions(output))
+        self._returned[self._place] = awaited._replace(output=output, unwritten=Unwritten(output))
 
     def _note(self, module: nn.Module, output: Any) -> Any:
-        self._returned.append(_Returned(module, output, _versions(output), self._generators.state()))
+        self._returned.append(_Returned(module, output, Unwritten(output), self._generators()))
         return output
 
     def _again(self, module: nn.Module, turn: int, generators: Any) -> Any:
@@ -241,13 +241,23 @@ class _Running:
         returned = self._returned[turn]
         if returned.module is not module:
             raise self._block.refusal("calls other modules when it runs again")
-        self._check(returned.versions, returned.output, f"what its {type(module).__name__} returned")
-        self._generators.restore(returned.generators if generators is None else generators)
+        self._check(returned.unwritten, f"what its {type(module).__name__} returned")
+        self._restore(returned.generators if generators is None else generators)
         return returned.output
 
-    def _check(self, versions: list[int], tree: Any, what: str) -> None:
-        if _versions(tree) != versions:
+    def _check(self, unwritten: Unwritten, what: str) -> None:
+        if not unwritten:
             raise self._block.refusal(f"writes into {what}, and runs again from that")
+
+    def _generators(self) -> Any:
+        """Return the states of torch's random generators: of the CPU, and of the devices of arguments."""
+        return torch.get_rng_state(), *(get_device_states(*self._there) if self._there else ([], []))
+
+    def _restore(self, generators: Any) -> None:
+        own, devices, states = generators
+        torch.set_rng_state(own)
+        if devices:
+            set_device_states(devices, states, device_type=self._there[0].device.type)
 
 
 @contextmanager
@@ -262,24 +272,6 @@ def _counting_saved(*, drop: bool = False) -> Iterator[list[int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(count, unpack):
         yield counted
-
-
-class _Generators:
-    """Reads and sets the states of torch's random generators: of the CPU, and of the devices of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._there = [*{leaf.device: leaf for leaf in tensors if leaf.device.type != "cpu"}.values()]
-
-    def state(self) -> Any:
-        devices = get_device_states(*self._there) if self._there else ([], [])
-        return torch.get_rng_state(), *devices
-
-    def restore(self, state: Any) -> None:
-        own, devices, states = state
-        torch.set_rng_state(own)
-        if devices:
-            kind = self._there[0].device.type
-            set_device_states(devices, states, device_type=kind)
 
 
 def experts_of(block: nn.Module) -> set[nn.Module]:
@@ -305,8 +297,3 @@ def _rows(leaves: Sequence[Any]) -> int:
     if len(heights) != 1 or next(integers, None) is None:
         return 0
     return next(iter(heights.pop()), 0)
-
-
-def _versions(tree: Any) -> list[int]:
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf is not _AWAITED)
-    return [written(leaf) for leaf in tensors]

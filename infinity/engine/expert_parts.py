@@ -31,10 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from infinity.activations.recompute import recomputed, saving_hooks
+from infinity.activations.recompute import node, recomputed, saving_hooks
 from infinity.partition.builder import is_packed
 from infinity.partition.tiles import TiledWeight, tiles_of
 from infinity.partition.unit import Unit
@@ -94,19 +92,18 @@ class PartsOfExperts:
     def __call__(self) -> Tensor:
         hidden, tiled, tickets = self._hidden, tiles(self._experts), list[Tensor]()
         rows = _Rows(self._kept, self._parts, self._top_k)
-        taken = _Hand.apply(hidden, rows)  # type: ignore[no-untyped-call]
+        taken = rows.hand(hidden)
         scales = torch.split(self._scales, [part.end - part.begin for part in self._parts])
         for number, part in enumerate(self._parts):
             order = self._order[part.begin : part.end]
-            own = _Take.apply(taken, hidden.detach(), order, rows, number)  # type: ignore[no-untyped-call]
+            own = rows.take(taken, hidden.detach(), order, number)
             given = [(own, self._chosen[part.begin : part.end], scales[number])]
             del own
             call = partial(_run, self._experts, self._kept, self._parts, number, given, tiled)
             result = recomputed(call)
-            tickets.append(_Put.apply(result, order, rows, number))  # type: ignore[no-untyped-call]
+            tickets.append(rows.put(result, order, number))
             del result
-        added: Tensor = _Added.apply(rows, *tickets)  # type: ignore[no-untyped-call]
-        return added.to(hidden.dtype)
+        return rows.added(tickets).to(hidden.dtype)
 
 
 def packed(module: nn.Module) -> list[nn.Parameter]:
@@ -235,81 +232,62 @@ class _Rows:
     """Holds what is added of all rows, and in backward the gradients; see [Note: rows of one part]."""
 
     def __init__(self, kept: _Kept, parts: Sequence[Part], top_k: int) -> None:
-        self.kept, self.parts, self.top_k = kept, parts, top_k
-        self.results: Tensor | None = None  # of all rows, in the order before they were sorted
-        self.grads: Tensor | None = None  # of tokens' sums of them
-        self.taken: Tensor | None = None  # gradients of rows
+        self._kept, self._parts, self._top_k = kept, parts, top_k
+        self._results: Tensor | None = None  # of all rows, in the order before they were sorted
+        self._grads: Tensor | None = None  # of tokens' sums of them
+        self._taken: Tensor | None = None  # gradients of rows
 
+    def hand(self, hidden: Tensor) -> Tensor:
+        """Return a ticket for the rows of all parts; backward adds their gradients."""
 
-class _Hand(Function):
-    """Gives autograd a ticket for the rows of all parts; backward adds their gradients."""
+        def back(_: Tensor) -> Tensor:
+            hidden, _, order, _ = self._kept.read(_LAST)
+            taken, self._taken = self._taken, None
+            assert taken is not None
+            return torch.zeros_like(hidden).index_put_((order // self._top_k,), taken, accumulate=True)
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: _Rows) -> Tensor:
-        ctx.rows = rows
-        return hidden.new_empty(())
+        return node(lambda: hidden.new_empty(()), back, hidden)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        rows, (hidden, _, order, _) = ctx.rows, ctx.rows.kept.read(_LAST)
-        taken, rows.taken = rows.taken, None
-        grad = torch.zeros_like(hidden)
-        return grad.index_put_((order // rows.top_k,), taken, accumulate=True), None
+    def take(self, ticket: Tensor, hidden: Tensor, order: Tensor, number: int) -> Tensor:
+        """Return a part's rows; backward puts their gradients beside those of other parts."""
 
+        def back(grad: Tensor) -> Tensor:
+            part = self._parts[number]
+            if self._taken is None:
+                self._taken = grad.new_empty(self._parts[-1].end, grad.shape[-1])
+            self._taken[part.begin : part.end] = grad
+            return grad.new_zeros(())
 
-class _Take(Function):
-    """Takes a part's rows, and in backward puts their gradients beside those of other parts."""
+        return node(lambda: hidden[order // self._top_k], back, ticket)
 
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, hidden: Tensor, order: Tensor, rows: _Rows, number: int) -> Tensor:
-        ctx.rows, ctx.number = rows, number
-        return hidden[order // rows.top_k]
+    def put(self, result: Tensor, order: Tensor, number: int) -> Tensor:
+        """Put what a part computed in the order before rows were sorted; backward gives it its gradient."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        rows, part = ctx.rows, ctx.rows.parts[ctx.number]
-        if rows.taken is None:
-            rows.taken = grad.new_empty(rows.parts[-1].end, grad.shape[-1])
-        rows.taken[part.begin : part.end] = grad
-        return grad.new_zeros(()), None, None, None, None
+        def make() -> Tensor:
+            if not number or self._results is None:
+                self._results = result.new_empty(self._parts[-1].end, result.shape[-1])
+            self._results[order] = result
+            return result.new_empty(())
 
+        def back(_: Tensor) -> Tensor:
+            grads, part, order = self._grads, self._parts[number], self._kept.read(2 * number + 1)[2]
+            assert grads is not None
+            if not number:  # backward comes to it last
+                self._grads = None
+            return grads[order[part.begin : part.end] // self._top_k]
 
-class _Put(Function):
-    """Puts what a part computed in the order before rows were sorted; backward gives it its gradient."""
+        return node(make, back, result)
 
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, order: Tensor, rows: _Rows, number: int) -> Tensor:
-        ctx.rows, ctx.number = rows, number
-        if not number or rows.results is None:
-            rows.results = result.new_empty(rows.parts[-1].end, result.shape[-1])
-        rows.results[order] = result
-        return result.new_empty(())
+    def added(self, tickets: Sequence[Tensor]) -> Tensor:
+        """Return the sum of each token's rows, for tickets of all parts."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, part = ctx.rows, ctx.rows.parts[ctx.number]
-        order = rows.kept.read(2 * ctx.number + 1)[2]
-        grad = rows.grads[order[part.begin : part.end] // rows.top_k]
-        if not ctx.number:  # backward comes to it last
-            rows.grads = None
-        return grad, None, None, None
+        def make() -> Tensor:
+            results, self._results = self._results, None
+            assert results is not None
+            return results.view(-1, self._top_k, results.shape[-1]).sum(1)
 
+        def back(grad: Tensor) -> Tensor:
+            self._grads = grad
+            return grad.new_zeros(())
 
-class _Added(Function):
-    """Adds the rows of each token, for tickets of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: _Rows, *tickets: Tensor) -> Tensor:
-        ctx.rows, ctx.count = rows, len(tickets)
-        results, rows.results = rows.results, None
-        assert results is not None
-        return results.view(-1, rows.top_k, results.shape[-1]).sum(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.rows.grads = grad
-        return None, *[grad.new_zeros(()) for _ in range(ctx.count)]
+        return node(make, back, *tickets)

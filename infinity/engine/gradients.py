@@ -193,10 +193,9 @@ class GradientPath:
 
     def begin(self, unit: Unit) -> Gradient:
         """Return what a backward pass adds a unit's gradient to: with one rank the sum of earlier ones."""
-        found = list[Gradient | None]()
+        gradient: Gradient | None = None
         if self.collectives is None and unit.index in self.sums:
-            self.mover.waits("read", lambda: found.append(self.sums.take(unit)))
-        gradient = found[0] if found else None
+            gradient = self.mover.waits("read", partial(self.sums.take, unit))
         if gradient is None:
             return Gradient.of(unit, self.pool)
         gradient.open = gradient.flat

@@ -33,15 +33,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from infinity.activations.passing import Passed, Passing
-from infinity.activations.recompute import in_backward, recomputed, untraced
+from infinity.activations.recompute import Unwritten, in_backward, recomputed, untraced
 from infinity.activations.tensor_cache import TensorCache
 from infinity.core.errors import StateError
 from infinity.engine.expert_blocks import Arguments, Call, ExpertBlock
 from infinity.engine.expert_parts import Share
-from infinity.engine.stand_ins import Calls, called, written
+from infinity.engine.stand_ins import Calls, called
 from infinity.partition.tiles import METADATA
 from infinity.partition.unit import UnitIndex
 from infinity.planner.passing import Rooms
@@ -195,16 +195,15 @@ class Forward:
         self.heads = schedule.heads
         #: Outputs of modules in the order of their calls, each as one tree per slice.
         self.given: dict[nn.Module, list[Sequence[Any]]] = {}
-        #: What modules beside the blocks returned, and its versions: the tails take it as it was returned.
-        self._unwritten: list[tuple[nn.Module, Tensor, int]] = []
+        #: What modules beside the blocks returned: the tails take it as it was returned.
+        self._unwritten: list[tuple[nn.Module, Unwritten]] = []
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = self.schedule.blocks.modules
         if module not in blocks:
             self.schedule.check_beside(module)
             output = module(*args, **kwargs)
-            tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-            self._unwritten += [(module, leaf, written(leaf)) for leaf in tensors if type(leaf) is not Sliced]
+            self._unwritten.append((module, Unwritten(output)))
         else:
             outputs = self._in_slices(module, args, kwargs)
             if module is blocks[-1]:
@@ -221,11 +220,10 @@ class Forward:
         experts = self.schedule.expert_blocks.get(block)
         parts, outputs = self._slices((args, kwargs)), list[Any]()
         for turn, slices in self._together(block):
-            leaves, spec = tree_flatten(parts[slices])
-            leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]  # a cache
+            given = tree_map(lambda leaf: None if hasattr(leaf, "get_seq_length") else leaf, parts[slices])
             run = partial(_run, block) if experts is None else Call(experts)
             with self.schedule.within(turn):
-                returned = _recomputed(partial(_call, run, spec), leaves, block)
+                returned = _recomputed(run, given, block)
             returned.reverse()
             while returned:  # of what departed nothing may be held
                 departed = passing.depart(returned.pop(), self.rows // self.slices, number, len(outputs))
@@ -250,25 +248,22 @@ class Forward:
         self._check_unwritten()
         losses = []
         for index, batch in enumerate(self._slices(self.batch)):
-            leaves, spec = tree_flatten(outputs[index])
-            tail = partial(self._tail, index, batch, spec)
             with self.schedule.within(self.schedule.turns[index]):
-                losses.append(_recomputed(tail, leaves, blocks.modules[-1]))
+                losses.append(
+                    _recomputed(partial(self._tail, index, batch), outputs[index], blocks.modules[-1])
+                )
             self._check_unwritten()
         raise Finished(torch.stack(losses))
 
-    def _tail(self, index: int, batch: Any, spec: TreeSpec, *leaves: Any) -> Tensor:
-        """Run what follows the last block for slice ``index``, and return its loss; see [Note: the tail].
-
-        ``leaves`` are what the last block returned for it.
-        """
+    def _tail(self, index: int, batch: Any, returned: Any) -> Tensor:
+        """Return the loss of slice ``index``, for which the last block ``returned``; see [Note: the tail]."""
         turns: Counter[nn.Module] = Counter()
 
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             turn, outputs = turns[module], self.given.get(module, [])
             turns[module] += 1
             if module is self.schedule.blocks.modules[-1] and not turn:
-                return tree_unflatten(leaves, spec)
+                return returned
             if turn >= len(outputs):
                 return module(*args, **kwargs)
             return tree_map_only(Passed, lambda each: Sliced.of([each]), outputs[turn][index])
@@ -282,8 +277,8 @@ class Forward:
 
     def _check_unwritten(self) -> None:
         """Raise if the model wrote into what a tail, or backward's recomputation of a block, takes again."""
-        for module, leaf, version in self._unwritten:
-            if written(leaf) != version:
+        for module, unwritten in self._unwritten:
+            if not unwritten:
                 raise StateError(
                     f"what {type(module).__name__} returned is written in place, and is needed again. "
                     "Let the model write into a copy, or use the ordinary schedule"
@@ -300,7 +295,7 @@ class Forward:
 
     def _parts(self, leaf: Tensor) -> Sequence[Any]:
         if type(leaf) is Sliced:
-            if len(leaf.parts) == self.slices and not leaf.is_written:
+            if len(leaf.parts) == self.slices and leaf.unwritten:
                 return leaf.parts
             leaf = leaf.whole()
         return torch.split(leaf, len(leaf) // self.slices)
@@ -350,9 +345,10 @@ class Sliced(Tensor):
     ``parts`` are in their order, each a tensor or a :class:`Passed`.
     """
 
+    stands_in = True
     parts: Sequence[Any]
     _whole: Tensor | None
-    _version_read: int  # the version of _whole when it was joined
+    unwritten: Unwritten  # the joined rows are: else the parts are out of date
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> "Sliced":
@@ -361,7 +357,7 @@ class Sliced(Tensor):
         self: Sliced = Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
         )
-        self.parts, self._whole = parts, None
+        self.parts, self._whole, self.unwritten = parts, None, Unwritten(None)
         if first.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -394,13 +390,8 @@ class Sliced(Tensor):
         if self._whole is None:
             parts = [each.arrive(each.ticket) if isinstance(each, Passed) else each for each in self.parts]
             self._whole = torch.cat(parts)
-            self._version_read = written(self._whole)
+            self.unwritten = Unwritten(self._whole)
         return self._whole
-
-    @property
-    def is_written(self) -> bool:
-        """Return whether the model has written into the joined rows, so that the parts are out of date."""
-        return self._whole is not None and written(self._whole) != self._version_read
 
 
 _ASSIGNED = (
@@ -436,21 +427,18 @@ def _run(block: nn.Module, given: Sequence[Arguments]) -> list[Any]:
     return [block(*args, **kwargs) for args, kwargs in given]
 
 
-def _call(run: Callable[[Sequence[Arguments]], Any], spec: TreeSpec, *leaves: Any) -> Any:
-    return run(tree_unflatten(leaves, spec))
-
-
-def _recomputed(function: Callable[..., Any], leaves: Sequence[Any], block: nn.Module) -> Any:
-    """Return ``function(*leaves)``, recomputed in backward; a :class:`Passed` arrives, both times."""
+def _recomputed(function: Callable[[Any], Any], tree: Any, block: nn.Module) -> Any:
+    """Return ``function(tree)``, recomputed in backward; each :class:`Passed` arrives, both times."""
+    leaves, spec = tree_flatten(tree)
     passed = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Passed)}
 
     def call(*leaves: Any) -> Any:
         given, backward = list(leaves), in_backward()
         for place, each in sorted(passed.items(), reverse=backward):  # each brings in what comes after it
             given[place] = each.arrive(leaves[place])
-        versions = {place: given[place]._version for place in passed}
-        output = function(*given)
-        if any(given[place]._version != version for place, version in versions.items()):
+        unwritten = Unwritten([given[place] for place in passed])
+        output = function(tree_unflatten(given, spec))
+        if not unwritten:
             raise StateError(
                 f"what {type(block).__name__} takes or returns is written in place, and cannot be recomputed "
                 "from then. Let the model write into a copy, or use the ordinary schedule"

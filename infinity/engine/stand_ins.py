@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 #: Decides what a call of a module, with these arguments, does.
 Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -68,8 +68,3 @@ def called(parent: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[nn.Module
             yield from called(module, apart)
         else:
             yield parent, name, module
-
-
-def written(tensor: Tensor) -> int:
-    """Return the number of writes to ``tensor`` so far; tensors of inference mode do not count them."""
-    return 0 if tensor.is_inference() else tensor._version

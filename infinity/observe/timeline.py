@@ -43,12 +43,12 @@ class Timeline:
         self.stall_s: dict[str, float] = {}  # by cause
         self._waited_until = clock()
 
-    def stall(self, cause: str, wait: Callable[[], object]) -> None:
-        """Run ``wait`` and count its seconds as a stall of ``cause``; the time between two is compute."""
+    def stall(self, cause: str, wait: Callable[[], Any]) -> Any:
+        """Return ``wait()``; count its seconds as a stall of ``cause``, the time between two as compute."""
         begin = self.clock()
         self.add("compute", "compute", self._waited_until, begin)
         try:
-            wait()
+            return wait()
         finally:
             self._waited_until = end = self.clock()
             self.stall_s[cause] = self.stall_s.get(cause, 0.0) + end - begin

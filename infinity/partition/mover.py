@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 #: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
 Upload = Callable[[Tensor, int], object]
-#: Counts the seconds that compute waits, by cause.
-Waits = Callable[[str, Callable[[], object]], None]
+#: Runs what compute waits for, and counts the seconds by cause.
+Waits = Callable[[str, Callable[[], Any]], Any]
 #: Two calls: wait until a unit has arrived, then until it is decoded. Or the error of a unit that failed.
 Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 

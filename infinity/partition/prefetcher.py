@@ -110,13 +110,10 @@ class ResidentSet:
             self.release([item])
         return True
 
-    def spare_items(self) -> Iterator[Item]:
-        yield from [*self.spare]
-
-    def to_go(self) -> Iterator[Item]:
+    def to_go(self, *, spare: bool = True, others: bool = True) -> Iterator[Item]:
         """Yield present items in the order of release: what no plan wants, then the least recently used."""
-        yield from [*self.spare]
-        yield from [*self.present]
+        yield from [*self.spare] if spare else ()
+        yield from [*self.present] if others else ()
 
 
 class Pass:
@@ -152,7 +149,7 @@ class Pass:
         if plan is not None and self.foresees(event):
             self.trace[-1] = plan.events[begin]  # equal events of all passes are one object
             self.cursor += 1
-        elif plan is not None and self.position >= CONTEXT:
+        elif plan is not None and len(self.trace) >= CONTEXT:
             if not self._places:
                 for i in range(CONTEXT, len(plan.events) + 1):
                     self._places.setdefault(plan.events[i - CONTEXT : i], []).append(i - 1)
@@ -438,7 +435,7 @@ class Prefetcher:
         """Start what the plan wants, if it fits beside what the plan has."""
         residents = self.residents
         residents.spare.pop(unit, None)
-        if unit not in residents and residents.make_room(self.nbytes[unit], residents.spare_items()):
+        if unit not in residents and residents.make_room(self.nbytes[unit], residents.to_go(others=False)):
             self._start(unit, self.nbytes[unit])
 
     def _follow(self, tile: int, following: Sequence[int] | None, recomputed: bool) -> Sequence[int]:
@@ -491,7 +488,7 @@ class Prefetcher:
         """Start ``tiles``, as far as there is room beside those that are present and ``free_nbytes``."""
         residents, room = self.residents, self.room
         # While there is no plan, what others leave behind is in the way, too.
-        known = self._to_go() if self.running.plan is None else residents.spare_items()
+        known = self._to_go() if self.running.plan is None else residents.to_go(others=False)
         stay: set[Item] = {*tiles, *(room.items[each] for each in tiles if room.slot_nbytes)}
         going = (item for item in known if item not in stay)
         for tile in tiles:
@@ -532,7 +529,7 @@ class Prefetcher:
 
         Without a plan that is the order in which tiles came, and others were used last.
         """
-        yield from self.residents if self.running.plan is None else self.residents.to_go()
+        return self.residents.to_go(spare=self.running.plan is not None)
 
     def _start(self, item: Item, nbytes: int) -> None:
         self.residents.add(item, nbytes)
