@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from infinity.api.init import layer_schedule as layer_schedule
     from infinity.api.init import no_sync as no_sync
     from infinity.api.init import on_gradient as on_gradient
+    from infinity.api.init import quantize as quantize
     from infinity.api.init import resume as resume
     from infinity.api.init import state_dict as state_dict
+    from infinity.api.lora import adapter as adapter
     from infinity.api.lora import add_lora as add_lora
     from infinity.api.lora import lora_groups as lora_groups
     from infinity.api.offload_activations import offload_activations as offload_activations
     from infinity.api.optimizer import AdamW as AdamW
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
-    from infinity.api.quantize import quantize as quantize
     from infinity.api.save_lora import save_lora as save_lora
-    from infinity.api.several import adapter as adapter
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -55,14 +55,12 @@ _HOMES = {
         "integrations.accelerate": "Accelerator",
         "api.optimizer": "AdamW",
         "api.export": "export stream_weights",
-        "api.init": "Init close ema from_pretrained gathered layer_schedule no_sync on_gradient resume "
-        "state_dict",
-        "api.lora": "add_lora lora_groups",
+        "api.init": "Init close ema from_pretrained gathered layer_schedule no_sync on_gradient quantize "
+        "resume state_dict",
+        "api.lora": "adapter add_lora lora_groups",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
-        "api.quantize": "quantize",
         "api.save_lora": "save_lora",
-        "api.several": "adapter",
         "integrations.lightning": "LightningStrategy",
         "integrations.trainer": "trainer",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "

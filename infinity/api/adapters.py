@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.activations.tensor_cache import patched
-from infinity.checkpoint.directory import FileTensor, TensorFile, read_json_object
+from infinity.checkpoint.directory import Stored, StoredTensors, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError, library_errors, listed
 from infinity.core.files import user_path
@@ -325,14 +325,13 @@ def note_on_base(directory: str | Path, model: nn.Module) -> str:
     )
 
 
-class SavedAdapters:
+class SavedAdapters(StoredTensors):
     """Opens a directory of adapters that ``peft`` or :func:`infinity.save_lora` wrote.
 
     Raises a CheckpointError if a file is missing or damaged, or the config has what is not known here.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.path = user_path(directory, "the directory of adapters")
+    def _open(self) -> None:
         if (of_run := self.path / "adapters" / CONFIG).is_file() and not (self.path / CONFIG).is_file():
             raise CheckpointError(
                 f"{self.path} is the folder of a run, and holds no {CONFIG}; use its {of_run.parent}"
@@ -343,27 +342,17 @@ class SavedAdapters:
             pickled = (self.path / "adapter_model.bin").exists()
             more = "; load and save it once with peft, which writes that file" if pickled else ""
             raise CheckpointError(f"{self.path} holds no {VALUES}{more}")
-        self._file = TensorFile(self.path / VALUES)
-        try:
-            self._check_ranks()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def tensors(self) -> Mapping[str, FileTensor]:
-        return self._file.tensors
-
-    def _check_ranks(self) -> None:
-        """Refuse ranks that the values do not have, before memory is taken for them."""
-        most = max((max(each.shape, default=0) for each in self.tensors.values()), default=0)
-        ranks = [self.config.r, *self.config.rank_pattern.values()]
+        file = TensorFile(self.path / VALUES)
+        self._opened.callback(file.close)
+        self.update(file.tensors)
+        most = max((max(each.shape, default=0) for each in self.values()), default=0)
+        ranks = [self.config.r, *self.config.rank_pattern.values()]  # memory is taken for them
         if wrong := [each for each in ranks if type(each) is not int or not 0 < each <= max(1, most)]:
             raise CheckpointError(
                 f"{self.path / CONFIG}: rank {shown(wrong[0])} is that of no tensor of {VALUES}"
             )
 
-    def match(self, adapted: nn.Module, name: str = "default") -> list[tuple[Tensor, FileTensor]]:
+    def match(self, adapted: nn.Module, name: str = "default") -> list[tuple[Tensor, Stored]]:
         """Return each saved parameter of ``adapted`` with its stored values.
 
         Raises a CheckpointError that names the keys of the one that the other has not, or that have another
@@ -377,10 +366,10 @@ class SavedAdapters:
             for key, tensor in wanted.items()
         }
         kind = type(adapted.get_base_model()).__name__  # type: ignore[operator]
-        wrong = [f"{key} is not in the file" for key in wanted if key not in self.tensors]
-        wrong += [f"{key} is not in the model" for key in self.tensors if key not in wanted]
+        wrong = [f"{key} is not in the file" for key in wanted if key not in self]
+        wrong += [f"{key} is not in the model" for key in self if key not in wanted]
         for key, shape in shapes.items():
-            stored = self.tensors.get(key)
+            stored = self.get(key)
             if stored is not None and stored.shape != shape:
                 wrong.append(f"{key} has shape {tuple(stored.shape)}, in the model {tuple(shape)}")
             elif stored is not None and not stored.dtype.is_floating_point:
@@ -389,15 +378,15 @@ class SavedAdapters:
             base = self.entries.get("base_model_name_or_path")
             why = "Their config names no base" if base is None else f"They are adapters of {shown(base)}"
             what = "give that model, or other adapters" if base else "give the model that they are of"
-            if self.tensors.keys() == wanted.keys():
+            if self.keys() == wanted.keys():
                 ranks = self.config.r, *self.config.rank_pattern.values()
                 why = f"Their {CONFIG} says rank {', '.join(map(str, ranks))}. {why}"
-            if any(re.search(r"\.experts\.\d+\.", key) for key in self.tensors.keys() - wanted.keys()):
+            if any(re.search(r"\.experts\.\d+\.", key) for key in self.keys() - wanted.keys()):
                 why, what = "They have a layer for each expert (--per-expert)", "give the packed form"
             raise CheckpointError(
                 f"{self.path / VALUES} does not fit {kind}: {listed(wrong, _MOST_NAMED)}. {why}: {what}"
             )
-        return [(tensor, self.tensors[key]) for key, tensor in wanted.items()]
+        return [(tensor, self[key]) for key, tensor in wanted.items()]
 
     @torch.no_grad()
     def fill(self, adapted: nn.Module, name: str = "default") -> None:
@@ -413,6 +402,3 @@ class SavedAdapters:
                 factors[id(tensor)].stored = stored
             elif not tensor.is_meta:
                 tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
-
-    def close(self) -> None:
-        self._file.close()

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from infinity.api.adapters import CONFIG, VALUES
+from infinity.api.lora import check_adapter
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import save_lora
 from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
-from infinity.api.several import check_adapter
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import OnProgress, named_targets
-from infinity.checkpoint.requantize import Requantized, export_stored
+from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
+from infinity.checkpoint.quantize import Requantized, directory_values, export_stored
 from infinity.checkpoint.writer import Publication, TensorSpec, check_room, writing
 from infinity.comm.ranks import ALONE, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, listed
@@ -93,18 +93,22 @@ def export(
     how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
     if merge:
         return _merge(model, runtime, out, adapter, ema, stored_as=like, **how)
-    write = partial(_write, model, runtime, ema, how)
+    if like is None:
+        _write(model, runtime, out, ema=ema, **how)
+        return None
 
     def shapes() -> dict[str, tuple[int, ...]]:
         saved = saved_tensors(model, dict(named_targets(model)))
         return {item.spec.key: item.spec.shape for item in saved}
 
-    if like is not None:
-        return export_stored(
-            like, out, shapes=shapes, export=write, ranks=runtime.ranks, on_progress=on_progress
-        )
-    write(out)
-    return None
+    @contextlib.contextmanager
+    def values(folder: Path) -> Iterator[Checkpoint]:
+        with Publication(out, runtime.ranks) as hidden:  # is never published
+            _write(model, runtime, plain := hidden.path / "plain", ema=ema, **how)
+            with directory_values(plain, folder, runtime.ranks) as found:
+                yield found
+
+    return export_stored(like, out, shapes, values, ranks=runtime.ranks, on_progress=on_progress)
 
 
 def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -124,30 +128,30 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     runtime.check_between_steps()
     named, converted = dict(named_targets(model)), dict[frozenset[str], list[TensorSpec]]()
     homes = _locate(named, runtime.units)
-    copied: list[tuple[list[_Range], TensorSpec]] = []
+    copied: list[tuple[list[Part[_Buffer]], TensorSpec]] = []
     for item in saved_tensors(model, named):
         if item.parts is None:
             converted.setdefault(item.sources, []).append(item.spec)
         else:
-            copied.append((_ranges(item, homes), item.spec))
-    opened = [_WHOLE]
+            copied.append(([*_parts(item, homes)], item.spec))
+    opened = list[int]()
     with UninterruptedExit() as held:
-        for ranges, spec in sorted(copied, key=lambda each: [(of.unit, of.start) for of in each[0]]):
-            shape = 0 if len(ranges) == 1 else spec.shape
+        for parts, spec in sorted(copied, key=lambda each: [part[1:] for part in each[0]]):
+            shape = 0 if len(parts) == 1 else spec.shape
             value = torch.empty(shape, dtype=spec.dtype, device=runtime.ranks.device).view(-1)
-            for of in ranges:
-                if of.unit not in opened:
+            for at, buffer, first, numel in parts:
+                if not buffer.name and buffer.unit not in opened:
                     with uninterrupted:
                         held.close()
-                        held.enter_context(runtime.values.full(runtime.units[of.unit], modify=False))
-                    opened = [_WHOLE, of.unit]
-                flat = named[of.source].detach() if of.unit == _WHOLE else runtime.units[of.unit].flat
+                        held.enter_context(runtime.values.full(runtime.units[buffer.unit], modify=False))
+                    opened = [buffer.unit]
+                flat = named[buffer.name].detach() if buffer.name else runtime.units[buffer.unit].flat
                 assert flat is not None
-                piece = flat.reshape(-1)[of.start : of.stop]
-                if len(ranges) == 1:
+                piece = flat.reshape(-1)[first : first + numel]
+                if len(parts) == 1:
                     value = piece
                 else:
-                    value[of.at : of.at + len(piece)] = piece
+                    value[at : at + numel] = piece
             yield spec.key, value.view(spec.shape)
     for group in converted.items():
         with _converted(model, named, runtime, *group, device=runtime.ranks.device) as found:
@@ -220,10 +224,8 @@ def export_run(
     if stored_as is not None:
         with Checkpoint(source) as kept:
             shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
-        return export_stored(
-            user_path(stored_as, "--stored"), out, shapes=lambda: shapes, export=lambda _: source,
-            ranks=ALONE, on_progress=on_progress,
-        )  # fmt: skip
+        like, kept_values = user_path(stored_as, "--stored"), partial(directory_values, source, ranks=ALONE)
+        return export_stored(like, out, lambda: shapes, kept_values, ranks=ALONE, on_progress=on_progress)
     values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
     for needed in values or [source / "config.json"]:
         if not needed.is_file():
@@ -253,8 +255,20 @@ def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda 
         publication.publish()
 
 
-#: Stands for a unit's index where every rank has the whole tensor.
-_WHOLE = -1
+class _Buffer(NamedTuple):
+    """Names a flat buffer: a unit's, by its index, or that of the tensor ``name``, which every rank has."""
+
+    unit: int
+    name: str = ""
+
+
+class _Range(NamedTuple):
+    """Locates values of a saved tensor from element ``at`` on: elements ``[start, stop)`` of a buffer."""
+
+    key: str
+    at: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,57 +276,33 @@ class ExportPlan:
     """Holds the tensors of a directory in order, and where their values come from; the same on every rank."""
 
     specs: Sequence[TensorSpec]
-    #: Written unchanged: by a unit's index, or by name where every rank has the whole tensor; ascending.
-    ranges: Mapping[int | str, list["_Range"]]
+    #: Written unchanged, ascending.
+    ranges: Mapping[_Buffer, list[_Range]]
     #: Names of tensors that are converted together, and the results.
     converted: Mapping[frozenset[str], list[TensorSpec]]
 
-    def within(self, unit: Unit, start: int, stop: int) -> Sequence["_Range"]:
+    def within(self, unit: Unit, start: int, stop: int) -> Sequence[_Range]:
         """Return the ranges that elements ``[start, stop)`` of the flat buffer meet; they do not overlap."""
-        ranges = self.ranges.get(unit.index, [])
+        ranges = self.ranges.get(_Buffer(unit.index), [])
         first = bisect_right(ranges, start, key=lambda each: each.stop)
         return ranges[first : bisect_left(ranges, stop, key=lambda each: each.start)]
 
 
-class _Location(NamedTuple):
-    """Locates elements ``[first, stop)`` of a tensor: from ``offset`` on in a unit's flat buffer."""
-
-    unit: int = _WHOLE
-    offset: int = 0
-    first: int = 0
-    stop: int = 0
-
-
-class _Range(NamedTuple):
-    """Locates values of a saved tensor from element ``at`` on: ``[start, stop)`` of a unit's flat buffer."""
-
-    key: str
-    source: str
-    unit: int  # _WHOLE: of the tensor ``source``, in place of a flat buffer
-    start: int
-    stop: int
-    at: int
-
-
-def _locate(named: Mapping[str, Tensor], units: Iterable[Unit]) -> dict[str, list[_Location]]:
+def _locate(named: Mapping[str, Tensor], units: Iterable[Unit]) -> dict[str, list[Part[_Buffer]]]:
     """Return where the elements of each tensor are, in order."""
-    tiles: dict[int, list[_Location]] = {}  # by id of the parameter
+    tiles: dict[int, list[Part[_Buffer]]] = {}  # by id of the parameter
     for unit in units:
         for s in unit.segments:
-            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
-            tiles.setdefault(id(s.whole), []).append(home)
-    return {name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()}
+            tiles.setdefault(id(s.whole), []).append(Part(s.first, _Buffer(unit.index), s.offset, s.numel))
+    whole = {name: [Part(0, _Buffer(-1, name), 0, each.numel())] for name, each in named.items()}
+    return {name: tiles.get(id(tensor), whole[name]) for name, tensor in named.items()}
 
 
-def _ranges(saved: SavedTensor, homes: Mapping[str, Sequence[_Location]]) -> list[_Range]:
-    found = []
+def _parts(saved: SavedTensor, homes: Mapping[str, Sequence[Part[_Buffer]]]) -> Iterator[Part[_Buffer]]:
+    """Yield the parts of a saved tensor, in order."""
     for part in saved.parts or ():
-        for home in homes[part.source]:
-            low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
-            if low < high:
-                shift, at = home.offset - home.first, part.start + low - part.offset
-                found.append(_Range(saved.spec.key, part.source, home.unit, low + shift, high + shift, at))
-    return found
+        for of in cut(homes[part.source], part.offset, part.numel):
+            yield of._replace(start=part.start + of.start)
 
 
 def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit]) -> ExportPlan:
@@ -321,36 +311,36 @@ def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[U
     ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
     """
     homes = _locate(named, units)
-    saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[n][-1] for n in item.sources))
-    ranges: defaultdict[int | str, list[_Range]] = defaultdict(list)
+    saved = sorted(
+        saved_tensors(model, named), key=lambda item: max(homes[name][-1][1:] for name in item.sources)
+    )
+    ranges: defaultdict[_Buffer, list[_Range]] = defaultdict(list)
     converted: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
         if item.parts is None:
             converted.setdefault(item.sources, []).append(item.spec)
-        for of in _ranges(item, homes):
-            ranges[of.source if of.unit == _WHOLE else of.unit].append(of)
+        for at, buffer, first, numel in _parts(item, homes):
+            ranges[buffer].append(_Range(item.spec.key, at, first, first + numel))
     for each in ranges.values():
         each.sort(key=lambda of: of.start)
     return ExportPlan([item.spec for item in saved], ranges, converted)
 
 
-def _write(model: nn.Module, runtime: Runtime, ema: bool, how: Mapping[str, Any], out: Path) -> Path:
-    """Write ``model`` to ``out``, which is returned; every rank must call."""
+def _write(model: nn.Module, runtime: Runtime, out: Path, *, ema: bool, **how: Any) -> None:
+    """Write ``model`` to ``out``; every rank must call."""
     ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"planning {out}"):
         named = dict(named_targets(model))
         plan = plan_export(model, named, runtime.units)
     with new_directory(model, plan.specs, out, ranks, **how) as put:
         with all_ranks_or_raise(ranks, f"writing {out}"):
-            for name, ranges in plan.ranges.items() if ranks.rank == 0 else ():
-                if isinstance(name, str):
-                    values = named[name].detach().cpu().contiguous().reshape(-1)
+            for buffer, ranges in plan.ranges.items() if ranks.rank == 0 else ():
+                if buffer.name:
+                    values = named[buffer.name].detach().cpu().contiguous().reshape(-1)
                     for of in ranges:
                         put(of.key, of.at, values[of.start : of.stop])
         # Of averages, which take the place of weights, there is room for those of one unit.
-        apart = itertools.groupby(
-            runtime.units, lambda unit: unit.index if ema and unit.home.trains else _WHOLE
-        )
+        apart = itertools.groupby(runtime.units, lambda unit: unit.index if ema and unit.home.trains else -1)
         for units in (list(group) for _, group in apart):
             with runtime.values.averaged(units, ema=ema), all_ranks_or_raise(ranks, f"writing {out}"):
                 for unit, start, values in _read_weights(runtime, plan, units):
@@ -369,7 +359,6 @@ def _write(model: nn.Module, runtime: Runtime, ema: bool, how: Mapping[str, Any]
                     flat = value.contiguous().reshape(-1)
                     first, stop = (len(flat) * (ranks.rank + n) // ranks.world_size for n in (0, 1))
                     put(key, first, flat[first:stop])
-    return out
 
 
 def _read_weights(

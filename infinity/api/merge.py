@@ -14,23 +14,32 @@ same bits for matrices of one block, and within rounding for larger ones.
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from infinity.api.adapters import SavedAdapters
 from infinity.api.lora import wrap
-from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
-from infinity.checkpoint.directory import Checkpoint, FileTensor, Latest, Stored, View
+from infinity.api.saved import MAX_SHARD_NBYTES, convert, new_directory, saved_tensors, write_companions
+from infinity.checkpoint.directory import Checkpoint, Latest, Stored, View
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
-from infinity.checkpoint.load import CheckpointValues, OnProgress, fill_rounded, named_targets
+from infinity.checkpoint.load import (
+    CheckpointValues,
+    Converted,
+    OnProgress,
+    Part,
+    Rounded,
+    named_targets,
+    parts_of,
+)
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.requantize import Requantized, export_stored
+from infinity.checkpoint.quantize import Requantized, export_stored
+from infinity.checkpoint.writer import TensorSpec
 from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 
@@ -38,77 +47,44 @@ from infinity.core.errors import CheckpointError
 _BLOCK_NUMEL = 2**21
 
 
+#: The matrices ``left`` ``(experts, rows, rank)`` and ``right`` ``(experts, rank, columns)``, fp32.
+Factors: TypeAlias = tuple[Tensor, Tensor]
+
+
 @dataclass(eq=False, slots=True)
 class LowRank:
-    """The change of a matrix ``(rows, columns)`` by LoRA matrices, and by DoRA's magnitudes if there are any.
+    """The change of matrices by ``left @ right``, one of each expert, and by DoRA's magnitudes if any.
 
-    ``a`` is ``(rank, in)``, ``b`` is ``(out, rank)``; ``transposed``: the weight is ``(in, out)``.
+    Both factors are in memory for the weight that was read last. ``by_columns``: DoRA's norms are of columns.
     """
 
-    a: Stored
-    b: Stored
+    read: Callable[[], Factors]
     scaling: float
-    transposed: bool
+    latest: Latest[Factors]  # of all weights of a model
     magnitude: Stored | None = None
+    by_columns: bool = False
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether a row depends on others: the norm that DoRA divides by is that of a column."""
-        return self.transposed and self.magnitude is not None
+        """Whether a row depends on others."""
+        return self.by_columns and self.magnitude is not None
 
     def apply(self, values: Tensor, first: int) -> Tensor:
-        """Return the merged rows from ``first`` on, in place of ``values``, fp32, ``(n, columns)``."""
-        a, last = _read(self.a), first + len(values)
-        if self.transposed:
-            product = (_read(self.b) @ a[:, first:last]).T
-        else:
-            product = _read(self.b, first, last) @ a
-        values.add_(product.mul_(self.scaling))
+        """Return the merged rows from ``first`` on, of all experts' rows, made of ``values``, fp32."""
+        left, right = self.latest.get(self, self.read)
+        at, stop = first, first + len(values)
+        while at < stop:
+            expert, row = divmod(at, left.shape[1])
+            taken = min(stop - at, left.shape[1] - row)
+            product = left[expert, row : row + taken] @ right[expert]
+            values[at - first :][:taken].add_(product.mul_(self.scaling))
+            at += taken
         if self.magnitude is None:
             return values
         magnitude = _read(self.magnitude)
-        if self.transposed:
-            factor: Tensor = magnitude / torch.linalg.norm(values, dim=0)
-        else:
-            factor = (magnitude[first:last] / torch.linalg.norm(values, dim=1))[:, None]
-        return factor * values
-
-
-@dataclass(eq=False, slots=True)
-class PackedLowRank:
-    """The change of all experts' matrices, ``(experts, rows, columns)``, by one adapter each.
-
-    ``a`` and ``b`` are stored as peft's matrices of all experts; ``layer`` says how. Both are in memory, in
-    fp32, for the weight that was read last.
-    """
-
-    a: Stored
-    b: Stored
-    layer: Any  # infinity.api.expert_lora.ParamWrapper
-    scaling: float
-    rows: int  # of an expert
-    factors: Latest[tuple[Tensor, Tensor]]  # of all packed experts of a model
-    needs_all_rows: bool = False
-
-    def apply(self, values: Tensor, first: int) -> Tensor:
-        """Return the merged rows from ``first`` on, of all experts' rows; ``values`` are fp32."""
-        left, right = self.factors.get(self, self._read_factors)
-        values, at, last = values.clone(), first, first + len(values)
-        while at < last:
-            expert, row = divmod(at, self.rows)
-            taken = min(last - at, self.rows - row)
-            product = left[expert, row : row + taken] @ right[expert]
-            values[at - first : at - first + taken] += product * self.scaling
-            at += taken
-        return values
-
-    def _read_factors(self) -> tuple[Tensor, Tensor]:
-        """Return the factors ``(experts, rows, rank)`` and ``(experts, rank, columns)``."""
-        pair = self.layer.lora_A["default"], self.layer.lora_B["default"]
-        a, b = (each.of_matrix(_read(stored)) for each, stored in zip(pair, (self.a, self.b), strict=True))
-        left, right = (a, b) if self.layer.is_left_first else (b, a)
-        rank = left.shape[-1]
-        return left.reshape(-1, self.rows, rank), right.reshape(-1, rank, right.shape[-1])
+        if self.by_columns:
+            return values.mul_(magnitude / torch.linalg.norm(values, dim=0))
+        return values.mul_((magnitude[first:stop] / torch.linalg.norm(values, dim=1))[:, None])
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +97,6 @@ class Rows:
 
     def apply(self, values: Tensor, first: int) -> Tensor:
         """Return the rows from ``first`` on; ``values`` are those of the base."""
-        values = values.clone()
         for i, number in enumerate(self.numbers):
             if first <= number < first + len(values):
                 values[number - first] = _read(self.rows, i, i + 1)[0]
@@ -141,7 +116,7 @@ class MergedWeight(Stored):
     """Represents matrices of the base as adapters change them, in the compute dtype ``dtype``."""
 
     base: Stored
-    change: LowRank | PackedLowRank | Rows
+    change: LowRank | Rows
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -164,7 +139,7 @@ class MergedWeight(Stored):
         """Return rows ``[first, last)``, flat."""
         columns = self.shape[-1]
         values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
-        fill_rounded(self.base, first * columns, values)
+        Rounded(self.shape, parts_of(self.base), self.dtype).fill(first * columns, values)
         merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
         if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
             raise CheckpointError(
@@ -186,7 +161,7 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
         auto_class: Any = None,
     ) -> None:  # fmt: skip
         with contextlib.ExitStack() as opened:
-            saved = opened.enter_context(contextlib.closing(SavedAdapters(adapters)))
+            saved = opened.enter_context(SavedAdapters(adapters))
             config = read_config(base) if config is None else copy.deepcopy(config)
             checkpoint = opened.enter_context(Checkpoint(base))
             quantization, given = read_quantization(base), getattr(config, "dtype", None)
@@ -203,9 +178,10 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
                 values = CheckpointValues(checkpoint, new=["*"], ignore=["*"])
                 values.prepare(self.model)
                 self.named = dict(named_targets(self.model))
-                self.tensors = saved_tensors(self.model, self.named)
+                self.tensors: dict[str, Stored] = {}  # by key in the directory
+                tensors = saved_tensors(self.model, self.named)
                 changed = self._changed(saved, values)
-            self._values: dict[int, Stored] = {}  # by id of the model's tensor
+            found: dict[str, Stored] = {}  # by name in the model
             for name, tensor in self.named.items():
                 stored = changed.get(id(tensor)) or values.stored(tensor)
                 if stored is None:
@@ -213,7 +189,19 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
                         f"{name} has no value of its shape, neither in {base} nor in {adapters}: these "
                         "were trained on a base with other weights (new tokens or layers), which is not kept"
                     )
-                self._values[id(tensor)] = stored
+                found[name] = Rounded(tensor.shape, parts_of(stored), tensor.dtype)
+            latest, makes = Latest[Mapping[str, Tensor]](), dict[frozenset[str], Any]()
+            for item in tensors:
+                key, dtype, shape = item.spec.key, item.spec.dtype, torch.Size(item.spec.shape)
+                if item.parts is None:
+                    together = {name: found[name] for name in item.sources}
+                    specs = [each.spec for each in tensors if each.sources == item.sources]
+                    make = makes.setdefault(item.sources, partial(_reverted, self.model, together, specs))
+                    stored = Converted(key, shape, dtype, [*together.values()], make, latest)
+                else:
+                    parts = [Part(at, found[name], first, n) for at, name, first, n in item.parts]
+                    stored = Rounded(shape, parts, dtype)
+                self.tensors[key] = stored
             self._opened = opened.pop_all()
 
     def _changed(self, saved: SavedAdapters, values: CheckpointValues) -> dict[int, Stored]:
@@ -228,9 +216,9 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
         adapted = wrap(self.model, saved.config, saved)
         stored = {id(tensor): each for tensor, each in saved.match(adapted)}
         found: dict[int, Stored] = {}
-        block, factors = Latest[Tensor](), Latest[tuple[Tensor, Tensor]]()
+        block, latest = Latest[Tensor](), Latest[Factors]()
 
-        def change(weight: Tensor, how: LowRank | PackedLowRank | Rows) -> None:
+        def change(weight: Tensor, how: LowRank | Rows) -> None:
             base = values.stored(weight)
             if base is None:
                 raise CheckpointError(f"{names[id(weight)]} has adapters, and is not in the base")
@@ -241,13 +229,12 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
             if isinstance(module, ParamWrapper):
                 weight = module.get_param()
                 _refuse_tied(names[id(weight)], uses[id(weight)])
-                a, b = (stored[id(each["default"].weight)] for each in (module.lora_A, module.lora_B))
-                scaling, rows = module.scaling["default"], weight.shape[-2]
-                change(weight, PackedLowRank(a, b, module, scaling, rows, factors))
+                read = partial(_factors_of_experts, module, stored, weight.shape)
+                change(weight, LowRank(read, module.scaling["default"], latest))
             elif isinstance(module, LoraLayer):
                 weight = module.get_base_layer().weight
                 _refuse_tied(names[id(weight)], uses[id(weight)])
-                change(weight, _low_rank(name, module, stored))
+                change(weight, _low_rank(name, module, stored, latest))
             elif isinstance(module, TrainableTokensWrapper) and not module.token_adapter.tied_adapter:
                 layer = module.token_adapter
                 rows, numbers = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
@@ -264,15 +251,12 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
         adapted.base_model.unload()
         return found
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {item.spec.key: item.spec.shape for item in self.tensors}
-
-    def values(self, name: str) -> Stored:
-        """Return the stored tensor of a parameter or buffer of the merged model."""
-        return self._values[id(self.named[name])]
-
     def __exit__(self, *exc: object) -> None:
         self._opened.close()
+
+
+def _reverted(model: Any, sources: Mapping[str, Stored], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return convert(model, {name: each.read().view(each.shape) for name, each in sources.items()}, specs)
 
 
 def _refuse_tied(name: str, uses: int) -> None:
@@ -283,7 +267,14 @@ def _refuse_tied(name: str, uses: int) -> None:
         )
 
 
-def _low_rank(name: str, module: Any, stored: Mapping[int, FileTensor]) -> LowRank:
+def _factors_of_experts(module: Any, stored: Mapping[int, Stored], shape: torch.Size) -> Factors:
+    pair = module.lora_A["default"], module.lora_B["default"]
+    a, b = (each.of_matrix(_read(stored[id(each.weight)])) for each in pair)
+    left, right = (a, b) if module.is_left_first else (b, a)
+    return left.reshape(-1, shape[-2], left.shape[-1]), right.reshape(-1, left.shape[-1], shape[-1])
+
+
+def _low_rank(name: str, module: Any, stored: Mapping[int, Stored], latest: Latest[Factors]) -> LowRank:
     from peft.tuners.lora import Embedding, Linear
 
     adapter, magnitudes = "default", module.lora_magnitude_vector
@@ -297,9 +288,13 @@ def _low_rank(name: str, module: Any, stored: Mapping[int, FileTensor]) -> LowRa
             f"{name} has adapters of {type(module).__name__}, which cannot be merged here; those of linear "
             "layers and embeddings can"
         )
-    a, b = (stored[id(each)] for each in pair)
+
+    def read() -> Factors:
+        a, b = (_read(stored[id(each)]) for each in pair)
+        return (a.T[None], b.T[None]) if transposed else (b[None], a[None])
+
     magnitude = stored[id(magnitudes[adapter].weight)] if adapter in magnitudes else None
-    return LowRank(a, b, module.scaling[adapter], transposed, magnitude)
+    return LowRank(read, module.scaling[adapter], latest, magnitude, transposed)
 
 
 def merge(
@@ -313,45 +308,24 @@ def merge(
             not finite.
         DiskError: A drive failed or is full.
     """
-    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
-    write = partial(_write, merged, ranks, how)
     if stored_as is not None:
-        return export_stored(
-            stored_as, out, shapes=merged.shapes, export=write, ranks=ranks, on_progress=on_progress
-        )
-    write(out)
+
+        @contextlib.contextmanager
+        def values(folder: Path) -> Iterator[Mapping[str, Stored]]:
+            with all_ranks_or_raise(ranks, f"writing {out}"):
+                if ranks.rank == 0:
+                    write_companions(merged.model, (), folder, tokenizer)
+            yield merged.tensors
+
+        shapes = {key: tuple(each.shape) for key, each in merged.tensors.items()}
+        return export_stored(stored_as, out, lambda: shapes, values, ranks=ranks, on_progress=on_progress)
+    specs = [TensorSpec(key, each.dtype, tuple(each.shape)) for key, each in merged.tensors.items()]
+    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
+    with (
+        new_directory(merged.model, specs, out, ranks, **how) as put,
+        all_ranks_or_raise(ranks, f"writing {out}"),
+    ):
+        for spec in specs[ranks.rank :: ranks.world_size]:
+            for start, piece in merged.tensors[spec.key].pieces():
+                put(spec.key, start, piece)
     return None
-
-
-def _write(merged: MergedModel, ranks: Ranks, how: Mapping[str, Any], out: Path) -> Path:
-    new = new_directory(merged.model, [item.spec for item in merged.tensors], out, ranks, **how)
-    with new as put, all_ranks_or_raise(ranks, f"writing {out}"):
-        for piece in _pieces(merged, merged.tensors[ranks.rank :: ranks.world_size]):
-            put(*piece)
-    return out
-
-
-def _pieces(merged: MergedModel, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield the values of saved tensors: a key, an element's number, and values from there on."""
-    converted: dict[str, Tensor] = {}  # those that transformers computes from the same sources
-    for item in tensors:
-        spec = item.spec
-        if item.parts is None:
-            if spec.key not in converted:
-                alike = [each.spec for each in merged.tensors if each.sources == item.sources]
-                whole = {name: _whole(merged, name) for name in item.sources}
-                converted = convert(merged.model, whole, alike)
-            yield spec.key, 0, converted.pop(spec.key).contiguous()
-        for part in item.parts or ():
-            source = merged.values(part.source)
-            for done in range(0, part.numel, _BLOCK_NUMEL):
-                out = torch.empty(min(_BLOCK_NUMEL, part.numel - done), dtype=spec.dtype, device="cpu")
-                fill_rounded(source, part.offset + done, out)
-                yield spec.key, part.start + done, out
-
-
-def _whole(merged: MergedModel, name: str) -> Tensor:
-    tensor = merged.named[name]
-    out = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-    fill_rounded(merged.values(name), 0, out)
-    return out.view(tensor.shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.api.several import adapters_of, parameters_by_adapter
+from infinity.api.lora import adapters_of, parameters_by_adapter
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError, library_errors
 from infinity.core.process import uninterrupted

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from infinity.api.adapters import CONFIG, VALUES, SavedAdapters, rows_of_owners, saved_names
 from infinity.api.init import gathered
-from infinity.api.lora import placeholders_in_state_dict, wrap
+from infinity.api.lora import DEFAULT, check_adapter, placeholders_in_state_dict, wrap
 from infinity.api.saved import SavedTensor, saved_tensors
-from infinity.api.several import DEFAULT, check_adapter
-from infinity.checkpoint.directory import FileTensor
+from infinity.checkpoint.directory import Stored
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
 from infinity.checkpoint.writer import Publication, writing
@@ -139,7 +138,7 @@ def split_experts(adapters: Path, folder: Path, config: Any) -> None:
         CheckpointError: The adapters cannot be read, or are those of another model; or the checkpoints of
             this kind of model have packed experts themselves.
     """
-    with contextlib.closing(SavedAdapters(adapters)) as saved:
+    with SavedAdapters(adapters) as saved:
         with torch.device("meta"):
             model = build_model(config, None, torch.float32)
             named = dict(named_targets(model))
@@ -157,7 +156,7 @@ def split_experts(adapters: Path, folder: Path, config: Any) -> None:
                 )
         factors = (factor for module in layers.values() for factor in _factors(module))
         packed = {id(stored[id(factor.weight)]) for factor in factors}
-        kept = ((key, each) for key, each in saved.tensors.items() if id(each) not in packed)
+        kept = ((key, each) for key, each in saved.items() if id(each) not in packed)
         values = {key: each.read().view(each.shape) for key, each in kept}
         entries = dict(saved.entries)
         for name, module in layers.items():
@@ -185,9 +184,7 @@ def _factors(module: Any) -> tuple[Any, Any]:
     return module.lora_A["default"], module.lora_B["default"]
 
 
-def _split(
-    module: Any, projections: Sequence[Projection], stored: Mapping[int, FileTensor]
-) -> dict[str, Tensor]:
+def _split(module: Any, projections: Sequence[Projection], stored: Mapping[int, Stored]) -> dict[str, Tensor]:
     """Return the adapters of the layers in place of a packed parameter, by peft's keys."""
     right, left = (
         factor.of_matrix(stored[id(factor.weight)].read().view(factor.matrix_shape))

@@ -48,20 +48,46 @@ class SavedTensor:
     sources: frozenset[str]  # names of the model's tensors that are converted together with this one's
     parts: list[Part[str]] | None  # its values in the model's tensors; None: only conversion makes them
 
+    def of_layer(self, layer: str) -> "SavedTensor":
+        """Return the same of a layer, where names are without its number."""
+        parts = self.parts and [each._replace(source=with_layer(each.source, layer)) for each in self.parts]
+        sources = frozenset(with_layer(name, layer) for name in self.sources)
+        return SavedTensor(replace(self.spec, key=with_layer(self.spec.key, layer)), sources, parts)
+
 
 def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTensor]:
     """Return the tensors that a directory of ``model`` holds, without values.
 
-    ``named`` are parameters and persistent buffers under all their names. Raises a CheckpointError if some
-    are shared in a way that the model does not declare, or the model has adapters.
+    ``named`` are parameters and persistent buffers under all their names. Of layers that are alike but for
+    their number one is converted. Raises a CheckpointError if some are shared in a way that the model does
+    not declare, or the model has adapters.
     """
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             f"{type(model).__name__} has adapters: export it with merge=True, or save the adapters alone "
             "with infinity.save_lora"
         )
-    trace, names = Trace(), _without_aliases(model, named)
-    made = {name: trace.stand_in(name, named[name].shape, named[name].dtype) for name in names}
+    layers: dict[str, dict[str, Tensor]] = {}  # by what their names begin with, up to their number
+    for name in _without_aliases(model, named):
+        layer = layer_of(name)
+        layers.setdefault(name.partition(layer)[0] + layer if layer else "", {})[name] = named[name]
+    saved, traced = list[SavedTensor](), dict[object, list[SavedTensor]]()
+    for own in layers.values():
+        layer = layer_of(next(iter(own)))
+        alike = tuple((without_layer(name, layer), each.shape, each.dtype) for name, each in own.items())
+        if alike not in traced:
+            traced[alike] = _trace(model, own, layer)
+        saved += [item.of_layer(layer) for item in traced[alike]]
+    return saved
+
+
+def _trace(model: nn.Module, named: Mapping[str, Tensor], layer: str) -> list[SavedTensor]:
+    """Return what is saved of a layer's tensors, with names without its number."""
+    trace = Trace()
+    made = {
+        name: trace.stand_in(without_layer(name, layer), each.shape, each.dtype)
+        for name, each in named.items()
+    }
     if is_transformers(model):
         with trace:
             made = _reverted(model, made)
@@ -71,7 +97,11 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
         sources = sources.union(*(together.get(name, ()) for name in sources))
         together.update(dict.fromkeys(sources, sources))
     saved = [
-        SavedTensor(_spec(key, value), together[next(iter(trace.sources(value)))], trace.parts(value))
+        SavedTensor(
+            _spec(without_layer(key, layer), value),
+            together[next(iter(trace.sources(value)))],
+            trace.parts(value),
+        )
         for key, value in made.items()
     ]
     untraced = {item.sources for item in saved if item.parts is None}
@@ -79,34 +109,9 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
     for item in saved:
         placed[item.sources] += sum(part.numel for part in item.parts or ())
     # Where each element has one place: spans of a unit's buffer must not overlap.
-    streamed = {
-        names for names in placed.keys() - untraced if placed[names] == sum(named[n].numel() for n in names)
-    }
+    numel = {without_layer(name, layer): each.numel() for name, each in named.items()}
+    streamed = {names for names in placed.keys() - untraced if placed[names] == sum(numel[n] for n in names)}
     return [item if item.sources in streamed else replace(item, parts=None) for item in saved]
-
-
-def saved_specs(model: nn.Module, named: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return the specs of :func:`saved_tensors`, in any order; ``named`` are on the meta device.
-
-    Of layers that are alike but for their number one is converted.
-    """
-    layers: dict[str, dict[str, Tensor]] = {}  # by what their names begin with, up to their number
-    for name in _without_aliases(model, named):
-        layer = layer_of(name)
-        layers.setdefault(name.partition(layer)[0] + layer if layer else "", {})[name] = named[name]
-    if not is_transformers(model):
-        return [_spec(name, tensor) for own in layers.values() for name, tensor in own.items()]
-    found: list[TensorSpec] = []
-    converted: dict[object, list[TensorSpec]] = {}  # of one layer, without its number
-    for own in layers.values():
-        layer = layer_of(next(iter(own)))
-        alike = tuple((without_layer(name, layer), each.shape, each.dtype) for name, each in own.items())
-        if alike not in converted:
-            with torch.no_grad():
-                made = _reverted(model, dict(own)).items()
-            converted[alike] = [_spec(without_layer(key, layer), value) for key, value in made]
-        found += [replace(spec, key=with_layer(spec.key, layer)) for spec in converted[alike]]
-    return found
 
 
 def convert(

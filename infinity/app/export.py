@@ -19,7 +19,7 @@ from infinity.app.train import built, process_group, set_threads, tokenizer_of, 
 from infinity.checkpoint.directory import read_json_object, tokenizer_files
 from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import read_config
-from infinity.checkpoint.requantize import Requantized
+from infinity.checkpoint.quantize import Requantized
 from infinity.comm.ranks import rank
 from infinity.core.errors import CheckpointError, RecipeError
 from infinity.core.files import user_path

@@ -28,7 +28,7 @@ from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
-from infinity.checkpoint.requantize import Requantized
+from infinity.checkpoint.quantize import Requantized
 from infinity.comm.ranks import Ranks, join_ranks, peer_errors, rank, world_size
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, PeerError, RecipeError

@@ -95,6 +95,18 @@ class Traced(Stored):
             part.source.fill(part.offset, out[part.start : part.start + part.numel])
 
 
+class Rounded(Traced):
+    """Describes the same in ``dtype``, rounded as by :func:`make_part`."""
+
+    def __init__(self, shape: Sequence[int], parts: list[Part[Stored]], dtype: torch.dtype) -> None:
+        super().__init__(shape, parts)
+        self.dtype = dtype
+
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
+        for part in cut(self.parts, start, len(out)):
+            make_part(part, out[part.start : part.start + part.numel])
+
+
 def parts_of(stored: Stored) -> list[Part[Stored]]:
     return stored.parts if isinstance(stored, Traced) else [Part(0, stored, 0, stored.shape.numel())]
 
@@ -238,7 +250,7 @@ def _find(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    conversions, latest = dict[str, _Conversion](), Latest[Tensor]()
+    conversions, latest = dict[str, _Conversion](), Latest[Mapping[str, Tensor]]()
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -275,7 +287,7 @@ def sources_of(model: Any, checkpoint: Checkpoint) -> dict[str, set[str]]:
     keys = {id(stored): key for key, stored in checkpoint.items()}
     found, _, _ = _find(model, checkpoint, dict(named_targets(model)))
 
-    def made_of(stored: Stored) -> list[Stored]:
+    def made_of(stored: Stored) -> Sequence[Stored]:
         if isinstance(stored, Converted):
             return stored.sources
         return [part.source for part in parts_of(stored)]
@@ -294,7 +306,7 @@ class _Conversion:
     model: Any
     name: str
     transform: Any  # the converter; None: the only source is the parameter
-    latest: Latest[Tensor]  # result of a model's conversions
+    latest: Latest[Mapping[str, Tensor]]  # results of a model's conversions
     sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)  # by key, with the matched pattern
 
     def trace(self, traced: dict[object, _Results]) -> dict[str, Stored]:
@@ -310,11 +322,12 @@ class _Conversion:
         alike = id(self.transform), without_layer(self.name, layer), given
         if alike not in traced:
             traced[alike] = self._trace(layer)
-        found = dict[str, Stored]()
+        found, make = dict[str, Stored](), functools.partial(self.run, _read_whole)
         for name, (shape, parts) in traced[alike].items():
             own = with_layer(name, layer)
-            found[own] = Converted(self, own, shape)
-            if parts is not None:
+            if parts is None:
+                found[own] = Converted(own, shape, torch.float32, sources, make, self.latest)
+            else:
                 found[own] = Traced(shape, [Part(at, sources[i], first, n) for at, i, first, n in parts])
         return found
 
@@ -334,25 +347,26 @@ class _Conversion:
 
 
 class Converted(Stored):
-    """Represents a parameter that is converted as a whole when it is first read."""
+    """Represents a tensor that ``make`` makes of others, by its name, with more, when one is first read."""
 
-    def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
-        self._conversion, self._name, self.shape = conversion, name, shape
-
-    @property
-    def sources(self) -> list[Stored]:
-        return [source for _, source in self._conversion.sources.values()]
+    def __init__(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, sources: Sequence[Stored],
+        make: Callable[[], Mapping[str, Tensor]], latest: Latest[Mapping[str, Tensor]],
+    ) -> None:  # fmt: skip
+        self._name, self.shape, self.dtype, self.sources = name, shape, dtype, sources
+        self._make, self._latest = make, latest
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         return {_converted_dtype(source) for source in self.sources}
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        def convert() -> Tensor:
-            made = self._conversion.run(lambda each: each.read(dtype=_converted_dtype(each)).view(each.shape))
-            return made[self._name].reshape(-1)
+        made = self._latest.get(self._make, self._make)[self._name]
+        out.copy_(made.reshape(-1)[start : start + len(out)])
 
-        out.copy_(self._conversion.latest.get(self._name, convert)[start : start + len(out)])
+
+def _read_whole(source: Stored) -> Tensor:
+    return source.read(dtype=_converted_dtype(source)).view(source.shape)
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
@@ -372,12 +386,6 @@ def make_part(part: Part[Stored], out: Tensor, view: View | None = None) -> None
         exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.exact)
         store_master(layout, master, piece, tuple(exact))
         offset += len(piece)
-
-
-def fill_rounded(stored: Stored, start: int, out: Tensor) -> None:
-    """Fill ``out`` with elements from ``start`` on, read from files, and rounded as by :func:`make_part`."""
-    for part in cut(parts_of(stored), start, len(out)):
-        make_part(part, out[part.start : part.start + part.numel])
 
 
 def _any(name: str, patterns: Iterable[str]) -> bool:

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.activations.recompute import Choice
-from infinity.api.lora import make_adapters
-from infinity.api.several import DEFAULT, follow, parameters_by_adapter
+from infinity.api.lora import DEFAULT, follow, make_adapters, parameters_by_adapter
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infinity.api.saved import saved_specs
+from infinity.api.saved import saved_tensors
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantize import published, template, write_holes
 
@@ -67,8 +67,8 @@ def unwritten(path: Path, form: Any) -> Iterator[Path]:
         with torch.device("meta"):
             model = build_model(read_config(path, {"quantization_config": None}), None, torch.bfloat16)
         dtype = getattr(model.config, "dtype", None) or torch.bfloat16
-        specs = saved_specs(model, model.state_dict(keep_vars=True))
-        write_holes(plain, [replace(spec, dtype=dtype) for spec in specs], {})
+        saved = saved_tensors(model, model.state_dict(keep_vars=True))
+        write_holes(plain, [replace(each.spec, dtype=dtype) for each in saved], {})
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
         (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")

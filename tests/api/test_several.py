@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity import RecipeError, StateError, add_lora, save_lora
-from infinity.api.several import parameters_by_adapter
+from infinity.api.lora import parameters_by_adapter
 from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
 from tests.api import test_expert_lora as experts

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import infinity
-from infinity.api import quantize as api
+from infinity.api import init as api
 from infinity.checkpoint import codecs, quantize
 from infinity.checkpoint.directory import Checkpoint
 from infinity.cli import main
