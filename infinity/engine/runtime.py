@@ -40,7 +40,7 @@ from infinity.core.errors import BEGIN_ANEW, DiskError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.plan import Hardware
 from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
-from infinity.device.accelerator import heap_line, memory_nbytes
+from infinity.device.accelerator import bound_kernels, heap_line, memory_nbytes
 from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.device.memory import Pool
 from infinity.device.numa import bind
@@ -100,6 +100,7 @@ class Runtime:
         self.ranks = ranks = open_ranks(device, partition.timeout_s, give_up, partition.ranks_per_node)
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
+        bound_kernels()  # before the first product
         chosen, line = choose_dtype(
             self.config.dtype, device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
         )

@@ -95,6 +95,40 @@ def test_a_loop_of_ones_own_is_told_what_to_set(old_glibc, monkeypatch, tmp_path
     assert "GLIBC_TUNABLES" not in caplog.text
 
 
+MANY_SHAPES = """
+import sys, torch
+from infinity.device.accelerator import bound_kernels
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+bound_kernels() if sys.argv[1] == "bounded" else None
+torch.set_num_threads(1)
+weight, rows = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(400, 256, dtype=torch.bfloat16)
+torch.nn.functional.linear(rows, weight)
+before = rss()
+for count in range(1, 400):
+    torch.nn.functional.linear(rows[:count], weight)
+print(rss() - before)
+"""
+
+
+@pytest.mark.slow
+def test_products_of_many_shapes_leave_few_kernels_in_memory():
+    def grown(how):
+        environment = {name: value for name, value in os.environ.items() if "ONEDNN" not in name}
+        run = subprocess.run(
+            [sys.executable, "-c", MANY_SHAPES, how], cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=True, timeout=HANG_S,
+        )  # fmt: skip
+        return int(run.stdout)
+
+    unbounded = grown("unbounded")
+    if unbounded < 60 * 2**20:
+        pytest.skip("nothing is compiled for this CPU")
+    assert grown("bounded") < 0.8 * unbounded
+
+
 # --- the memory of a process -------------------------------------------------------------------------
 
 
