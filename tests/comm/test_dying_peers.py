@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore
 
 from infinity.comm import peers
 from infinity.comm.ranks import open_ranks
+from infinity.core.errors import PeerError
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.limits import HANG_S
 
@@ -105,6 +106,40 @@ def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accele
         for ended in running.wait():
             assert ended.exit_code == 0, ended
             assert ended.result[1]
+
+
+class Broken:
+    """A group whose collectives end with an error, as when a connection is lost."""
+
+    def all_gather_single(self, *_: Any) -> "Broken":
+        return self
+
+    _allgather_base = all_gather_single
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def gather_badly() -> str:
+    ranks = open_ranks(CPU, HANG_S, lambda error: None)
+    assert ranks.collectives is not None
+    ranks.collectives.nodes._inner = Broken()
+    gathered = ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
+    try:
+        gathered.wait()
+    except PeerError as error:
+        return str(error)
+    finally:
+        ranks.collectives.close()
+        dist.barrier()
+    return ""
+
+
+def test_a_collective_that_ended_badly_fails_on_every_rank():
+    assert all("connection closed by peer" in told for told in run_ranks(gather_badly, 2))
 
 
 class Store(PrefixStore):
