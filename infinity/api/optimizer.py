@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -277,8 +277,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; None before the first step."""
-        norms = [*self._norms.values()]
-        return math.hypot(*norms) if len(norms) > 1 else next(iter(norms), None)
+        return math.hypot(*self._norms.values()) if self._norms else None
 
     @property
     def grad_norms(self) -> dict[str, float]:
@@ -538,15 +537,6 @@ class Optimizer(torch.optim.Optimizer):
                 )
 
 
-def _parties(model: nn.Module) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield the trained parameters: of each of several adapters, with its groups' key, or all of them."""
-    by_adapter = parameters_by_adapter(model)
-    if len(by_adapter) < 2:
-        yield {}, [param for param in model.parameters() if param.requires_grad]
-    for name, params in by_adapter.items() if len(by_adapter) > 1 else ():
-        yield {"adapter": name}, [param for param in params if param.requires_grad]
-
-
 def _groups(
     model: nn.Module, rule: Rule, defaults: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -555,8 +545,11 @@ def _groups(
     own_numbers = rule.numbers_of(model)
     names = {id(param): name for name, param in model.named_parameters()}
     unmatched, groups = dict(patterns), dict[tuple[Any, ...], dict[str, Any]]()
-    for own, trainable in _parties(model):
-        for param in sorted(trainable, key=lambda each: each.ndim < 2):
+    by_adapter = parameters_by_adapter(model)  # each of several has its own groups
+    parties = by_adapter if len(by_adapter) > 1 else {None: model.parameters()}
+    for adapter, params in parties.items():
+        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        for param in sorted((p for p in params if p.requires_grad), key=lambda each: each.ndim < 2):
             matrix, name = param.ndim >= 2, names[id(param)]
             numbers = own | ({"weight_decay": defaults["weight_decay"] if matrix else 0.0} if decays else {})
             numbers |= own_numbers(name, param)

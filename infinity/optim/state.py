@@ -240,18 +240,6 @@ class StateLayout:
         state = tuple(state)
         return master_of(self, weight, state), *self.load_moments(state, weight.numel())
 
-    def copy(self, into: Sequence[Tensor], fields: Sequence[Tensor], other: "StateLayout") -> None:
-        """Write weight and state of another layout; moments that it lacks become zero."""
-        (target, *state), (weight, *given) = into, fields
-        if other == self:
-            for mine, values in zip(into, fields, strict=True):
-                mine.copy_(values)
-            return
-        named = dict(zip(other.full_names, other.full_values(weight, given), strict=True))
-        store_master(self, named["master"], target, tuple(state))
-        zeros = torch.zeros(len(weight), device="cpu")
-        self.store_moments(state, [named.get(moment.name, zeros) for moment in self.moments])
-
     def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         """Return a state with zeros for the last fields, which a state that was never trained lacks."""
         missing = self.fields[len(state) :]

@@ -57,7 +57,6 @@ class DiskHome(Home):
         self.store, self._unit = store, unit
         places = chunk_places(unit.shard_numel, store.chunk_numel)
         self.versions = versions or [store.weights(places, unit.name)]
-        store.changes += 1
 
     @property
     def layout(self) -> StateLayout:
@@ -88,29 +87,25 @@ class DiskHome(Home):
     def fetched_nbytes(self, piece_nbytes: int | None) -> int:
         return self._unit.shard_nbytes
 
-    def _change(self, versions: Iterable[Version]) -> None:
-        self.versions = list(versions)
-        self.store.changes += 1
-
     def train(self, count: int | None = None) -> None:
         """Make room for training, zeros, in ``count`` places (default: as many as the store's)."""
         if self.trains:
             return
         [first], store, name = self.versions, self.store, self._unit.name
         chunks = (store.with_state(chunk, name, moments=True) for chunk in first.chunks)
-        self._change([Version(tuple(chunks)), *(self._new() for _ in range(1, count or store.versions))])
+        self.versions = [Version(tuple(chunks)), *(self._new() for _ in range(1, count or store.versions))]
 
     def add_exact(self, number: int) -> ChunkExtents:
         """Make room, zeros, for what makes a chunk exact, of a shard that was never trained."""
         [version] = self.versions
         chunk = self.store.with_state(version.chunks[number], self._unit.name, moments=False)
         if chunk is not version.chunks[number]:
-            self._change([Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))])
+            self.versions = [Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))]
         return chunk
 
     def add_version(self) -> None:
         """Make room for another version of a trained shard; after a DiskError nothing has changed."""
-        self._change([*self.versions, self._new()])
+        self.versions = [*self.versions, self._new()]
 
     def _new(self) -> Version:
         chunks: list[ChunkExtents] = []
@@ -127,7 +122,7 @@ class DiskHome(Home):
 
     def free(self) -> None:
         self.store.free_versions(self.versions)
-        self._change(())
+        self.versions = []
 
     def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
         """Yield every chunk; where memory allows, one is written while the caller has the next."""

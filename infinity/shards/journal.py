@@ -1,10 +1,10 @@
 """Keeps one rank's commits, the places of versions, and the sums of blocks in one SQLite database.
 
 [Note: what a commit needs]
-A commit names the version of each unit, the step counts of its parameters, the small state of the step
-(learning rates, generators, a loader's position), and the layout that says where versions lie. It is written
-in one transaction when the updates of its step have landed. With ``durability.survives=power`` the data and
-then the journal are synced. SQLite's write-ahead log would be faster, but on a full disk it cannot be read.
+A commit names the version of each unit, where versions lie, the step counts of its parameters, and the small
+state of the step (learning rates, generators, a loader's position). It is written in one transaction when the
+updates of its step have landed. With ``durability.survives=power`` the data and then the journal are synced.
+SQLite's write-ahead log would be faster, but on a full disk it cannot be read.
 
 [Note: the commit barrier]
 The updates of step t+1 write over what step t-1 committed. So the first of them waits until every rank's
@@ -35,7 +35,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,15 +48,15 @@ from infinity.core.files import create_file, open_found, open_regular, sync
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
 from infinity.nvme.volume import open_direct
 
-_HEAD_MAGIC = b"infinity-journal-1"
+_HEAD_MAGIC = b"infinity-journal-2"
 _TABLES = """
-CREATE TABLE layouts (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
-CREATE TABLE commits (number INTEGER PRIMARY KEY, body BLOB, state BLOB, layout INTEGER, crc INTEGER);
-CREATE TABLE sums (number INTEGER, drive INTEGER, body BLOB, crc INTEGER);
+CREATE TABLE commits (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
+CREATE TABLE blobs (number INTEGER, kind INTEGER, body BLOB, crc INTEGER);
 """
-#: Bytes of a small state that are in one row: SQLite has values of up to 1 GB.
-_PART_NBYTES = 2**29
-_MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
+#: Bytes that are in one row: SQLite has values of up to 1 GB. And the kind of those of a small state, where
+#: others have the number of the drive whose sums they are.
+_ROW_NBYTES, _STATE = 2**29, -1
+_MOST_RANKS = 2**20
 #: Most places of a unit: the recorded, the committed and the next one, and one that is being saved.
 MOST_PLACES = 4
 #: Errors of reading a commit whose checksum is right and whose content is not.
@@ -161,37 +161,59 @@ class Version:
     def pieces(self) -> Iterator[Piece]:
         return (piece for chunk in self.chunks for piece in chunk.pieces)
 
-    def to_plain(self) -> list[Any]:
-        """Return the version as lists of numbers, for a file."""
-
-        def plain(extent: Extent) -> list[list[int]]:
-            return [[piece.file, piece.offset, piece.nbytes] for piece in extent.pieces]
-
-        return [[c.start, c.numel, plain(c.weight), plain(c.exact), plain(c.moments)] for c in self.chunks]
-
     @classmethod
     def of_plain(cls, plain: Any) -> "Version":
-        """Return the version that :meth:`to_plain` gave; raise one of ``MALFORMED`` if it is none."""
+        """Return the version that :func:`_fields` gave; raise one of ``MALFORMED`` if it is none."""
         chunks = []
-        for start, numel, *extents in plain:
+        for start, numel, *extents in plain[0]:
             whole_numbers([start, numel])
-            pieces = (tuple(Piece(*whole_numbers(piece)) for piece in extent) for extent in extents)
+            pieces = (tuple(Piece(*whole_numbers(piece)) for piece in extent) for [extent] in extents)
             chunks.append(ChunkExtents(start, numel, *map(Extent, pieces)))
         return cls(tuple(chunks))
 
 
 @dataclass(frozen=True, slots=True)
+class UnitRecord:
+    """Describes one rank's shard of a unit in a commit."""
+
+    numel: int  # of the unit
+    segments: Sequence[tuple[str, int, tuple[int, ...]]]  # name, offset and shape of each parameter
+    counts: Sequence[int]  # updates that each of them has had
+    versions: Sequence[Version]  # in files numbered by drive; empty: its values are those of a checkpoint
+    version: int  # the committed one among them
+
+    @property
+    def committed(self) -> Version:
+        """The committed version; without chunks if the values are those of a checkpoint."""
+        return self.versions[self.version % len(self.versions)] if self.versions else Version(())
+
+    @classmethod
+    def of_plain(cls, plain: Any) -> "UnitRecord":
+        """Return the record that :func:`_fields` gave; raise one of ``MALFORMED`` if it is none."""
+        numel, segments, counts, versions, version = plain
+        whole_numbers([numel, version])
+        places = [(name, *whole_numbers([at]), whole_numbers(shape)) for name, at, shape in segments]
+        return cls(numel, places, whole_numbers(counts), [*map(Version.of_plain, versions)], version)
+
+
+@dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """Describes a commit: after ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+    """Describes a commit of ``step``."""
 
     step: int
-    versions: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...] = ()  # updates that each parameter of each unit has had
+    units: Sequence[UnitRecord] = ()
     world_size: int = 1
-    state: bytes = field(default=b"", repr=False)  # see pack()
+    drives: int = 0
+    dtype: str = ""
+    rule: str = ""
+    base: Mapping[str, str] = field(default_factory=dict)  # digests of files of the frozen base
     number: int = 0  # one more than that of the commit before; 0: it is not written yet
-    #: Says where versions lie; None in a commit to be written: as the last one says.
-    layout: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    state: bytes = field(default=b"", repr=False)  # see pack()
+
+
+def _fields(record: Any) -> list[Any]:
+    """Return a dataclass as a list, for JSON."""
+    return [getattr(record, each.name) for each in fields(record)]
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -227,21 +249,15 @@ def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _record_of(number: int, body: bytes, state: bytes, layout: bytes) -> CommitRecord:
+def _record_of(number: int, body: bytes, state: bytes) -> CommitRecord:
     """Return a commit from its parts; raise one of ``MALFORMED`` if they are not a commit's."""
-    fields = json.loads(body)
-    numbers = whole_numbers(fields["numbers"], most=_MOST_PARAMETERS)
-    if sum(numbers) > _MOST_PARAMETERS:
-        raise ValueError(f"{sum(numbers)} parameters")
-    counts = tuple(
-        whole_numbers(each if isinstance(each, list) else [each] * count)
-        for each, count in zip(fields["counts"], numbers, strict=True)
-    )
-    step, world_size = whole_numbers([fields["step"], fields["world_size"]])
-    if not 1 <= world_size <= _MOST_RANKS:
+    step, units, world_size, drives, dtype, rule, base = json.loads(body)
+    whole_numbers([step])
+    if not min(whole_numbers([world_size], most=_MOST_RANKS)) >= 1:
         raise ValueError(f"{world_size} ranks")
-    versions = whole_numbers(fields["versions"], most=MOST_PLACES - 1)
-    return CommitRecord(step, versions, counts, world_size, state, number, json.loads(layout))
+    whole_numbers([drives], most=2**12)
+    units = [*map(UnitRecord.of_plain, units)]
+    return CommitRecord(step, units, world_size, drives, dtype, rule, base, number, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,27 +376,14 @@ class Journal:
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
                 number = max([*self.numbers, self._head.oldest - 1, 0]) + 1
-                if record.layout is not None:
-                    layout = json.dumps(record.layout, separators=(",", ":")).encode()
-                    described = layout, zlib.crc32(layout)
-                    self._db.execute("INSERT INTO layouts (body, crc) VALUES (?, ?)", described)
-                [[place]] = self._db.execute("SELECT max(number) FROM layouts")
-                fields = {
-                    "step": record.step,
-                    "versions": record.versions,
-                    "counts": [each[0] if len(set(each)) == 1 else each for each in record.counts],
-                    "numbers": [len(each) for each in record.counts],
-                    "world_size": record.world_size,
-                }
-                body = json.dumps(fields, separators=(",", ":")).encode()
-                state, crc = memoryview(record.state), zlib.crc32(record.state, zlib.crc32(body))
-                row = number, body, state[:_PART_NBYTES], place, crc
-                self._db.execute("INSERT INTO commits VALUES (?, ?, ?, ?, ?)", row)
-                rest = range(_PART_NBYTES, len(state), _PART_NBYTES)
-                others: list[tuple[int, Any]] = [*enumerate(sums)]  # and parts of the state, by -offset
-                for drive, part in (*others, *((-at, state[at : at + _PART_NBYTES]) for at in rest)):
-                    row_of_sums = number, drive, part, zlib.crc32(part)
-                    self._db.execute("INSERT INTO sums VALUES (?, ?, ?, ?)", row_of_sums)
+                body = json.dumps(_fields(record)[:-2], default=_fields, separators=(",", ":")).encode()
+                crc = zlib.crc32(record.state, zlib.crc32(body))
+                self._db.execute("INSERT INTO commits VALUES (?, ?, ?)", (number, body, crc))
+                for kind, blob in [(_STATE, record.state), *enumerate(sums)]:
+                    for at in range(0, len(blob), _ROW_NBYTES):
+                        part = memoryview(blob)[at : at + _ROW_NBYTES]
+                        row = number, kind, part, zlib.crc32(part)
+                        self._db.execute("INSERT INTO blobs VALUES (?, ?, ?, ?)", row)
                 kept = [*self.numbers[-1:], number]
                 self._keep_from(kept[0])
             self.numbers = kept
@@ -397,11 +400,7 @@ class Journal:
     def _keep_from(self, number: int) -> None:
         """Delete, in a transaction, the commits before ``number`` and what belongs only to them."""
         self._db.execute("DELETE FROM commits WHERE number < ?", (number,))
-        self._db.execute("DELETE FROM sums WHERE number NOT IN (SELECT number FROM commits)")
-        self._db.execute(
-            "DELETE FROM layouts WHERE number NOT IN (SELECT layout FROM commits) "
-            "AND number < (SELECT max(number) FROM layouts)"
-        )
+        self._db.execute("DELETE FROM blobs WHERE number NOT IN (SELECT number FROM commits)")
 
     def _set_oldest(self, number: int, *, in_place: bool = False) -> None:
         self._set_head(oldest=number, in_place=in_place or self._head.in_place)
@@ -481,14 +480,12 @@ def read_journal(path: Path) -> Contents:
             if run("SELECT number FROM commits"):
                 raise CorruptJournalError(f"{Head.path(path)}: missing")
             return Contents(path)
-        for number, body, state, place, crc in run("SELECT * FROM commits ORDER BY number"):
-            rest = "SELECT body FROM sums WHERE number = ? AND drive < 0 ORDER BY drive DESC"
+        for number, body, crc in run("SELECT * FROM commits ORDER BY number"):
             try:
-                state = b"".join((state, *(part for (part,) in run(rest, number))))
-                [[layout, of_layout]] = run("SELECT body, crc FROM layouts WHERE number = ?", place)
-                if (zlib.crc32(state, zlib.crc32(body)), zlib.crc32(layout)) != (crc, of_layout):
+                state = _blob(run, number, _STATE)
+                if zlib.crc32(state, zlib.crc32(body)) != crc:
                     raise ValueError("checksum")
-                record = _record_of(number, body, state, layout)
+                record = _record_of(number, body, state)
                 if number >= head.oldest:
                     commits[record.step] = record
             except MALFORMED as error:
@@ -501,10 +498,22 @@ def read_journal(path: Path) -> Contents:
 def read_sums(path: Path, record: CommitRecord) -> list[bytes]:
     """Return the sums of blocks that were kept with a commit, by data file; empty: there are none."""
     with _reading(path) as run:
-        rows = run("SELECT body, crc FROM sums WHERE number = ? AND drive >= 0 ORDER BY drive", record.number)
-    if any(type(body) is not bytes or zlib.crc32(body) != crc or len(body) % 4 for body, crc in rows):
-        raise CorruptJournalError(f"{path}: the sums of step {record.step} are not what was written")
-    return [body for body, _ in rows]
+        try:
+            sums = [_blob(run, record.number, drive) for drive in range(record.drives)]
+            if any(len(each) % 4 for each in sums):
+                raise ValueError("half of a sum")
+        except MALFORMED as error:
+            raise CorruptJournalError(
+                f"{path}: the sums of step {record.step} are not what was written"
+            ) from error
+    return sums if any(sums) else []
+
+
+def _blob(run: Callable[..., list[Any]], number: int, kind: int) -> bytes:
+    rows = run("SELECT body, crc FROM blobs WHERE number = ? AND kind = ? ORDER BY rowid", number, kind)
+    if any(zlib.crc32(body) != crc for body, crc in rows):
+        raise ValueError("checksum")
+    return b"".join(body for body, _ in rows)
 
 
 @contextlib.contextmanager

@@ -249,10 +249,6 @@ class UpdateJob(Job):
     def __post_init__(self) -> None:
         self.chunks = len(self.writes.chunks)
 
-    def begin_nothing(self) -> None:
-        """Take note that it was not submitted."""
-        self.unread, self.unwritten = range(self.chunks), tuple(range(self.chunks))
-
     def read_nbytes(self, indices: Iterable[int]) -> int:
         """Return the bytes that are read for these chunks."""
         chunks = [self.source.version.chunks[index] for index in indices]
@@ -421,7 +417,6 @@ class UpdatePipeline:
         transfer.then(partial(self._inbox.put, moved))
 
     def _compute(self, chunk: ChunkInFlight) -> None:
-        """Run the rule over the chunk's runs, and carry over the other weights."""
         job, held = chunk.job, self._buffers[chunk]
         extents, buffer = held.extents, held.lease.tensor
         new, state = self._layout.chunk_views(buffer, extents.numel)
@@ -432,22 +427,14 @@ class UpdatePipeline:
         grad = buffer[end : end + read].view(job.source.grad_dtype) if read else job.grad[whole]
         if job.directs:  # in place
             old = new = grad
-        carried = whole.start
-
-        def carry(stop: int) -> None:
-            if old is not new and carried < stop:
-                part = slice(carried - whole.start, stop - whole.start)
-                new[part].copy_(old[part])
-
-        for run in job.runs:
-            begin, stop = max(run.start, whole.start), min(run.stop, whole.stop)
+        runs = [(max(r.start, whole.start), min(r.stop, whole.stop), r) for r in job.runs]
+        if old is not new and sum(max(0, stop - begin) for begin, stop, _ in runs) < extents.numel:
+            new.copy_(old)  # some parameters are not updated
+        for begin, stop, run in runs:
             if begin < stop:
-                carry(begin)
                 part = slice(begin - whole.start, stop - whole.start)
                 parts = self._layout.part(state, part.start, part.stop)
                 self._rule.update(old[part], grad[part], parts, new[part], run.hyper, run.rule)
-                carried = stop
-        carry(whole.stop)
         if job.in_place is not None:
             job.in_place[whole].copy_(new)
         self._carry_out(self._queue.computed(chunk))

@@ -19,17 +19,17 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infinity.core.errors import BEGIN_ANEW, DiskError, StateError
 from infinity.core.nbytes import Transfer, shard_ranges
 from infinity.nvme.volume import open_own
-from infinity.optim.adamw import ADAMW
 from infinity.optim.dictionaries import carried
 from infinity.optim.rule import Rule, Way
 from infinity.optim.rules import find_rule
@@ -37,8 +37,8 @@ from infinity.optim.state import StateLayout
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Speculation
 from infinity.shards.homes import DiskHome, HostHome, Snapshot
-from infinity.shards.journal import ChunkExtents, CommitRecord, Journal, Version, pack, unpack
-from infinity.shards.saved import SavedRun, SavedUnit
+from infinity.shards.journal import ChunkExtents, CommitRecord, Journal, UnitRecord, Version, pack, unpack
+from infinity.shards.saved import SavedRun
 from infinity.shards.storage import ShardStore
 from infinity.shards.tiers import Tiers
 from infinity.shards.verified import load_sums
@@ -118,8 +118,8 @@ class Records:
         self.planned: Counter[str] = Counter()  # bytes that updates and records were to "read" and "write"
         # What is not recorded yet, and what must land before; nothing there: it was written over in place.
         self._commit: tuple[CommitRecord, list[Transfer] | None] | None = None
-        self._layout = -1  # changes of the store that the last record knew
-        self._kept: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
+        #: Steps that are on disk, or on the way, which a crash may need, and the version of each unit.
+        self._kept: list[tuple[int, Sequence[int]]] = []
         self._lock = threading.Lock()
         if commits is not None:
             tiers.before_write = self._before_write
@@ -127,7 +127,7 @@ class Records:
     @property
     def recorded(self) -> int | None:
         """Return the step of the last record that was handed over; None: there is none."""
-        return self._kept[-1].step if self._kept else None
+        return self._kept[-1][0] if self._kept else None
 
     def end_step(self) -> None:
         """Begin to record the step that was just committed, if that is its turn."""
@@ -163,31 +163,26 @@ class Records:
         # Those of steps without a record, too.
         landing: list[Transfer] = [update for update in updates if update is not None]
         landing += [transfer for _, home in self._residents() for transfer in home.storing]
-        versions = tuple(unit.home.version for unit in self.units)
-        counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
-        layout, store = None, self.tiers.store
-        if self._layout != store.changes:
-            self._layout, layout = store.changes, self._describe()
-        world_size = self.units[0].world_size
-        return CommitRecord(self.steps, versions, counts, world_size, layout=layout), landing
+        return self._describe(), landing
 
-    def _describe(self) -> dict[str, Any]:
-        """Return where versions lie; a unit that is loaded from a checkpoint again has none but its files."""
-        storage, listed = self.tiers.storage, []
+    def _describe(self) -> CommitRecord:
+        """Return a record; a unit that is loaded from a checkpoint again has no versions but its files."""
+        storage, listed, base = self.tiers.storage, list[UnitRecord](), dict[str, str]()
         for unit in self.units:
-            versions = None
-            if not unit.home.reloadable:
-                disk = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
+            disk = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
+            versions: Sequence[Version] = ()
+            if unit.home.reloadable:
+                base = dict(self.tiers.base_files)
+            else:
                 assert isinstance(disk, DiskHome)
-                versions = [version.to_plain() for version in disk.versions]
-            segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
-            listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
-        base = dict(self.tiers.base_files) if any(unit.home.reloadable for unit in self.units) else {}
-        drives = 0 if storage.files is None else len(storage.files.paths)
-        return {
-            "dtype": str(storage.layout.dtype), "rule": storage.rule.name, "drives": drives, "units": listed,
-            "base": base,
-        }  # fmt: skip
+                versions = disk.versions
+            segments = [(s.name, s.offset, tuple(s.shape)) for s in unit.segments]
+            counts = [s.steps for s in unit.segments]
+            listed.append(UnitRecord(unit.numel, segments, counts, versions, unit.home.version))
+        drives, dtype = 0 if storage.files is None else len(storage.files.paths), str(storage.layout.dtype)
+        return CommitRecord(
+            self.steps, listed, self.units[0].world_size, drives, dtype, storage.rule.name, base
+        )
 
     def record(self, small: SmallState) -> None:
         """Add its small state to the step that :meth:`end_step` ended, if that is recorded."""
@@ -223,11 +218,10 @@ class Records:
         self._small.taken = None  # it belongs to no step that is recorded
         if again if commit is None else commit[1] is None:  # its states were written over in place
             self._store_residents()
-            self._layout = -1  # what was described for this step may not have been written
             commit = self._make_commit()
         record, landing = (None, None) if commit is None else commit
         if record is not None and landing is not None:
-            self._kept.append(replace(record, layout=None))  # which may be large
+            self._kept.append((record.step, [unit.version for unit in record.units]))
             self.commits.add(replace(record, state=self._small.packed), landing)
 
     def take_over(
@@ -239,13 +233,14 @@ class Records:
         self._speculation.counter = unpack(self._small.packed)["predictor"]
         if self.commits is not None:
             self.commits.obsolete = obsolete
-            record = CommitRecord(saved.step, ())
+            places = [-1] * len(self.units)
             if saved.own is not None:
-                record = saved.own.record
-                self.commits.take_over(record)
-            # Cut otherwise, this model may have more units than the record.
-            places = (record.versions[u.index] if u.index in adopted else -1 for u in self.units)
-            self._kept = [replace(record, versions=tuple(places), layout=None)]
+                self.commits.take_over(saved.own.record)
+                # Cut otherwise, this model may have more units than the record.
+                places = [
+                    saved.own.record.units[u.index].version if u.index in adopted else -1 for u in self.units
+                ]
+            self._kept = [(saved.step, places)]
 
     def land_commit(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for the commit that was handed over last, whether it succeeds or not."""
@@ -282,7 +277,7 @@ class Records:
             return unit.home.version
 
         def free_place() -> int | None:
-            taken = {snapshot.place(unit.index), *(record.versions[unit.index] for record in self._kept)}
+            taken = {snapshot.place(unit.index), *(places[unit.index] for _, places in self._kept)}
             if unit.home is disk:  # else the committed values are in memory, too
                 taken.add(disk.version)
             return next((place for place in range(len(disk.versions)) if place not in taken), None)
@@ -359,26 +354,26 @@ def restore(
     names the first difference, if the model or its frozen base is another one.
     """
     storage, store, own, any_rank = tiers.storage, tiers.store, saved.own, saved.own or saved.ranks[0]
-    dtype, was = str(tiers.layout.dtype), any_rank.layout["dtype"]
+    dtype, was = str(tiers.layout.dtype), any_rank.record.dtype
     if was != dtype:
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
-    before = find_rule(any_rank.layout.get("rule", ADAMW.name))
+    before = find_rule(any_rank.record.rule)
     kept = unpack(any_rank.record.state).get("kept", {})
     anew, layout = _anew(units, before, storage.rule, way, kept, note), before.layout(tiers.layout.dtype)
     likes = {
         u.index for u in units
         if own is not None and layout == tiers.layout and anew.isdisjoint(u.segments)
-        and _is_like(u, own.units, storage.chunk_numel)
+        and _is_like(u, own.record.units, storage.chunk_numel)
     }  # fmt: skip
-    unsaved = {_whole(name)[0] for u in any_rank.units if not u.versions for name, _, _ in u.segments}
+    unsaved = {_whole(name)[0] for u in any_rank.record.units if not u.versions for name, _, _ in u.segments}
     # The others have their values from a checkpoint that was loaded again, as in the interrupted run.
     restored = [
         u for u in units if not u.home.reloadable or any(s.whole_name not in unsaved for s in u.segments)
     ]
     if len(restored) < len(units):
-        _check_base(any_rank.layout.get("base", tiers.base_files), tiers.base_files)
+        _check_base(any_rank.record.base, tiers.base_files)
     firsts = {} if own is None else {own.files.rank: 0}  # the volume's number of each rank's first file
     if any(unit.index not in likes for unit in restored):
         _add_others(saved, tiers, firsts)
@@ -388,7 +383,7 @@ def restore(
             if isinstance(unit.home, DiskHome):  # it may have been placed for values of a base
                 unit.home.free()
             if own is not None and unit.index in likes:
-                was_here = own.units[unit.index]
+                was_here = own.record.units[unit.index]
                 for segment, steps in zip(unit.segments, was_here.counts, strict=True):
                     segment.steps = steps
                 tiers.adopt(unit, list(was_here.versions), was_here.version)
@@ -400,7 +395,9 @@ def restore(
         store.volume.drop_sealed(firsts[each.files.rank], len(each.data))
         if storage.sums is not None:
             storage.sums.drop(firsts[each.files.rank], len(each.data))
-    unused = [] if own is None else [unit for number, unit in enumerate(own.units) if number not in likes]
+    unused = (
+        [] if own is None else [unit for number, unit in enumerate(own.record.units) if number not in likes]
+    )
     versions = [version for unit in unused for version in unit.versions]
     paths = [path for each in old if own is None for path in each.paths(units[0].world_size)]
     return likes, partial(_discard, store, versions, paths)
@@ -429,7 +426,7 @@ def _whole(name: str) -> tuple[str, int]:
     return (name, 0) if tile is None else (tile[1], int(tile[2]))
 
 
-def _is_like(unit: Unit, saved: Sequence[SavedUnit], chunk_numel: int) -> bool:
+def _is_like(unit: Unit, saved: Sequence[UnitRecord], chunk_numel: int) -> bool:
     """Return whether the saved unit of this index has the same segments, in chunks that fit staging."""
     was = saved[unit.index] if unit.index < len(saved) else None
     return (
@@ -471,22 +468,10 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader", anew: Container[Segm
     for s in unit.segments:
         for place in reader.find(s):
             s.steps = 0 if s in anew else place.steps
-    for start, weight, state in tiers.make_anew(unit):
-        for values in (weight, *state):
-            values.zero_()
-        first = unit.shard_start + start
-        for s in unit.segments:
-            low, high = max(first, s.offset), min(first + len(weight), s.stop)
-            if low < high:
-                into = _part(tiers.layout, (weight, *state), low - first, high - first)
-                reader.read(s, low - s.offset, into)
-                if s in anew:
-                    tiers.layout.store_moments(into[1:], None)
-
-
-def _part(layout: StateLayout, fields: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-    weight, *state = fields
-    return weight[start:stop], *layout.part(state, start, stop)
+    tiers.renew(unit)
+    fields = lru_cache(1)(partial(reader.fields, unit, anew))
+    tiers.put(unit, lambda *part: fields(*part)[0], lambda *part: fields(*part)[1:])
+    unit.home.reloadable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +494,7 @@ class _Reader:
         self._store = copy(tiers.store)
         self._store.layout = layout
         self._places: dict[str, list[_Place]] = {}
-        units = (saved.own or saved.ranks[0]).units
+        units = (saved.own or saved.ranks[0]).record.units
         for index, unit in enumerate(units):
             for (tile, offset, shape), steps in zip(unit.segments, unit.counts, strict=True):
                 (name, row), inner = _whole(tile), shape[1:]
@@ -537,32 +522,44 @@ class _Reader:
         stop = segment.first + segment.numel
         return [place for place in places if place.first < stop and segment.first < place.stop]
 
-    def read(self, segment: Segment, start: int, into: tuple[Tensor, ...]) -> None:
-        """Read elements from ``start`` of a parameter or tile on, as many as ``into`` has."""
-        at, stop = segment.first + start, segment.first + start + len(into[0])
-        for place in self.find(segment):
-            low, high, shift = max(at, place.first), min(stop, place.stop), place.offset - place.first
-            for rank, begin, end in shard_ranges(low + shift, high + shift, self._shard_numels[place.unit]):
-                self._read_shard(
-                    rank, place.unit, begin, _part(self._tiers.layout, into, low - at, low - at + end - begin)
-                )
-                low += end - begin
+    def fields(self, unit: Unit, anew: Container[Segment], start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return exact values and moments, fp32, of elements of a unit; no moments of parameters ``anew``."""
+        names = self._tiers.layout.full_names
+        made = {name: torch.zeros(stop - start, device="cpu") for name in names}
+        for s in unit.segments:
+            shift = s.offset - s.first  # from the parameter to the unit
+            low, high = max(start, s.offset) - shift, min(stop, s.stop) - shift
+            for at, values in self._read(s, low, high):
+                for name in names[:1] if s in anew else names:
+                    if name in values:
+                        made[name][at + shift - start :][: len(values[name])] = values[name]
+        return tuple(made.values())
 
-    def _read_shard(self, rank: int, index: int, at: int, into: tuple[Tensor, ...]) -> None:
-        unit, first, stop = self._saved.ranks[rank].units[index], at, at + len(into[0])
-        if not unit.versions:
-            raise _differs(f"loads {unit.segments[0][0]} from a checkpoint, frozen")
-        while at < stop:
-            chunk = next(c for c in unit.committed.chunks if c.start <= at < c.start + c.numel)
-            if self._chunk is not chunk:
-                self.close()
-                here = chunk.shifted(self._firsts[rank])
-                self._chunk, self._fields = chunk, self._held.enter_context(self._store.reading(here))
-            end = min(stop, chunk.start + chunk.numel)
-            targets = _part(self._tiers.layout, into, at - first, end - first)
-            found = _part(self._layout, self._fields, at - chunk.start, end - chunk.start)
-            self._tiers.layout.copy(targets, found, self._layout)
-            at = end
+    def _read(self, segment: Segment, at: int, end: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield the first element in its parameter, and the values by name, of parts of ``[at, end)``."""
+        for place in self.find(segment):
+            low, high, shift = max(at, place.first), min(end, place.stop), place.offset - place.first
+            numel = self._shard_numels[place.unit]
+            for rank, begin, stop in shard_ranges(low + shift, high + shift, numel):
+                unit, first = self._saved.ranks[rank].record.units[place.unit], rank * numel - shift
+                if not unit.versions:
+                    raise _differs(f"loads {unit.segments[0][0]} from a checkpoint, frozen")
+                for chunk in unit.committed.chunks:
+                    part = max(begin, chunk.start), min(stop, chunk.start + chunk.numel)
+                    if part[0] < part[1]:
+                        yield (
+                            first + part[0],
+                            self._values(rank, chunk, part[0] - chunk.start, part[1] - chunk.start),
+                        )
+
+    def _values(self, rank: int, chunk: ChunkExtents, begin: int, stop: int) -> dict[str, Tensor]:
+        if self._chunk is not chunk:
+            self.close()
+            here = chunk.shifted(self._firsts[rank])
+            self._chunk, self._fields = chunk, self._held.enter_context(self._store.reading(here))
+        weight, *state = self._fields
+        values = self._layout.full_values(weight[begin:stop], self._layout.part(state, begin, stop))
+        return dict(zip(self._layout.full_names, values, strict=True))
 
     def close(self) -> None:
         self._chunk, self._fields = None, ()

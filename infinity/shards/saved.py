@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infinity.comm.ranks import Ranks
 from infinity.core.config import MemoryConfig, SettingError
@@ -17,7 +16,6 @@ from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
-from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
     MALFORMED,
@@ -28,26 +26,8 @@ from infinity.shards.journal import (
     Journal,
     RankFiles,
     Resume,
-    Version,
     read_journal,
-    whole_numbers,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SavedUnit:
-    """Describes one rank's shard of a unit in a commit."""
-
-    numel: int  # of the unit
-    segments: Sequence[tuple[str, int, tuple[int, ...]]]  # name, offset and shape of each parameter
-    counts: Sequence[int]  # updates that each of them has had
-    versions: Sequence[Version]  # in files numbered by drive; empty: its values are those of a checkpoint
-    version: int  # the committed one among them
-
-    @property
-    def committed(self) -> Version:
-        """The committed version; without chunks if the values are those of a checkpoint."""
-        return self.versions[self.version % len(self.versions)] if self.versions else Version(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +37,12 @@ class SavedRank:
     files: RankFiles
     journal: Path
     record: CommitRecord
-    layout: Mapping[str, Any]  # what all units have in common; see Records
-    units: Sequence[SavedUnit]
     data: Sequence[Path]  # by number of the drive
     spaces: Sequence[Space]  # what the extents of its units take in each of them
 
     def committed(self) -> Iterator[tuple[str, Piece]]:
         """Yield each piece of the committed versions, with the name of a parameter of its unit."""
-        for unit in self.units:
+        for unit in self.record.units:
             for piece in unit.committed.pieces:
                 yield unit.segments[0][0] if unit.segments else "padding", piece
 
@@ -239,9 +217,9 @@ def _in_generation(
 def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) -> SavedRank:
     """Return a commit and all that belongs to it, checked; raises as :func:`find_saved`."""
     assert contents.head is not None  # it comes before the first commit
-    files, layout = contents.head.owner, record.layout or {}
+    files = contents.head.owner
     try:
-        units, spaces = _parse(layout, record)
+        spaces = _spaces(record)
     except MALFORMED as error:
         raise CorruptJournalError(
             f"{contents.path}: step {record.step} contradicts itself ({first_line(error)})"
@@ -260,35 +238,28 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
         if size < space.end:
             raise ChangedFileError(paths[0], f"was cut to {size} bytes of at least {space.end}")
         data += paths
-    return SavedRank(files, contents.path, record, layout, units, data, spaces)
+    return SavedRank(files, contents.path, record, data, spaces)
 
 
-def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedUnit], list[Space]]:
-    """Return the units, and the space that they take of each drive; raise one of ``MALFORMED``."""
+def _spaces(record: CommitRecord) -> list[Space]:
+    """Return the space that the units take of each drive; raise one of ``MALFORMED``."""
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
-    rule = layout.get("rule", ADAMW.name)
     try:
-        sizes = find_rule(rule).layout(dtypes[layout["dtype"]])
+        sizes = find_rule(record.rule).layout(dtypes[record.dtype])
     except SettingError as error:
         raise StateError(
-            f"the interrupted run was updated by {rule}, which is no rule here: import its module, "
+            f"the interrupted run was updated by {record.rule}, which is no rule here: import its module, "
             f"or name it as optim.name=module:Class; {BEGIN_ANEW}"
         ) from error
     exact, moments = sizes.only(exact=True), sizes.only(moments=True)
-    [drives] = whole_numbers([layout["drives"]], most=2**12)
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(drives)]
-    whole = drives > 0 and type(layout.get("base", {})) is dict
-    units: list[SavedUnit] = []
-    for unit, counts, which in zip(layout["units"], record.counts, record.versions, strict=True):
-        [numel] = whole_numbers([unit["numel"]])
-        versions = [*map(Version.of_plain, unit["versions"] or ())]
-        segments = [
-            (name, *whole_numbers([at]), whole_numbers(shape)) for name, at, shape in unit["segments"]
-        ]
-        whole &= not numel % record.world_size and len(segments) == len(counts)
-        whole &= all(type(name) is str and at + math.prod(shape) <= numel for name, at, shape in segments)
-        whole &= len(versions) <= MOST_PLACES and (unit["versions"] is None or bool(versions))
-        for version in versions:
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(record.drives)]
+    whole = record.drives > 0 and type(record.base) is dict
+    for unit in record.units:
+        whole &= not unit.numel % record.world_size and len(unit.segments) == len(unit.counts)
+        whole &= len(unit.versions) <= MOST_PLACES and unit.version < MOST_PLACES
+        for name, at, shape in unit.segments:
+            whole &= type(name) is str and at + math.prod(shape) <= unit.numel
+        for version in unit.versions:
             ends = 0
             for chunk in version.chunks:
                 whole &= chunk.start == ends and chunk.numel > 0
@@ -296,14 +267,13 @@ def _parse(layout: Mapping[str, Any], record: CommitRecord) -> tuple[list[SavedU
                 whole &= chunk.exact.nbytes in (0, exact.state_nbytes(chunk.numel))
                 whole &= chunk.moments.nbytes in (0, moments.state_nbytes(chunk.numel))
                 ends += chunk.numel
-            whole &= ends == numel // record.world_size
+            whole &= ends == unit.numel // record.world_size
             for piece in version.pieces:
                 whole &= piece.nbytes > 0 and not (piece.offset % BLOCK_NBYTES or piece.nbytes % BLOCK_NBYTES)
                 taken[piece.file].append((piece.offset, piece.nbytes))
-        units.append(SavedUnit(numel, segments, counts, versions, which))
     if not whole:
         raise ValueError("numbers that do not fit together")
-    return units, [Space.of(ranges) for ranges in taken]
+    return [Space.of(ranges) for ranges in taken]
 
 
 class RunFiles:

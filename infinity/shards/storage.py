@@ -52,7 +52,6 @@ class ShardStore:
     ) -> None:  # fmt: skip
         self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
         self.versions, self.chunk_numel = versions, chunk_numel  # versions: places of a newly trained unit
-        self.changes = 0  # grows whenever a unit gets or loses extents
 
     def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
         """Make room for the weights of one version; DiskError: the file system is full."""

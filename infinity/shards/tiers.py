@@ -465,17 +465,15 @@ class Tiers:
         else:
             self._move(unit, disk)
 
-    def make_anew(self, unit: Unit) -> Iterator[Chunk]:
-        """Give a unit room, and yield its chunks, which are stored when the caller has filled them."""
+    def renew(self, unit: Unit) -> None:
+        """Give a unit room of its own for values that :meth:`put` stores."""
         if isinstance(unit.home, HostHome):
             unit.home.version = 0
-            self._add_exact(unit)
         else:
             disk = DiskHome(self.store, unit)
             self._move(unit, disk)
             if unit.trainable or any(segment.steps for segment in unit.segments):
                 disk.train()
-        yield from self._each_chunk(unit, read=False, write=True)
 
     def at_home(self, unit: Unit) -> None:
         """Block until a unit's home has its newest values."""

@@ -455,7 +455,7 @@ class Updates:
         except BaseException as raised:
             error = raised
         for job in started.jobs[1:]:
-            job.begin_nothing()
+            job.unread, job.unwritten = range(job.chunks), tuple(range(job.chunks))  # it never began
         self._landed(pending, error)
         return error
 

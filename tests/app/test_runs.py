@@ -65,7 +65,7 @@ def keep(directory: Path, step: int) -> None:
     (directory / "rank0.lock").touch()
     (directory / "rank0.bin").write_bytes(b"x" * 8192)
     journal = Journal(directory, RankFiles(0))
-    journal.append(CommitRecord(step, (0,), layout={}))
+    journal.append(CommitRecord(step))
     journal.close()
 
 

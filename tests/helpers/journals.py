@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from infinity.shards.journal import CommitRecord, read_journal
+from infinity.shards.journal import CommitRecord, UnitRecord, read_journal
+
+
+def units_in(*versions: int) -> list[UnitRecord]:
+    """Return records of units without parameters or places, in these versions."""
+    return [UnitRecord(8, [], (), [], version) for version in versions]
 
 
 def journals(folder: Path) -> list[Path]:

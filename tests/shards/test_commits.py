@@ -20,7 +20,7 @@ from infinity.shards.journal import (
     read_sums,
 )
 from tests.helpers import models
-from tests.helpers.journals import ended_in_the_transaction, newest, records, run_sql
+from tests.helpers.journals import ended_in_the_transaction, newest, records, run_sql, units_in
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -47,8 +47,9 @@ def test_the_record_follows_every_committed_step(tmp_path):
             optimizer.synchronize()
             record = newest(tmp_path / "mine")
             assert record.step == step + 1
-            assert record.versions == tuple(unit.home.version for unit in runtime.units)
-            assert record.counts == tuple((step + 1,) * len(unit.segments) for unit in runtime.units)
+            for unit, kept in zip(runtime.units, record.units, strict=True):
+                assert (kept.version, kept.versions) == (unit.home.version, unit.home.versions)
+                assert kept.counts == (step + 1,) * len(unit.segments)
         optimizer.close()
 
 
@@ -77,21 +78,21 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     commits = Journal(tmp_path, RankFiles(0))
     good, bad = Transfer(), Transfer()
     good.finish(None)
-    commits.add(CommitRecord(1, (0,), layout={}), [good])
+    commits.add(CommitRecord(1, units_in(0)), [good])
     commits.wait()
-    commits.add(CommitRecord(2, (1,)), [good, bad])
+    commits.add(CommitRecord(2, units_in(1)), [good, bad])
     bad.finish(infinity.DiskError(errno.EIO, "write", tmp_path / "x", offset=0, nbytes=1))
     with pytest.raises(infinity.DiskError):
         commits.wait()
-    assert newest(tmp_path) == CommitRecord(1, (0,), number=1)
+    assert newest(tmp_path) == CommitRecord(1, units_in(0), number=1)
     commits.close()
 
 
 def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
     commits = Journal(tmp_path, RankFiles(0))
-    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}}), layout={}), [])
+    commits.add(CommitRecord(1, units_in(0), state=pack({"follow": {"loader": {"position": 3}}})), [])
     commits.wait()
-    commits.add(CommitRecord(2, (1,), state=pack({"follow": {"loader": tmp_path}})), [])
+    commits.add(CommitRecord(2, units_in(1), state=pack({"follow": {"loader": tmp_path}})), [])
     with pytest.raises(infinity.StateError, match=r"what it follows, cannot be kept with a commit"):
         commits.wait()
     assert newest(tmp_path).step == 1
@@ -101,7 +102,7 @@ def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
 def test_a_commit_that_no_thread_can_write_any_more_ends_with_the_error(tmp_path):
     commits = Journal(tmp_path, RankFiles(0))
     commits.close()
-    commits.add(CommitRecord(1, (0,), layout={}), [])
+    commits.add(CommitRecord(1, units_in(0)), [])
     with pytest.raises(RuntimeError, match="shutdown"):
         commits.wait()
 
@@ -113,60 +114,54 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
     journal = Journal(tmp_path, RankFiles(0, run=7))
     assert records(tmp_path) == []
     for step in (1, 2, 3):
-        layout = {"step": step} if step != 2 else None
-        record = CommitRecord(step, tuple(number % 3 for number in range(step, 1000)), layout=layout)
+        record = CommitRecord(step, units_in(*(number % 3 for number in range(step, 1000))))
         journal.append(record)
         assert newest(tmp_path) == replace(record, number=step)
-    contents = read_journal(journal.path)
-    assert {step: record.layout for step, record in contents.commits.items()} == {
-        2: {"step": 1},
-        3: {"step": 3},
-    }
     journal.retire()
     assert [record.step for record in records(tmp_path)] == [3]
     journal.invalidate()
     assert records(tmp_path) == []
-    journal.append(CommitRecord(3, ()))
+    journal.append(CommitRecord(3))
     journal.close()
     assert [record.number for record in records(tmp_path)] == [4]
     assert Journal(tmp_path, RankFiles(0, run=7)).numbers
 
 
 def test_a_small_state_may_be_larger_than_a_value_of_sqlite(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("infinity.shards.journal._PART_NBYTES", 100)
+    monkeypatch.setattr("infinity.shards.journal._ROW_NBYTES", 100)
     journal, sums = Journal(tmp_path, RankFiles(0)), [b"1234", b"5678"]
     states = [bytes(range(n)) for n in (250, 201, 100)]
     for step, state in enumerate(states, 1):
-        journal.append(CommitRecord(step, (), state=state, layout={}), sums)
+        journal.append(CommitRecord(step, drives=2, state=state), sums)
         found = read_journal(journal.path).commits[step]
         assert (found.state, read_sums(journal.path, found)) == (state, sums)
-    journal.append(CommitRecord(4, (), state=states[0]), sums)
+    journal.append(CommitRecord(4, state=states[0]), sums)
     journal.close()
-    run_sql(journal.path, "UPDATE sums SET body = zeroblob(50) WHERE drive = -200")
+    run_sql(journal.path, "UPDATE blobs SET body = zeroblob(50) WHERE kind = -1 AND length(body) = 50")
     contents = read_journal(journal.path)
     assert (4 in contents.commits, len(contents.problems)) == (False, 1)
 
 
 def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path) -> None:
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(1, (0, 1), layout={}))
+    journal.append(CommitRecord(1, units_in(0, 1)))
     journal.close()
     with ended_in_the_transaction(KeyboardInterrupt()):
         journal = Journal(tmp_path, RankFiles(0))
         with pytest.raises(KeyboardInterrupt):
-            journal.append(CommitRecord(2, (1, 1)))
+            journal.append(CommitRecord(2, units_in(1, 1)))
         assert [record.step for record in records(tmp_path)] == [1]
         journal.close()
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(3, (1, 0)))
+    journal.append(CommitRecord(3, units_in(1, 0)))
     assert [record.step for record in records(tmp_path)] == [1, 3]
 
 
 def test_a_commit_is_synced_before_versions_are_written_over(tmp_path: Path, monkeypatch) -> None:
     journal = Journal(tmp_path, RankFiles(0), synced=True)
     assert run_sql(journal.path, "SELECT 1") == [(1,)]
-    journal.append(CommitRecord(1, (0,), layout={}))
-    journal.append(CommitRecord(2, (1,)))
+    journal.append(CommitRecord(1, units_in(0)))
+    journal.append(CommitRecord(2, units_in(1)))
     calls: list[int] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), fsync(fd)))
@@ -177,8 +172,7 @@ def test_a_commit_is_synced_before_versions_are_written_over(tmp_path: Path, mon
 def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     """Wherever it is: a damaged commit is not read as another one."""
     journal = Journal(tmp_path, RankFiles(0))
-    layout = {"units": list(range(30))}
-    journal.append(CommitRecord(7, (1, 0, 1), state=b"s" * 300, layout=layout))
+    journal.append(CommitRecord(7, units_in(*range(3), *range(3)), base={"x": "y" * 90}, state=b"s" * 300))
     journal.close()
     whole, [record] = journal.path.read_bytes(), read_journal(journal.path).commits.values()
     table = whole.index(b"CREATE TABLE commits")
@@ -188,9 +182,7 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
             contents = read_journal(journal.path)
         except CorruptJournalError:
             continue
-        assert contents.problems or [(each, each.layout) for each in contents.commits.values()] == [
-            (record, layout)
-        ]
+        assert contents.problems or [*contents.commits.values()] == [record]
     head = journal.path.with_name(f"{journal.path.name}-head")
     journal.path.write_bytes(whole)
     for broken in (b"", head.read_bytes()[:20], b"\xff" * 30):
@@ -202,9 +194,9 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
 def test_a_journal_that_lost_its_end_is_found_out(tmp_path: Path) -> None:
     """An unsynced one, by a power cut: its older commit has been written over since."""
     journal = Journal(tmp_path, RankFiles(0))
-    journal.append(CommitRecord(1, (0,), layout={}))
+    journal.append(CommitRecord(1, units_in(0)))
     before = journal.path.read_bytes()
-    journal.append(CommitRecord(2, (1,)))
+    journal.append(CommitRecord(2, units_in(1)))
     journal.retire()
     journal.close()
     journal.path.write_bytes(before)
