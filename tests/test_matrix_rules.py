@@ -488,8 +488,8 @@ def test_a_group_that_comes_later_is_checked(tmp_path):
         group["params"] = [p for p in group["params"] if p is not weight]
     with pytest.raises(SettingError, match=r"divides the rows of blocks\.0\.up"):
         optimizer.add_param_group({"params": [weight], "parts": 5})
-    with pytest.raises(SettingError, match="a matrix has two dimensions, packed ones three"):
-        optimizer.rule.check_place({"matrix": True, "parts": 1}, "conv", (4, 1, 3, 3), tiled=False)
+    with pytest.raises(SettingError, match="divides the rows of conv, 4"):
+        optimizer.rule.check_place({"matrix": True, "parts": 3}, "conv", (4, 1, 3, 3), tiled=False)
     optimizer.close()
 
 

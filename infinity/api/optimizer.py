@@ -24,6 +24,8 @@ from infinity.observe.timeline import Timeline
 from infinity.optim.dictionaries import NAMES, RULE, Parameter, fitted
 from infinity.optim.rule import EMA, Rule, is_number
 from infinity.optim.rules import LossScaler, find_rule
+from infinity.partition.unit import Segment
+from infinity.shards.pipeline import check_group
 
 #: Largest buffer of which a first copy is kept (bytes).
 _SMALL_NBYTES = 2**20
@@ -129,12 +131,9 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            self.rule.check_numbers(group)
+            check_group(self.rule, group, self._places)
             for param in group["params"]:
-                places = self.runtime.units.places(param)
-                for _, segment in places:
-                    self.rule.check_place(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
-                if param.requires_grad and not places:
+                if param.requires_grad and not self._places(param):
                     raise StateError(
                         f"a parameter of shape {tuple(param.shape)} in a parameter group is not one of this "
                         "model's that were made under infinity.Init, so no tier holds it"
@@ -195,7 +194,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit this step: every rank must call.
+        """Commit this step: every rank must call. SettingError: a number of a group is wrong.
 
         A gradient that is not finite, on any rank, skips the step on every rank: weights and state stay as
         they are, ``skipped`` is True and ``grad_norm`` says inf or nan. DiskError: a transfer of this step
@@ -207,6 +206,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with uninterrupted:
             executor = self.runtime.executor()
+            for group in self.param_groups:  # numbers may have been set since
+                executor.updates.hypers.check(group)
             norms, limits = self._clipped or (self._complete_gradients(), self._limits)
             self._clipped = None
             if norms is not None:
@@ -357,6 +358,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"the interrupted run has {len(groups)} parameter groups, this optimizer "
                 f"{len(self.param_groups)}: make it as before"
             )
+        self._check_loaded(groups)
         if followed.keys() != self._followed.keys():
             names = [", ".join(sorted(each)) or "nothing" for each in (followed, self._followed)]
             raise StateError(
@@ -480,7 +482,13 @@ class Optimizer(torch.optim.Optimizer):
             lambda i: exact()[id(params[i])]["master"],
         )  # fmt: skip
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
+        for own, group in zip(self.param_groups, groups, strict=True):
+            check_group(self.rule, {**group, "params": own["params"]}, self._places)
+        if self.scaler is not None and "loss_scaler" in state_dict:
+            with library_errors(StateError, "the loss_scaler of the state cannot be loaded"):
+                LossScaler(1.0).load_state_dict(state_dict["loss_scaler"])
         with uninterrupted:
+            self.runtime.executor().updates.hypers.sums.was.clear()  # states come with the numbers
             super().load_state_dict({"state": {}, "param_groups": [*groups]})
             self._connect()
             self.load_sums(fields)
@@ -493,19 +501,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
         """Continue after ``steps`` steps, whose states are restored, with hyperparameters of each group."""
-        for group, found in zip(self.param_groups, numbers, strict=True):
-            self.rule.check_numbers({**group, **found})
+        self._check_loaded(numbers)
         for group, found in zip(self.param_groups, numbers, strict=True):
             group.update(found)
         self._go_on_from(steps)
+
+    def _check_loaded(self, numbers: Sequence[Mapping[str, Any]]) -> None:
+        for group, found in zip(self.param_groups, numbers, strict=True):
+            self.runtime.executor().updates.hypers.check({**group, **found})
 
     def _go_on_from(self, steps: int) -> None:
         self.steps = self.runtime.records.steps = steps
         self.runtime.records.reload(self._small_state)
 
     def _name_of(self, param: nn.Parameter) -> str:
-        places = self.runtime.units.places(param)
-        return places[0][1].whole_name if places else ""
+        places = self._places(param)
+        return places[0].whole_name if places else ""
+
+    def _places(self, param: nn.Parameter) -> list[Segment]:
+        return [segment for _, segment in self.runtime.units.places(param)]
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

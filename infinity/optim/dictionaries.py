@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from infinity.core.config import Valid
 from infinity.core.errors import StateError
 from infinity.optim.foreign import Weights, translated
-from infinity.optim.rule import EMA, OFFSET, Rule, Way
+from infinity.optim.rule import EMA, OFFSET, Rule, Way, is_number
 from infinity.optim.rules import find_rule
 
 #: Entries of a dictionary beside those of torch: the rule, and names of parameters in order.
@@ -138,7 +139,12 @@ def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
 
 
 def _check_state(rule: Rule, i: int, each: Mapping[str, Any], param: Parameter) -> None:
-    shapes = _shapes(rule, param)
+    shapes, step = _shapes(rule, param), each["step"]
+    if not is_number(step, Valid(least=0)) or step % 1:
+        raise StateError(
+            f"optimizer state of parameter {i}: step is {step!r}; wanted a whole number from 0 on; nothing "
+            "was loaded"
+        )
     for name, shape in (shapes | ({"master": param.shape} if "master" in each else {})).items():
         got = tuple(each[name].shape) if name in each else None
         if got != tuple(shape):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.config import SettingError, Valid
-from infinity.optim.matrix import MATRIX, WholeRule
+from infinity.optim.matrix import MATRIX, WholeRule, matrices_of
 from infinity.optim.rule import Group, Sums
 
 _MEAN, _SQUARE, _PROJECTOR, _LENGTH = "exp_avg", "exp_avg_sq", "projector", "update_norm"
@@ -79,9 +79,10 @@ class LowRankRule(SpaceRule):
 
     def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         super().check_place(group, name, shape, tiled=tiled)
-        if len(shape) > 1 and group[MATRIX] and group["rank"] > min(shape[-2:]):
+        shorter = min(matrices_of(shape)[1:])
+        if len(shape) > 1 and group[MATRIX] and group["rank"] > shorter:
             raise SettingError(
-                "rank", group["rank"], f"at most {min(shape[-2:])}, the shorter side of {name}, or "
+                "rank", group["rank"], f"at most {shorter}, the shorter side of {name}, or "
                 f"{MATRIX}: false in its group, for AdamW"
             )  # fmt: skip
 

@@ -11,6 +11,9 @@ its direction. So every byte of a state moves once.
 those of the matrix rule, then what the companion has more; where names are the same, they share them. Chunks
 on NVMe in which there are only matrices never move the others.
 
+[Note: which matrices] A weight of two dimensions is a matrix; of three, as packed experts are, each along the
+first; of more, as of convolutions over images, it is one with a row for each output channel.
+
 [Note: scales] Directions have the dtype of gradients. In fp16 they keep the loss scale, as gradients do.
 """
 
@@ -37,6 +40,13 @@ from infinity.optim.state import Moment, StateLayout
 MATRIX, PARTS = "matrix", "parts"
 
 
+def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return count, rows and columns of matrices: see [Note: which matrices]; a vector is one row."""
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2]
+    return 1, (shape[0] if len(shape) > 1 else 1), math.prod(shape[1:] if len(shape) > 1 else shape)
+
+
 class WholeRule(Rule):
     """Arithmetic of an optimizer that needs whole matrices, in two passes: see [Note: two passes]."""
 
@@ -59,7 +69,7 @@ class WholeRule(Rule):
     def sums(self, shape: Sequence[int], group: Group | None = None) -> Mapping[str, Sequence[int]]:
         if len(shape) < 2 or not (group or self.defaults).get(MATRIX, True):
             return dict.fromkeys(self.of_vectors, Size(shape))
-        *packed, rows, columns = shape
+        packed, (_, rows, columns) = shape[:1] if len(shape) == 3 else (), matrices_of(shape)
         return {name: Size((*packed, *of)) for name, of in self.spaces(rows, columns).items()}
 
     def rate(self, group: Group, shape: Sequence[int]) -> float:
@@ -89,7 +99,7 @@ class WholeRule(Rule):
 
     def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole."""
-        if tiled and len(shape) == 2:
+        if tiled and len(shape) != 3:
             other = f", or let its group have {MATRIX}: false" if MATRIX in group else ""
             raise SettingError(
                 "optim.name", self.name,
@@ -98,8 +108,8 @@ class WholeRule(Rule):
             )  # fmt: skip
 
     def way(self, group: Group, start: int, shape: Sequence[int], kept: Kept | None = None) -> Way:
-        *packed, rows, columns = *(1,) * (2 - len(shape)), *shape
-        count, rows = math.prod(packed) * int(group.get(PARTS, 1)), rows // int(group.get(PARTS, 1))
+        (count, rows, columns), parts = matrices_of(shape), int(group.get(PARTS, 1))
+        count, rows = count * parts, rows // parts
         places = []
         for number in range(count):
             step, sums = (1, {}) if kept is None else kept(number)
@@ -180,7 +190,7 @@ class MatrixRule(WholeRule):
 
     def takes(self, group: Group, shape: Sequence[int]) -> bool:
         """Return whether a parameter is a matrix, or packed matrices, of this rule; else the companion's."""
-        return bool(group[MATRIX]) and len(shape) in (2, 3)
+        return bool(group[MATRIX]) and len(shape) > 1
 
     def numbers_of(self, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
         embedded = embedded_in(model)
@@ -188,15 +198,10 @@ class MatrixRule(WholeRule):
 
     def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
         """Raise a SettingError if a matrix is not whole, or does not have the parts that its group says."""
-        if group[MATRIX] and len(shape) > 3:
-            raise SettingError(
-                MATRIX, group[MATRIX],
-                f"false for {name}, {tuple(shape)}: a matrix has two dimensions, packed ones three"
-            )  # fmt: skip
         if not self.takes(group, shape):
             return
         super().check_place(group, name, shape, tiled=tiled)
-        parts, rows = group[PARTS], shape[-2]
+        parts, (_, rows, _) = group[PARTS], matrices_of(shape)
         if parts < 1 or rows % int(parts):
             raise SettingError(PARTS, parts, f"a whole number that divides the rows of {name}, {rows}")
 

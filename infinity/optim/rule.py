@@ -200,7 +200,7 @@ class Rule(ABC):
         """Raise a SettingError that names a number of a parameter group that is impossible."""
         positive, beta = Valid(least=0, below=math.inf), Valid(least=0, below=1)
         for name, default in self.defaults.items():
-            value = group[name]
+            value: Any = group.get(name)  # a caller may have taken it out
             if isinstance(default, tuple):
                 several = value if isinstance(value, tuple | list) else ()
                 if [is_number(each, beta) for each in several] != [True] * len(default):

@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from infinity.core.config import SettingError
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
 from infinity.device.memory import Lease, Pool
+from infinity.optim.matrix import MATRIX, matrices_of
 from infinity.optim.rule import Group, Place, Rule, Way
 from infinity.optim.rules import PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
@@ -89,6 +91,7 @@ class Sums:
 
     def __init__(self, rule: Rule) -> None:
         self._rule, self.kept = rule, dict[str, list[str]]()
+        self.was: dict[int, object] = {}  # all that is kept of a parameter, by its id
         self.of: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, and name
         self._pool: Pool | None = None
         self._leases: list[Lease] = []  # kept for as long as the pool
@@ -98,8 +101,22 @@ class Sums:
         params = [(group, param) for group in groups for param in group["params"]]
         kept = ((p, self._rule.kept(g, p.shape), self._rule.kept({}, p.shape)) for g, p in params)
         self.kept = {name_of(p): names for p, names, usual in kept if names != usual}
+        self.was = {id(p): self._all_kept(g, p) for g, p in params} | self.was
         self._pool = pool
         self._add(params)
+
+    def _all_kept(self, group: Group, param: nn.Parameter) -> object:
+        return self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
+
+    def check(self, group: Group, segment: Segment) -> None:
+        """Raise a SettingError if a group's numbers have changed what is kept of a parameter."""
+        now = self._all_kept(group, segment.whole)
+        if self.was.get(id(segment.whole), now) != now:
+            name = MATRIX if MATRIX in group else "param_groups"
+            raise SettingError(
+                name, group.get(name), f"as it was when the optimizer was made or loaded, since states of "
+                f"{segment.whole_name} are of that"
+            )  # fmt: skip
 
     def _add(self, params: Iterable[tuple[Group, nn.Parameter]]) -> None:
         shapes = {id(p): self._rule.sums(p.shape, group) for group, p in params if id(p) not in self.of}
@@ -113,19 +130,33 @@ class Sums:
 
     def of_matrix(self, group: Group, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
         """Return the count of this update of a matrix of a parameter or tile, and views of what is kept."""
-        whole = segment.whole_shape
         self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
-        packed, place = len(whole[:-2]), segment.first // max(1, whole[-2:].numel()) + number
+        count, rows, columns = matrices_of(segment.whole_shape)
+        place = segment.first // max(1, rows * columns) + number
+        packed = len(segment.whole_shape) == 3
         kept = {n: (each, each.shape[packed:] or (1,)) for n, each in self.of[id(segment.whole)].items()}
-        count = whole[:-2].numel()
         return segment.steps + 1, {n: each.view(count, *of)[place] for n, (each, of) in kept.items()}
 
 
-class StepHypers:
-    """Hyperparameters of a step, read once from the optimizer's groups for all of its updates."""
+def check_group(rule: Rule, group: Group, places: Callable[[nn.Parameter], Iterable[Segment]]) -> None:
+    """Raise a SettingError unless the numbers of a parameter group are possible, and fit its parameters."""
+    rule.check_numbers(group)
+    for segment in (each for param in group["params"] for each in places(param)):
+        rule.check_place(group, segment.whole_name, segment.shape, tiled=segment.is_tile)
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+
+class StepHypers:
+    """Hyperparameters of a step, read once from the optimizer's groups for all of its updates.
+
+    Numbers of groups may change at any time. While one is ``wrong``, no update of a step starts inside
+    backward: ``step()`` says what is wrong with it, and updates nothing.
+    """
+
+    def __init__(self, rule: Rule, units: Iterable[Unit] = ()) -> None:
+        self._rule, self.wrong = rule, False
+        self._segments: dict[int, list[Segment]] = {}  # by id of the parameter
+        for segment in (segment for unit in units for segment in unit.segments):
+            self._segments.setdefault(id(segment.whole), []).append(segment)
         self.groups: Sequence[Mapping[str, Any]] = ()
         self.loss_scale = 1.0
         self._read: list[dict[str, Any]] | None = None  # the options of each group; None: not in this step
@@ -135,10 +166,30 @@ class StepHypers:
         self.sums = Sums(rule)
         self._lock = threading.Lock()
 
+    def check(self, group: Group) -> None:
+        """Raise a SettingError unless a group is right, and what is kept of its parameters is as it was."""
+        check_group(self._rule, group, self._places)
+        for segment in (each for param in group["params"] for each in self._places(param)):
+            self.sums.check(group, segment)
+
+    def _places(self, param: nn.Parameter) -> Sequence[Segment]:
+        return self._segments.get(id(param), ())
+
+    def look(self) -> None:
+        """Find out whether a number of a group is wrong."""
+        try:
+            self.wrong = True
+            for group in self.groups:
+                self.check(group)
+            self.wrong = False
+        except SettingError:
+            return
+
     def begin_step(self) -> None:
         """Read the groups, unless this step has done so."""
         with self._lock:
             if self._read is None:
+                self.look()
                 self._read_from, self._tensors = self.groups, {}
                 self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
                 self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
@@ -203,8 +254,8 @@ class StepHypers:
     @property
     def changed(self) -> bool:
         """Whether the groups have changed since this step read them."""
-        if self._read is None:
-            return False
+        if self._read is None or self.wrong:
+            return self._read is not None
         now, was = (
             [self._rule.numbers(group, 1) for group in groups] for groups in (self.groups, self._read)
         )

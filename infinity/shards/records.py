@@ -353,27 +353,26 @@ def restore(
     files of the generation before: for when the next commit stands on all ranks. Raises a StateError, which
     names the first difference, if the model or its frozen base is another one.
     """
-    storage, store, own, any_rank = tiers.storage, tiers.store, saved.own, saved.own or saved.ranks[0]
-    dtype, was = str(tiers.layout.dtype), any_rank.record.dtype
+    storage, store, own, record = tiers.storage, tiers.store, saved.own, (saved.own or saved.ranks[0]).record
+    dtype, was, were = str(tiers.layout.dtype), record.dtype, [] if own is None else record.units
     if was != dtype:
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
-    before = find_rule(any_rank.record.rule)
-    kept = unpack(any_rank.record.state).get("kept", {})
+    before = find_rule(record.rule)
+    kept = unpack(record.state).get("kept", {})
     anew, layout = _anew(units, before, storage.rule, way, kept, note), before.layout(tiers.layout.dtype)
     likes = {
         u.index for u in units
-        if own is not None and layout == tiers.layout and anew.isdisjoint(u.segments)
-        and _is_like(u, own.record.units, storage.chunk_numel)
+        if layout == tiers.layout and anew.isdisjoint(u.segments) and _is_like(u, were, storage.chunk_numel)
     }  # fmt: skip
-    unsaved = {_whole(name)[0] for u in any_rank.record.units if not u.versions for name, _, _ in u.segments}
+    unsaved = {_whole(name)[0] for u in record.units if not u.versions for name, _, _ in u.segments}
     # The others have their values from a checkpoint that was loaded again, as in the interrupted run.
     restored = [
         u for u in units if not u.home.reloadable or any(s.whole_name not in unsaved for s in u.segments)
     ]
     if len(restored) < len(units):
-        _check_base(any_rank.record.base, tiers.base_files)
+        _check_base(record.base, tiers.base_files)
     firsts = {} if own is None else {own.files.rank: 0}  # the volume's number of each rank's first file
     if any(unit.index not in likes for unit in restored):
         _add_others(saved, tiers, firsts)
@@ -382,8 +381,8 @@ def restore(
         for unit in restored:
             if isinstance(unit.home, DiskHome):  # it may have been placed for values of a base
                 unit.home.free()
-            if own is not None and unit.index in likes:
-                was_here = own.record.units[unit.index]
+            if unit.index in likes:
+                was_here = were[unit.index]
                 for segment, steps in zip(unit.segments, was_here.counts, strict=True):
                     segment.steps = steps
                 tiers.adopt(unit, list(was_here.versions), was_here.version)
@@ -395,10 +394,7 @@ def restore(
         store.volume.drop_sealed(firsts[each.files.rank], len(each.data))
         if storage.sums is not None:
             storage.sums.drop(firsts[each.files.rank], len(each.data))
-    unused = (
-        [] if own is None else [unit for number, unit in enumerate(own.record.units) if number not in likes]
-    )
-    versions = [version for unit in unused for version in unit.versions]
+    versions = [version for i, unit in enumerate(were) if i not in likes for version in unit.versions]
     paths = [path for each in old if own is None for path in each.paths(units[0].world_size)]
     return likes, partial(_discard, store, versions, paths)
 

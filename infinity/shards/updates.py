@@ -174,7 +174,7 @@ class Updates:
         self.order, self.speculation, self.on_failure = order, speculation, on_failure
         self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
-        self.hypers = StepHypers(tiers.storage.rule)
+        self.hypers = StepHypers(tiers.storage.rule, units)
         self.ready: dict[int, PendingUpdate] = {}  # of this step, by index of the unit
         for unit in units:
             unit.home.updating = None  # of an optimizer before
@@ -202,12 +202,12 @@ class Updates:
             grad: In ``lease``: host memory, or the accelerator's for units that are updated there.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
+        self.hypers.begin_step()
         update = ShardUpdate(
             unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.speculation.clips,
             spills=unit.index in self.stored_gradients.chosen,
         )  # fmt: skip
         pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
-        self.hypers.begin_step()
         self.ready[unit.index] = pending
         self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
 
@@ -245,7 +245,7 @@ class Updates:
         """Whether updates of this step start inside backward; see [Note: two passes of an update]."""
         if not self.tiers.storage.rule.in_one_pass and (self.speculation.clips or self._in_turn):
             return False
-        return self.speculation.early and bool(self.hypers.groups)
+        return self.speculation.early and bool(self.hypers.groups) and not self.hypers.wrong
 
     @property
     def _in_turn(self) -> bool:
@@ -257,6 +257,9 @@ class Updates:
         if self.pipeline is None or self._expecting:
             return
         self._expecting = True
+        self.hypers.look()
+        if self.hypers.wrong:
+            return
         units = self.records.units
         spilled = frozenset() if self.early else self.stored_gradients.chosen
         self.pipeline.expect(
