@@ -175,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hold_sums(self) -> StepExecutor:
         executor = self.runtime.executor(clips=any(limit is not None for limit in self._limits.values()))
-        executor.updates.hypers.sums.hold(self.param_groups, self.runtime.storage.host_pool, self._name_of)
+        executor.updates.hypers.sums.hold(self.param_groups, self.runtime.storage.host_pool)
         return executor
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -310,7 +310,8 @@ class Optimizer(torch.optim.Optimizer):
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
         state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name, "sums": self.sums}
-        state["kept"] = self.runtime.executor().updates.hypers.sums.kept
+        was = self.runtime.executor().updates.hypers.sums.was
+        state["kept"] = {self._name_of(p): [*was[id(p)][0]] for p in self._params() if id(p) in was}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 

@@ -77,8 +77,7 @@ class WholeRule(Rule):
         return float(group["lr"])
 
     def numbers(self, group: Group, step: int) -> tuple[float, ...]:
-        values = (torch.as_tensor(group[name], dtype=torch.float64, device="cpu") for name in self.defaults)
-        return tuple(number for each in values for number in each.view(-1).tolist())
+        return ()  # those of its passes
 
     @staticmethod
     def update(weight: Any, grad: Any, *moments_and_numbers: Any) -> tuple[Any, ...]:
@@ -162,10 +161,6 @@ class MatrixRule(WholeRule):
 
     def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         return self.transform(matrix, group)
-
-    def numbers(self, group: Group, step: int) -> tuple[float, ...]:
-        decay = float(group["lr"]), float(group["weight_decay"]), float(group[MATRIX]), float(group[PARTS])
-        return *self.companion.numbers(group, step), *self.direction_numbers(group, step), *decay
 
     @property
     def elementwise(self) -> tuple[Rule, ...]:

@@ -83,29 +83,26 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Hyper]) -> tuple[Run, ...]:
 
 
 class Sums:
-    """What a rule keeps of whole matrices: fp32, zero at first, in leased host memory of every rank.
-
-    Attributes:
-        kept: Names of moments of the parameters of which it keeps others than their shape says, by name.
-    """
+    """What a rule keeps of whole matrices: fp32, zero at first, in leased host memory of every rank."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule, self.kept = rule, dict[str, list[str]]()
-        self.was: dict[int, object] = {}  # all that is kept of a parameter, by its id
+        self._rule = rule
+        #: By id of a parameter, the names of its moments, and the shapes of what is kept of its matrices.
+        self.was: dict[int, tuple[Sequence[str], Mapping[str, Sequence[int]]]] = {}
         self.of: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, and name
         self._pool: Pool | None = None
         self._leases: list[Lease] = []  # kept for as long as the pool
 
-    def hold(self, groups: Iterable[Group], pool: Pool, name_of: Callable[[nn.Parameter], str]) -> None:
+    def hold(self, groups: Iterable[Group], pool: Pool) -> None:
         """Make room for parameters of these groups that have none yet; BudgetError: there is none."""
         params = [(group, param) for group in groups for param in group["params"]]
-        kept = ((p, self._rule.kept(g, p.shape), self._rule.kept({}, p.shape)) for g, p in params)
-        self.kept = {name_of(p): names for p, names, usual in kept if names != usual}
         self.was = {id(p): self._all_kept(g, p) for g, p in params} | self.was
         self._pool = pool
         self._add(params)
 
-    def _all_kept(self, group: Group, param: nn.Parameter) -> object:
+    def _all_kept(
+        self, group: Group, param: nn.Parameter
+    ) -> tuple[Sequence[str], Mapping[str, Sequence[int]]]:
         return self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
 
     def check(self, group: Group, segment: Segment) -> None:
@@ -154,6 +151,7 @@ class StepHypers:
 
     def __init__(self, rule: Rule, units: Iterable[Unit] = ()) -> None:
         self._rule, self.wrong = rule, False
+        self._fits: dict[int, object] = {}  # numbers that were right, by id of a group's list of parameters
         self._segments: dict[int, list[Segment]] = {}  # by id of the parameter
         for segment in (segment for unit in units for segment in unit.segments):
             self._segments.setdefault(id(segment.whole), []).append(segment)
@@ -168,9 +166,14 @@ class StepHypers:
 
     def check(self, group: Group) -> None:
         """Raise a SettingError unless a group is right, and what is kept of its parameters is as it was."""
-        check_group(self._rule, group, self._places)
-        for segment in (each for param in group["params"] for each in self._places(param)):
-            self.sums.check(group, segment)
+        self._rule.check_numbers(group)
+        params = group["params"]
+        fits = len(params), {n: group[n] for n in self._rule.defaults if n != "lr"}
+        if self._fits.get(id(params)) != fits:
+            check_group(self._rule, group, self._places)
+            for segment in (each for param in params for each in self._places(param)):
+                self.sums.check(group, segment)
+            self._fits[id(params)] = deepcopy(fits)
 
     def _places(self, param: nn.Parameter) -> Sequence[Segment]:
         return self._segments.get(id(param), ())
@@ -178,12 +181,11 @@ class StepHypers:
     def look(self) -> None:
         """Find out whether a number of a group is wrong."""
         try:
-            self.wrong = True
             for group in self.groups:
                 self.check(group)
             self.wrong = False
         except SettingError:
-            return
+            self.wrong = True
 
     def begin_step(self) -> None:
         """Read the groups, unless this step has done so."""
@@ -257,7 +259,8 @@ class StepHypers:
         if self._read is None or self.wrong:
             return self._read is not None
         now, was = (
-            [self._rule.numbers(group, 1) for group in groups] for groups in (self.groups, self._read)
+            [{n: group[n] for n in self._rule.defaults} for group in groups]
+            for groups in (self.groups, self._read)
         )
         return self._read_from is not self.groups or now != was
 

@@ -440,12 +440,12 @@ def _anew(
 ) -> set[Segment]:  # fmt: skip
     """Return the parameters that another rule than before updates, and cannot go on from its moments.
 
-    ``kept`` has the names of these, by that of the parameter, where they are not as its shape says.
+    ``kept`` has the names of these, by that of the parameter.
     """
     if before.name == now.name:
         return set()
     ways = [(segment, way(segment)) for _, segment in units.segments() if segment.whole.requires_grad]
-    had = {s: kept.get(s.whole_name, before.kept({}, s.whole_shape)) for s, _ in ways}
+    had = {s: kept.get(s.whole_name, ()) for s, _ in ways}
     anew = {segment for segment, each in ways if each and not each.goes_on_from(had[segment])}
     note(carried(before, now, len(ways) - len(anew), len(ways)))
     return anew
