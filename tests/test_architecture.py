@@ -294,7 +294,7 @@ ROOM_BUDGETS = {
     "integrations": 695,
     "nvme": 1199,
     "observe": 994,
-    "optim": 3034,
+    "optim": 2973,
     "partition": 2715,
     "planner": 2283,
     "predict": 4988,
