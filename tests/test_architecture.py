@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 647,
     "activations": 2409,
-    "api": 4512,
+    "api": 4521,
     "app": 2518,
     "checkpoint": 4196,
     "comm": 1220,
@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 695,
     "nvme": 1199,
     "observe": 994,
-    "optim": 2973,
+    "optim": 2974,
     "partition": 2715,
     "planner": 2283,
     "predict": 4988,
     "recipes": 1805,
-    "shards": 4557,
+    "shards": 4621,
 }
 
 

@@ -265,6 +265,59 @@ def test_ranks_with_equal_gradients_train_as_one(tmp_path, ranks, cases):
         assert same(one[0][number], several[0][number])
 
 
+def held_nbytes(model: nn.Module) -> int:
+    return runtime_of(model).storage.host_pool.held["sums of matrices"]
+
+
+def go_on(folder: str, name: str, last: int) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses of the steps after the last commit, states, and bytes of what this rank keeps of matrices."""
+    model, optimizer = begin(folder, "nvme", clip=0.5, name=name)
+    losses = run(model, optimizer, range(infinity.resume(model, optimizer), last))
+    found, held = state(model, optimizer), held_nbytes(model)
+    optimizer.synchronize()
+    infinity.close(model, keep=True)
+    return losses, found, held
+
+
+KEEP = few(["galore+rank=4"], ["adafactor", "apollo+rank=4", "galore+rank=4", "soap"])
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_what_is_kept_of_matrices_is_with_its_owner_and_goes_on_with_other_ranks(tmp_path, name):
+    [(losses, final, whole)] = run_ranks(go_on, 1, str(tmp_path / "plain"), name, 5)
+    went: list[float] = []
+    for ranks, last in ((1, 1), (2, 3), (4, 4), (1, 5)):
+        done = run_ranks(go_on, ranks, str(tmp_path / "moved"), name, last)
+        went += done[0][0]
+        held = [each for _, _, each in done]
+        assert max(held) < 1.5 * whole / ranks
+    assert went == losses
+    assert same(done[0][1], final)
+
+
+def save(folder: str, name: str) -> dict[str, Tensor]:
+    model, optimizer = begin(folder, "host", name=name)
+    run(model, optimizer, range(2))
+    found, kept = state(model, optimizer), [optimizer.state_dict()]
+    infinity.save_checkpoint(model, optimizer, Path(folder) / "saved")
+    torch.distributed.broadcast_object_list(kept)
+    run(model, optimizer, range(2, 3))
+    optimizer.load_state_dict(kept[0])
+    again = state(model, optimizer)
+    assert torch.distributed.get_rank() or same(found, again)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_what_owners_keep_is_whole_in_dictionaries_and_portable_checkpoints(tmp_path, name):
+    found = run_ranks(save, 2, str(tmp_path), name)[0]
+    model, optimizer = begin(tmp_path, "host", name=name)
+    infinity.load_checkpoint(model, optimizer, tmp_path / "saved")
+    assert same(found, state(model, optimizer))
+    optimizer.close()
+
+
 def test_a_killed_run_goes_on_bitwise(tmp_path):
     model, optimizer = begin(tmp_path, "nvme", dtype="bf16", clip=1.0)
     losses, final = run(model, optimizer, range(4)), state(model, optimizer)

@@ -89,7 +89,9 @@ def resume(model: nn.Module, optimizer: "own.Optimizer") -> int:
     saved = runtime.resume()
     if saved is None:
         return 0
-    optimizer.load_committed(unpack(saved.state(runtime.ranks.rank)))
+    others = () if saved.own is not None else saved.ranks.values()
+    of_others = [unpack(each.record.state) for each in others]
+    optimizer.load_committed(unpack(saved.state(runtime.ranks.rank)), of_others)
     return saved.step
 
 

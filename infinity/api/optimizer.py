@@ -171,6 +171,7 @@ class Optimizer(torch.optim.Optimizer):
     def _connect(self) -> None:
         executor = self._hold_sums()
         executor.updates.hypers.groups = self.param_groups
+        executor.updates.hypers.look()
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 
     def _hold_sums(self) -> StepExecutor:
@@ -309,9 +310,10 @@ class Optimizer(torch.optim.Optimizer):
         generators = generator_states(self.runtime.ranks.device)
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
-        state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name, "sums": self.sums}
-        was = self.runtime.executor().updates.hypers.sums.was
-        state["kept"] = {self._name_of(p): [*was[id(p)][0]] for p in self._params() if id(p) in was}
+        state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name}
+        sums, params = self.runtime.executor().updates.hypers.sums, self._params()
+        state["kept"] = {self._name_of(p): [*sums.was[id(p)][0]] for p in params if id(p) in sums.was}
+        state["sums"] = {i: sums.own(p) for i, p in enumerate(params) if sums.owners.get(id(p))}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 
@@ -323,16 +325,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def sums(self) -> dict[int, dict[str, Tensor]]:
-        """Copies of what the rule keeps of matrices rather than of elements, by index of the parameter."""
-        kept = self.runtime.executor().updates.hypers.sums.of
-        numbered = {i: kept.get(id(param), {}) for i, param in enumerate(self._params())}
-        return {i: {k: v.clone() for k, v in each.items()} for i, each in numbered.items() if each}
+        """Copies of what the rule keeps of matrices rather than of elements, by index of the parameter.
+
+        On several ranks every one must call, and rank 0 gets the values.
+        """
+        sums = self.runtime.executor().updates.hypers.sums
+        return {i: sums.whole(p) for i, p in enumerate(self._params()) if sums.owners.get(id(p))}
 
     def load_sums(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace :attr:`sums`, given by ``id`` of the parameter; others begin at zero."""
-        for key, kept in self.runtime.executor().updates.hypers.sums.of.items():
-            for name, values in kept.items():
-                values.copy_(found.get(key, {}).get(name, torch.zeros((), device="cpu")))
+        sums = self.runtime.executor().updates.hypers.sums
+        sums.load({key: [(range(len(sums.owners.get(key, ()))), each)] for key, each in found.items()})
 
     def _written_buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers that were written since the optimizer was made."""
@@ -345,11 +348,11 @@ class Optimizer(torch.optim.Optimizer):
                 written[name] = each.detach().to("cpu", copy=True)
         return written
 
-    def load_committed(self, state: dict[str, Any]) -> None:
-        """Restore the small state of a commit, for :func:`infinity.resume`."""
+    def load_committed(self, state: dict[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Restore the small state of a commit, for :func:`infinity.resume`; ``others`` have sums, too."""
         groups, followed = state["param_groups"], {**state["follow"], **state["late"]}
         if state.get("rule", self.rule.name) != self.rule.name:  # which has numbers of its own
-            state = {**state, "sums": {}}
+            state, others = {**state, "sums": {}}, ()
             groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
             for name, each in self._followed.items():
                 if _is_late(each) and name in followed:
@@ -381,8 +384,11 @@ class Optimizer(torch.optim.Optimizer):
         adapters_of(self.model).generators |= state.get("adapters", {})  # older versions did not write them
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
-        params = self._params()
-        self.load_sums({id(params[i]): each for i, each in state.get("sums", {}).items()})
+        sums, params = self.runtime.executor().updates.hypers.sums, self._params()
+        parts = dict[int, list[Any]]()  # by id of the parameter
+        for i, part in (each for of in (state, *others) for each in of["sums"].items()):
+            parts.setdefault(id(params[i]), []).append(part)
+        sums.load(parts)
         self.steps = state["steps"]
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
@@ -448,7 +454,8 @@ class Optimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         fields = self.runtime.values.optimizer_fields()
         numbered = {i: fields[id(p)] for i, p in enumerate(self._params()) if id(p) in fields}
-        packed["state"] = {i: each | self.sums.get(i, {}) for i, each in numbered.items()}
+        sums = self.sums
+        packed["state"] = {i: each | sums.get(i, {}) for i, each in numbered.items()}
         packed |= {RULE: self.rule.name, NAMES: [self._name_of(param) for param in self._params()]}
         if self.scaler is not None:
             packed["loss_scaler"] = self.scaler.state_dict()

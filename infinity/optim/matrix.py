@@ -111,9 +111,9 @@ class WholeRule(Rule):
         count, rows = count * parts, rows // parts
         places = []
         for number in range(count):
-            step, sums = (1, {}) if kept is None else kept(number)
+            step, sums, owner = (1, {}, None) if kept is None else kept(number)
             transform = partial(self._transform, group, step, sums)
-            places.append(Place(start + number * rows * columns, rows, columns, transform, sums))
+            places.append(Place(start + number * rows * columns, rows, columns, transform, sums, owner))
         return Way(self.last, {"shape": (rows, columns)}, self.first, places, self.sums(shape, group))
 
     def _transform(self, group: Group, step: int, sums: Sums, matrix: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class Place(NamedTuple):
     rows: int
     columns: int
     transform: Callable[[Tensor], Tensor]
-    sums: Sums = MappingProxyType({})  # that its transform changes
+    sums: Sums = MappingProxyType({})  # that its transform changes; empty where another rank has them
+    owner: int | None = None  # the rank that has them; None: any may transform it
 
     @property
     def stop(self) -> int:
@@ -66,8 +67,8 @@ class Place(NamedTuple):
         return max(0, min(high, self.stop) - max(low, self.start))
 
 
-#: Of a matrix of a parameter or tile, by its number: that of this update, and views of :meth:`Rule.sums`.
-Kept = Callable[[int], tuple[int, Sums]]
+#: Of a matrix of a parameter or tile, by its number: that of this update, what is kept of it, and its owner.
+Kept = Callable[[int], tuple[int, Sums, int | None]]
 
 
 class Way(NamedTuple):

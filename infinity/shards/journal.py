@@ -521,6 +521,7 @@ def _reading(path: Path) -> Iterator[Callable[..., list[Any]]]:
     os.close(open_regular(path))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            db.execute("BEGIN")  # all that is read is of one moment
             yield lambda sql, *values: db.execute(sql, values).fetchall()
     except sqlite3.Error as error:
         raise CorruptJournalError(f"{path}: not a whole journal of commits ({first_line(error)})") from error

@@ -1,7 +1,8 @@
 """Whole matrices of a unit: exchanged between ranks, transformed by their owners; and what passes move.
 
-[Note: owners] Each matrix has one owner, chosen from the shapes alone, so that work is even. Of every rank it
-gets the part of the directions that lies in that rank's shard, and gives back the same part of what it made.
+[Note: owners] Each matrix has one owner, chosen from the shapes alone, so that work is even, or what each
+keeps of matrices (:class:`infinity.shards.pipeline.Sums`). Of every rank an owner gets the part of the
+directions that lies in that rank's shard, and gives back the same part of what it made.
 So a matrix is transformed as on one rank, with the same bits.
 """
 
@@ -41,16 +42,14 @@ def transform_all(ranks: Ranks, unit: Unit, runs: Runs, directions: Tensor, load
     shards = [(rank * n, rank * n + n) for rank in everyone]
     owned: list[list[Place]] = [[] for _ in everyone]
     for place, owner in zip(runs.matrices, owners(runs.matrices, ranks.world_size, loads), strict=True):
-        owned[owner].append(place)
+        owned[owner if place.owner is None else place.owner].append(place)
     whole, (low, high) = owned[ranks.rank], shards[ranks.rank]
     given = [[place.within(low, high) for place in places] for places in owned]
     taken = [[place.within(*shard) for place in whole] for shard in shards]
 
-    def exchange(
-        parts: Sequence[Tensor], sent: list[list[int]], got: list[list[int]],
-        dtype: torch.dtype = directions.dtype,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        values = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *(part.cpu() for part in parts)])
+    def exchange(parts: Sequence[Tensor], sent: list[list[int]], got: list[list[int]]) -> tuple[Tensor, ...]:
+        none = torch.empty(0, dtype=directions.dtype, device="cpu")
+        values = torch.cat([none, *(part.cpu() for part in parts)])
         arrived = collectives.all_to_all(
             f"matrices of {unit.name}", values, [*map(sum, sent)], [*map(sum, got)]
         )
@@ -68,12 +67,6 @@ def transform_all(ranks: Ranks, unit: Unit, runs: Runs, directions: Tensor, load
     back = exchange([parts[rank] for rank in everyone for parts in made], taken, given)
     for part, values in zip(mine, back, strict=True):
         part.copy_(values)
-    sums = [[kept.view(-1) for place in places for kept in place.sums.values()] for places in owned]
-    if any(sums):  # those of every matrix are on all ranks
-        own, sizes = sums[ranks.rank], [[kept.numel() for kept in each] for each in sums]
-        news = exchange(own * len(sums), [sizes[ranks.rank]] * len(sums), sizes, torch.float32)
-        for kept, values in zip((kept for each in sums for kept in each), news, strict=True):
-            kept.copy_(values)
 
 
 class ChunkPasses:

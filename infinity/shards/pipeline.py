@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from infinity.comm.ranks import Ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import StateError, copied
 from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, rounded
@@ -82,32 +83,61 @@ def runs_of(unit: Unit, hyper_of: Mapping[int, Hyper]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-class Sums:
-    """What a rule keeps of whole matrices: fp32, zero at first, in leased host memory of every rank."""
+#: Numbers of matrices of a parameter, and what is kept of these, by name: a row for each.
+Part = tuple[Sequence[int], Mapping[str, Tensor]]
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        #: By id of a parameter, the names of its moments, and the shapes of what is kept of its matrices.
+
+class Sums:
+    """What a rule keeps of whole matrices: fp32, zero at first, in leased host memory of each one's owner.
+
+    Owners are chosen from the shapes alone, in the order of the groups, so that each keeps about as much.
+
+    Attributes:
+        was: By id of a parameter, the names of its moments, and the shapes of what is kept of its matrices.
+        owners: By id of a parameter, the rank that keeps what is kept of each of its matrices.
+    """
+
+    def __init__(self, rule: Rule, ranks: Ranks) -> None:
+        self._rule, self._ranks, self.owners = rule, ranks, dict[int, list[int]]()
         self.was: dict[int, tuple[Sequence[str], Mapping[str, Sequence[int]]]] = {}
-        self.of: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, and name
+        self._of: dict[int, dict[str, Tensor]] = {}  # of this rank's matrices, a row for each
+        self._numels = [0] * ranks.world_size  # that each rank keeps
         self._pool: Pool | None = None
         self._leases: list[Lease] = []  # kept for as long as the pool
 
     def hold(self, groups: Iterable[Group], pool: Pool) -> None:
         """Make room for parameters of these groups that have none yet; BudgetError: there is none."""
-        params = [(group, param) for group in groups for param in group["params"]]
-        self.was = {id(p): self._all_kept(g, p) for g, p in params} | self.was
         self._pool = pool
-        self._add(params)
+        self._add((group, param) for group in groups for param in group["params"])
 
-    def _all_kept(
-        self, group: Group, param: nn.Parameter
-    ) -> tuple[Sequence[str], Mapping[str, Sequence[int]]]:
-        return self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
+    def _add(self, params: Iterable[tuple[Group, nn.Parameter]]) -> None:
+        shapes = dict[int, dict[str, tuple[int, ...]]]()
+        for group, param in params:
+            key, packed = id(param), len(param.shape) == 3
+            if key not in self.was:
+                self.was[key] = self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
+            if key not in self.owners:
+                kept = self.was[key][1]
+                count = matrices_of(param.shape)[0] if kept else 0
+                numel = sum(map(math.prod, kept.values())) // max(1, count)
+                owners = self.owners[key] = list[int]()
+                for _ in range(count):
+                    owners.append(min(range(len(self._numels)), key=lambda rank: (self._numels[rank], rank)))
+                    self._numels[owners[-1]] += numel
+                own = owners.count(self._ranks.rank)
+                shapes[key] = {name: (own, *(tuple(of[packed:]) or (1,))) for name, of in kept.items()}
+        sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
+        flat: Iterator[Tensor] = iter(())
+        if sizes:
+            assert self._pool is not None
+            self._leases.append(lease := self._pool.lease(4 * sum(sizes), who="sums of matrices"))
+            flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
+        self._of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
 
     def check(self, group: Group, segment: Segment) -> None:
         """Raise a SettingError if a group's numbers have changed what is kept of a parameter."""
-        now = self._all_kept(group, segment.whole)
+        shape = segment.whole_shape
+        now = self._rule.kept(group, shape), self._rule.sums(shape, group)
         if self.was.get(id(segment.whole), now) != now:
             name = MATRIX if MATRIX in group else "param_groups"
             raise SettingError(
@@ -115,24 +145,56 @@ class Sums:
                 f"{segment.whole_name} are of that"
             )  # fmt: skip
 
-    def _add(self, params: Iterable[tuple[Group, nn.Parameter]]) -> None:
-        shapes = {id(p): self._rule.sums(p.shape, group) for group, p in params if id(p) not in self.of}
-        sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
-        flat: Iterator[Tensor] = iter(())
-        if sizes:
-            assert self._pool is not None
-            self._leases.append(lease := self._pool.lease(4 * sum(sizes), who="sums of matrices"))
-            flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
-        self.of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
-
-    def of_matrix(self, group: Group, segment: Segment, number: int) -> tuple[int, Mapping[str, Tensor]]:
-        """Return the count of this update of a matrix of a parameter or tile, and views of what is kept."""
+    def of_matrix(
+        self, group: Group, segment: Segment, number: int
+    ) -> tuple[int, Mapping[str, Tensor], int | None]:
+        """Return the count of this update of a matrix of a parameter or tile, what is kept, and the owner."""
+        key, (_, rows, columns) = id(segment.whole), matrices_of(segment.whole_shape)
         self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
-        count, rows, columns = matrices_of(segment.whole_shape)
+        if not self._of[key]:
+            return segment.steps + 1, {}, None
         place = segment.first // max(1, rows * columns) + number
-        packed = len(segment.whole_shape) == 3
-        kept = {n: (each, each.shape[packed:] or (1,)) for n, each in self.of[id(segment.whole)].items()}
-        return segment.steps + 1, {n: each.view(count, *of)[place] for n, (each, of) in kept.items()}
+        before, owner = self.owners[key][:place].count(self._ranks.rank), self.owners[key][place]
+        own = owner == self._ranks.rank
+        kept = {name: each[before] for name, each in self._of[key].items()} if own else {}
+        return segment.steps + 1, kept, owner
+
+    def _places(self, key: int, rank: int) -> list[int]:
+        return [place for place, owner in enumerate(self.owners[key]) if owner == rank]
+
+    def own(self, param: nn.Parameter) -> Part:
+        """Return copies of what this rank keeps of a parameter."""
+        kept = {name: values.clone() for name, values in self._of[id(param)].items()}
+        return self._places(id(param), self._ranks.rank), kept
+
+    def whole(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Return copies of what is kept of a parameter, on rank 0 with values. Every rank must call."""
+        key, (ranks, world) = id(param), (self._ranks, range(self._ranks.world_size))
+        owners, found = self.owners[key], dict[str, Tensor]()
+        for name, shape in self.was[key][1].items():
+            numel, part = math.prod(shape) // max(1, len(owners)), self._of[key][name].reshape(-1).clone()
+            counts = [numel * owners.count(rank) for rank in world]
+            if ranks.collectives is not None:
+                got, sent = ([0] * len(world) if ranks.rank else counts), [0] * len(world)
+                sent[0] = len(part)
+                part = ranks.collectives.all_to_all("sums of matrices", part, sent, got)
+            found[name] = torch.empty(tuple(shape), device="meta" if ranks.rank else "cpu")
+            for rank, values in enumerate(() if ranks.rank else torch.split(part, counts)):
+                places = self._places(key, rank)
+                found[name].view(len(owners), numel)[places] = values.view(len(places), numel)
+        return found
+
+    def load(self, found: Mapping[int, Iterable[Part]]) -> None:
+        """Replace what is kept, by id of the parameter; where no part has it, it becomes zero."""
+        for key, kept in self._of.items():
+            own = {place: row for row, place in enumerate(self._places(key, self._ranks.rank))}
+            for name, values in kept.items():
+                values.zero_()
+                for places, given in found.get(key, ()):
+                    rows = given[name].reshape(len(places), *values.shape[1:])
+                    for place, row in zip(places, rows, strict=True):
+                        if place in own:
+                            values[own[place]] = row
 
 
 def check_group(rule: Rule, group: Group, places: Callable[[nn.Parameter], Iterable[Segment]]) -> None:
@@ -149,9 +211,10 @@ class StepHypers:
     backward: ``step()`` says what is wrong with it, and updates nothing.
     """
 
-    def __init__(self, rule: Rule, units: Iterable[Unit] = ()) -> None:
+    def __init__(self, rule: Rule, units: Iterable[Unit], ranks: Ranks) -> None:
         self._rule, self.wrong = rule, False
-        self._fits: dict[int, object] = {}  # numbers that were right, by id of a group's list of parameters
+        #: Sizes and numbers of groups that were right, by id of the list of parameters.
+        self._right: dict[int, tuple[int, dict[str, Any]]] = {}
         self._segments: dict[int, list[Segment]] = {}  # by id of the parameter
         for segment in (segment for unit in units for segment in unit.segments):
             self._segments.setdefault(id(segment.whole), []).append(segment)
@@ -161,19 +224,21 @@ class StepHypers:
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by rule, group, step count and gradient scale
-        self.sums = Sums(rule)
+        self.sums = Sums(rule, ranks)
         self._lock = threading.Lock()
 
     def check(self, group: Group) -> None:
         """Raise a SettingError unless a group is right, and what is kept of its parameters is as it was."""
+        params, numbers = group["params"], {name: group.get(name) for name in self._rule.defaults}
+        count, were = self._right.get(id(params), (-1, numbers))
+        if (count, were) == (len(params), numbers):
+            return
         self._rule.check_numbers(group)
-        params = group["params"]
-        fits = len(params), {n: group[n] for n in self._rule.defaults if n != "lr"}
-        if self._fits.get(id(params)) != fits:
+        if count != len(params) or {**were, "lr": 0} != {**numbers, "lr": 0}:  # which alone changes often
             check_group(self._rule, group, self._places)
             for segment in (each for param in params for each in self._places(param)):
                 self.sums.check(group, segment)
-            self._fits[id(params)] = deepcopy(fits)
+        self._right[id(params)] = len(params), deepcopy(numbers)
 
     def _places(self, param: nn.Parameter) -> Sequence[Segment]:
         return self._segments.get(id(param), ())

@@ -25,6 +25,7 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
 from infinity.device.memory import Lease
+from infinity.optim.matrix import matrices_of
 from infinity.optim.rule import OFFSET
 from infinity.optim.state import StateLayout, master_of, store_master
 from infinity.partition.unit import Chunk, Home, Unit
@@ -86,10 +87,14 @@ class Tiers:
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
     def sums_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of what the rule keeps of a trained unit's matrices, wherever the unit lives."""
-        trained = (s.whole_shape for s in unit.segments if not s.first and s.whole.requires_grad)
-        kept = (self.storage.rule.sums(shape) for shape in trained)
-        return 4 * sum(math.prod(shape) for each in kept for shape in each.values())
+        """Return the most bytes that a rank keeps of a trained unit's matrices, wherever the unit lives."""
+        shapes = [s.whole_shape for s in unit.segments if not s.first and s.whole.requires_grad]
+        kept = [(shape, 4 * sum(map(math.prod, self.storage.rule.sums(shape).values()))) for shape in shapes]
+        nbytes, world = sum(each for _, each in kept), self.ranks.world_size
+        if world == 1 or not nbytes:
+            return nbytes
+        # No rank has more than another and a matrix.
+        return -(-nbytes // world) + max(each // max(1, matrices_of(shape)[0]) for shape, each in kept)
 
     def _trainable_nbytes(self, unit: Unit) -> int:
         return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)

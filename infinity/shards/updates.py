@@ -174,7 +174,7 @@ class Updates:
         self.order, self.speculation, self.on_failure = order, speculation, on_failure
         self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
-        self.hypers = StepHypers(tiers.storage.rule, units)
+        self.hypers = StepHypers(tiers.storage.rule, units, tiers.ranks)
         self.ready: dict[int, PendingUpdate] = {}  # of this step, by index of the unit
         for unit in units:
             unit.home.updating = None  # of an optimizer before
