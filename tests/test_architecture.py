@@ -299,7 +299,7 @@ ROOM_BUDGETS = {
     "planner": 2283,
     "predict": 4988,
     "recipes": 1805,
-    "shards": 4621,
+    "shards": 4628,
 }
 
 

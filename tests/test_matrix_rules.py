@@ -274,6 +274,8 @@ def go_on(folder: str, name: str, last: int) -> tuple[list[float], dict[str, Ten
     model, optimizer = begin(folder, "nvme", clip=0.5, name=name)
     losses = run(model, optimizer, range(infinity.resume(model, optimizer), last))
     found, held = state(model, optimizer), held_nbytes(model)
+    aside = sum(nbytes for key, nbytes in runtime_of(model).tiers.taken.items() if key < 0)
+    assert held <= rounded(aside)
     optimizer.synchronize()
     infinity.close(model, keep=True)
     return losses, found, held

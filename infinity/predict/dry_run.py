@@ -146,7 +146,7 @@ class Layout:
             shapes.append(shape)
         trained = [(tiers.gradient_nbytes(u), u.shard_nbytes) for u in model.units if u.trainable]
         planned, buffers = self.policy in ("plan", "offload"), self._base_buffers
-        aside = sum(map(tiers.sums_nbytes, model.units)) + (0 if buffers is None else buffers.all_nbytes)
+        aside = tiers.set_aside_sums(model.units) + (0 if buffers is None else buffers.all_nbytes)
         if aside > self.host_nbytes:
             raise BudgetError(
                 f"what {self.storage.rule.name} keeps of matrices, and buffers, take {format_nbytes(aside)} "

@@ -34,6 +34,9 @@ from infinity.shards.homes import DeviceShards, DiskHome, HostHome, Snapshot
 from infinity.shards.journal import Version
 from infinity.shards.storage import ShardStore, Storage, chunk_places
 
+#: The key, beside those of units, of what is set aside for the largest matrix's sums.
+_LARGEST = -(2**62)
+
 
 class Tiers:
     """Gives each unit its home, and reads and writes its exact values there."""
@@ -86,15 +89,19 @@ class Tiers:
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
-    def sums_nbytes(self, unit: Unit) -> int:
-        """Return the most bytes that a rank keeps of a trained unit's matrices, wherever the unit lives."""
-        shapes = [s.whole_shape for s in unit.segments if not s.first and s.whole.requires_grad]
-        kept = [(shape, 4 * sum(map(math.prod, self.storage.rule.sums(shape).values()))) for shape in shapes]
-        nbytes, world = sum(each for _, each in kept), self.ranks.world_size
-        if world == 1 or not nbytes:
-            return nbytes
-        # No rank has more than another and a matrix.
-        return -(-nbytes // world) + max(each // max(1, matrices_of(shape)[0]) for shape, each in kept)
+    def set_aside_sums(self, units: Iterable[Unit]) -> int:
+        """Set aside what a rank keeps at most of trained units' matrices, wherever the units live.
+
+        Returns the bytes of that for all units so far: a rank has no more than an even share and one matrix.
+        """
+        for unit in units:
+            shapes = [s.whole_shape for s in unit.segments if not s.first and s.whole.requires_grad]
+            kept = {each: 4 * sum(map(math.prod, self.storage.rule.sums(each).values())) for each in shapes}
+            self.taken[~unit.index] = -(-sum(map(kept.__getitem__, shapes)) // self.ranks.world_size)
+            if self.ranks.world_size > 1:
+                largest = (nbytes // max(1, matrices_of(of)[0]) for of, nbytes in kept.items() if nbytes)
+                self.taken[_LARGEST] = max(self.taken.get(_LARGEST, 0), *largest, 0)
+        return sum(nbytes for key, nbytes in self.taken.items() if key < 0)
 
     def _trainable_nbytes(self, unit: Unit) -> int:
         return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
@@ -123,7 +130,7 @@ class Tiers:
 
     def place(self, unit: Unit) -> None:
         """Give a new unit its home, with room for its weights and all that training needs."""
-        self.taken[~unit.index] = self.sums_nbytes(unit)
+        self.set_aside_sums([unit])
         nbytes = self._trainable_nbytes(unit)
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
@@ -161,8 +168,8 @@ class Tiers:
             settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
             self.resident_nbytes += settled_nbytes - self.storage.resident_nbytes
             self.storage.resident_nbytes = settled_nbytes
-            for unit in units:
-                self.taken[~unit.index] = self.sums_nbytes(unit)
+            self.taken.pop(_LARGEST, None)
+            self.set_aside_sums(units)
             if trains:
                 self._end_loan(trained_units)
             for unit in units:
