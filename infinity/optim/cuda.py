@@ -77,7 +77,7 @@ def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.
         f"if (i < n) {{ step({call}); {' '.join([store, *stored])} }}", *after,
     ]  # fmt: skip
     return (
-        f"{files('infinity.optim').joinpath('elements.cu').read_text()}\n{formula.cuda('step')}\n"
+        f"{files('infinity.optim').joinpath('elements.cu').read_text('utf-8')}\n{formula.cuda('step')}\n"
         f'extern "C" __global__ void update({", ".join(arguments)})\n{{\n    '
         + "\n    ".join(lines)
         + "\n}\n"

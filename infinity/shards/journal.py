@@ -376,6 +376,8 @@ class Journal:
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
                 number = max([*self.numbers, self._head.oldest - 1, 0]) + 1
+                kept = [*self.numbers[-1:], number]
+                self._keep_from(kept[0])  # first: there may be blobs of a commit of this number that went
                 body = json.dumps(_fields(record)[:-2], default=_fields, separators=(",", ":")).encode()
                 crc = zlib.crc32(record.state, zlib.crc32(body))
                 self._db.execute("INSERT INTO commits VALUES (?, ?, ?)", (number, body, crc))
@@ -384,8 +386,6 @@ class Journal:
                         part = memoryview(blob)[at : at + _ROW_NBYTES]
                         row = number, kind, part, zlib.crc32(part)
                         self._db.execute("INSERT INTO blobs VALUES (?, ?, ?, ?)", row)
-                kept = [*self.numbers[-1:], number]
-                self._keep_from(kept[0])
             self.numbers = kept
             if self._head.in_place:
                 self._set_head(in_place=False)

@@ -26,7 +26,7 @@ def test_twenty_steps_are_those_of_transformers_to_rounding(shape):
         theirs.step()
         packed = torch.Size(shape[:-2]).numel()
         kept = [{name: each.view(packed, -1)[n] for name, each in sums.items()} for n in range(packed)]
-        way = rule.way(group, 0, shape, lambda n, step=step, kept=kept: (step, kept[n]))
+        way = rule.way(group, 0, shape, lambda n, step=step, kept=kept: (step, kept[n], None))
         made = torch.empty(weight.numel())
         for place in way.matrices:
             matrix = grad.view(-1)[place.start : place.stop].view(place.rows, place.columns)

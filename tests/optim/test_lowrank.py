@@ -116,7 +116,7 @@ def moved(rule: Any, group: dict[str, Any], shape: tuple[int, ...], grads: list[
         packed = math.prod(shape[:-2])
         kept = {name: each.view(packed, *each.shape[len(shape[:-2]) :]) for name, each in sums.items()}
         way = rule.way(
-            group, 0, shape, lambda n, step=step, kept=kept: (step, {k: v[n] for k, v in kept.items()})
+            group, 0, shape, lambda n, step=step, kept=kept: (step, {k: v[n] for k, v in kept.items()}, None)
         )
         made = torch.empty(grad.numel())
         for place in way.matrices:
