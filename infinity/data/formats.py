@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from infinity.core.config import shown
-from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError, Message
+from infinity.data.templates import Message
+from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError
 
 Record: TypeAlias = dict[str, Any]
 

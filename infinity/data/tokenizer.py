@@ -2,18 +2,21 @@
 
 [Note: the assistant's tokens of a chat] If a template marks them (``{% generation %}``), its marks are used.
 Otherwise a turn is the difference between two renderings: the chat up to and including the turn, and the chat
-before it with the template's generation prompt. The tokens that end a turn belong to it, so that a model
-learns to stop.
+before it with the template's generation prompt. Where the template writes message by message, both are known
+from one (:mod:`infinity.data.templates`). The tokens that end a turn belong to it, so that a model learns to
+stop.
 
 [Note: untrusted files] No code of a tokenizer's directory is run, and nothing is downloaded. A file is opened
 only if it is a regular file, of a size that the library can take. A chat template is a program in a sandbox,
 which keeps it from all files.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +26,7 @@ from infinity.checkpoint.directory import TOKENIZER_FILES, read_json_object
 from infinity.checkpoint.model import check_counts, offline
 from infinity.core.errors import InfinityError, library_errors
 from infinity.core.files import read_file, user_path
+from infinity.data.templates import ChatTemplate, Message
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -35,8 +39,6 @@ _MOST_WORD_CHARS = 2**22
 
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
-
-Message = dict[str, Any]
 
 
 class DataError(InfinityError, ValueError):
@@ -146,7 +148,7 @@ class HubTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         try:
-            from transformers import __version__
+            from transformers import PreTrainedTokenizerFast, __version__
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
         self._path, alone = path, not path.is_dir()
@@ -162,6 +164,10 @@ class HubTokenizer(Tokenizer):
             bos = library.bos_token_id
             self.opening = bos if bos is not None and library("").input_ids[:1] == [bos] else None
             self._array([each for each in (self.opening, self.separator) if each is not None])
+            kind, own = type(library), ("__call__", "_encode_plus")
+            self._plain = all(
+                getattr(kind, name) is getattr(PreTrainedTokenizerFast, name, None) for name in own
+            )
         for file in () if alone else sorted(path.iterdir()):
             if file.suffix in _TOKENIZER_FILES and file.is_file():
                 content += [file.name.encode(), file.read_bytes()]
@@ -170,7 +176,7 @@ class HubTokenizer(Tokenizer):
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
         with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
-            return self._array(self._library(text, add_special_tokens=False, verbose=False).input_ids)
+            return self._array(self._encoded(text).ids)
 
     def decode(self, tokens: NDArray[Any]) -> str:
         with library_errors(DataError, f"data.tokenizer: {self._path} cannot decode tokens"):
@@ -193,12 +199,33 @@ class HubTokenizer(Tokenizer):
         for text, spans in rendered:
             _check_words(text)
             with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
-                found = self._library(
-                    text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-                )
-                offsets = np.array(found.offset_mapping, dtype=np.int64).reshape(-1, 2)
-                documents.append(Encoded(self._array(found.input_ids), mask_of_spans(offsets, spans)))
+                found = self._encoded(text)
+                offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+                documents.append(Encoded(self._array(found.ids), mask_of_spans(offsets, spans)))
         return documents
+
+    def _encoded(self, text: str) -> Any:
+        """Return the tokens of a text as ``ids``, and their characters, if it knows them, as ``offsets``."""
+        if self._plain:  # what else transformers looks at for each text is as it was left
+            return self._library.backend_tokenizer.encode(text, add_special_tokens=False)
+        fast = self._library.is_fast
+        found = self._library(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+        return SimpleNamespace(ids=found.input_ids, offsets=found.get("offset_mapping"))
+
+    @functools.cached_property
+    def _watched(self) -> ChatTemplate | None:
+        """The chat template, if one rendering may show the turns of a chat."""
+        with suppress(Exception):  # no such template; or of transformers, whose sandbox has no public name
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            template, given = self._template(Chat([], None)), self._library.special_tokens_map
+            if all(
+                type(each) is str
+                for value in given.values()
+                for each in (value if type(value) is list else [value])
+            ):
+                return ChatTemplate(_compile_jinja_template(template).environment, template, given)
+        return None
 
     def encode_question(self, chat: Chat) -> NDArray[Any]:
         self._template(chat)
@@ -243,6 +270,10 @@ class HubTokenizer(Tokenizer):
                 return_assistant_tokens_mask=True, **library.special_tokens_map,
             )  # fmt: skip
             return [Rendered(texts[0], spans[0])]
+        if chat.tools is None and self._watched is not None:
+            with suppress(Exception):  # of the template: it raises again
+                if found := self._watched.ends(chat.messages):
+                    return [_rendered_once(chat.messages, *found)]
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             text: str = library.apply_chat_template(
@@ -251,6 +282,16 @@ class HubTokenizer(Tokenizer):
             return text
 
         return render_turns(chat.messages, render)
+
+
+def _rendered_once(messages: Sequence[Message], text: str, ends: list[int], prompt: str) -> Rendered:
+    """Return the spans of :func:`render_turns` where each message adds to the text, up to ``ends``."""
+    spans = list[tuple[int, int]]()
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            begin, end = ends[number - 1] if number else 0, ends[number]
+            spans.append((begin + (_alike(prompt, text[begin:end]) if number else 0), end))
+    return Rendered(text, spans)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -314,8 +355,7 @@ def render_turns(
         whole = text if number + 1 == len(messages) else ""
         if before:
             prompt = render(before, True)
-            differ = (at for at, (a, b) in enumerate(zip(prompt, text)) if a != b)
-            begin = next(differ, min(len(prompt), len(text)))
+            begin = _alike(prompt, text)
             if begin < len(prompt) and begin < len(render(before, False)):
                 raise MalformedError(
                     f"message {number + 1}: the chat template renders the preceding messages differently "
@@ -327,6 +367,13 @@ def render_turns(
     if all(whole.startswith(turn.text) for turn in turns):
         return [Rendered(whole, [span for turn in turns for span in turn.spans])]
     return turns
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
