@@ -163,6 +163,7 @@ def open_sources(
         folder=Path(config.cache), tokenizer=tokenizer, skip_malformed=config.skip_malformed,
         reading=config.reading(kind.formats), encode=kind.encode,
     )  # fmt: skip
+    cache.sweep()
     seen = set[Path]()
 
     def opened(key: str, names: Sequence[str]) -> Sources:

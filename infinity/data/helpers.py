@@ -1,6 +1,9 @@
 """Processes that write entries of a cache of tokens for this one: on other cores, or ahead of training.
 
 What they have not written, or could not, this process writes, or raises the error of. So they only save time.
+
+[Note: the memory of helpers] They are in no budget, so there are as many at most as half of the memory
+holds that is free when they start. Large JSON arrays, which are read whole, are left to the rank.
 """
 
 import os
@@ -22,20 +25,21 @@ from infinity.core.errors import InfinityError, LockedError
 from infinity.data.sources import Source, has_rows
 from infinity.data.tokenizer import DataError, Encoded
 from infinity.data.tokens import LINES_EVERY_S, Documents, Log, TokenCache
-from infinity.device.machine import local_ranks, usable_cores
+from infinity.device.machine import free_host_nbytes, local_ranks, usable_cores
 
 #: Bytes of rows that are a part, and of those that are worth a process, whose start takes some seconds.
 PART_NBYTES, WORTH_NBYTES = 2**21, 2**24
-#: Processes beside a rank; each has some 200 MB.
-MOST_HELPERS = 15
+#: Processes beside a rank, the memory of one with a large tokenizer, and the largest JSON array of one.
+MOST_HELPERS, HELPER_NBYTES, _MOST_JSON_NBYTES = 15, 2**29, 2**24
 
 
 class Helpers:
-    """Processes that write entries of ``cache``; they end with this one."""
+    """At most ``count`` processes that write entries of ``cache``; they end with this one."""
 
     def __init__(self, cache: TokenCache, count: int) -> None:
         paths = os.pathsep.join(filter(None, sys.path))  # no modules of the working directory
         env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        count = min(count, free_host_nbytes() // 2 // HELPER_NBYTES)
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -90,7 +94,8 @@ def write_entries(orders: BinaryIO) -> None:
     while parts is not None:
         for part in parts[:1]:
             with suppress(InfinityError, OSError):  # the rank meets it, too
-                cache.make([part], patience_s=0)
+                if part.path.suffix != ".json" or part.nbytes <= _MOST_JSON_NBYTES:
+                    cache.make([part], patience_s=0)
         parts = lists.get() if not parts[1:] or not lists.empty() else parts[1:]
 
 

@@ -39,10 +39,11 @@ class ChatTemplate:
         for each in (parsed, prompt):
             each.set_environment(environment)
         self._given = {"tools": None, "documents": None, **given}
-        self._whole, self._prompt = (
+        self._whole, prompted = (
             Template.from_code(environment, environment.compile(each), environment.make_globals(None))
             for each in (parsed, prompt)
         )
+        self._prompt = prompted.render(**self._given)
 
     def ends(self, messages: Sequence[Message]) -> tuple[str, list[int], str] | None:
         """Return a chat's text, the end of each message in it, and the generation prompt.
@@ -59,7 +60,7 @@ class ChatTemplate:
             watch.written += len(piece)
         if watch.ahead or len(watch.ends) != len(messages):
             return None
-        return "".join(pieces), watch.ends, self._prompt.render(**self._given)
+        return "".join(pieces), watch.ends, self._prompt
 
 
 def _called(name: str, of: Any) -> nodes.Call:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -200,7 +201,7 @@ class HubTokenizer(Tokenizer):
             _check_words(text)
             with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
                 found = self._encoded(text)
-                offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+                offsets = np.fromiter(chain.from_iterable(found.offsets), np.int64).reshape(-1, 2)
                 documents.append(Encoded(self._array(found.ids), mask_of_spans(offsets, spans)))
         return documents
 

@@ -39,6 +39,8 @@ Documents: TypeAlias = Iterator[Encoded | DataError]
 Encode: TypeAlias = Callable[[Source, Tokenizer, Reading], Documents]
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
+#: Tokens of parts of files are kept so long for a run that goes on.
+_MOST_AGE_S = 7 * 24 * 3600.0
 
 _TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
 
@@ -98,7 +100,8 @@ class TokenCache:
         seen += [self.reading.formats, dict(self.reading.fields), self.encode.__name__]
         for source in sources:
             seen += [*stamps(source.path), *([source[1:]] if source.of > 1 else [])]
-        return self.folder / hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
+        suffix = ".part" * any(source.of > 1 for source in sources)
+        return self.folder / (hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32] + suffix)
 
     def documents(self, source: Source) -> Documents:
         return self.encode(source, self.tokenizer, self.reading)
@@ -117,6 +120,21 @@ class TokenCache:
             if not path.exists():
                 how: dict[str, Any] = {"skip_malformed": self.skip_malformed, "log": log}
                 _write_once(path, partial(_write, sources, documents or self.documents, **how), patience_s)
+
+    def sweep(self) -> None:
+        """Remove what killed runs have left: what they wrote or removed, and parts that have aged."""
+        for path in self.folder.glob("*.*"):
+            with suppress(OSError), ExitStack() as stack:  # LockedError: it is in use
+                aged = time.time() - path.stat().st_mtime > _MOST_AGE_S
+                if (
+                    path.suffix == ".partial"
+                    or path.suffix[1:].isdecimal()
+                    or (path.suffix == ".part" and aged)
+                ):
+                    lock = path.with_suffix(".lock")
+                    stack.callback(os.close, lock_file(lock, patience_s=0))
+                    shutil.rmtree(path)
+                    lock.unlink()  # while it is held: see infinity.core.files
 
     def remove(self, sources: Sequence[Source]) -> None:
         """Remove the tokens of ``sources``, at once and whole."""

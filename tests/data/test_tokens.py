@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from infinity.core.files import lock_file
+from infinity.data import helpers
 from infinity.data import tokens as tokens_module
 from infinity.data.sources import Source
 from infinity.data.tokenizer import BytesTokenizer, DataError, encode_completion, open_tokenizer
@@ -309,6 +311,35 @@ def test_tokenizers_that_are_not_there_or_not_tokenizers_are_errors(tmp_path: Pa
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json: not a tokenizer\.json"):
         open_tokenizer(str(tmp_path / "bad.json"))
+
+
+def test_what_killed_runs_have_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    cache = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
+    cache.open([Source(tmp_path / "a.txt")])
+    whole = {path.name for path in cache.folder.iterdir()}
+    for name in ("a.partial", "b.123", "c.part", "d.part", "e.partial"):
+        (cache.folder / name).mkdir()
+        (cache.folder / name / "tokens").write_text("x")
+    os.utime(cache.folder / "c.part", (0, 0))  # a run that goes on may want the newer one
+    writing = lock_file(cache.folder / "e.lock")
+    cache.sweep()
+    assert {path.name for path in cache.folder.iterdir()} == whole | {"d.part", "e.partial", "e.lock"}
+    os.close(writing)
+    cache.sweep()
+    assert {path.name for path in cache.folder.iterdir()} == whole | {"d.part"}
+
+
+def test_there_are_as_many_helpers_as_free_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TokenCache(folder=tmp_path, tokenizer=BytesTokenizer())
+    for free, count in ((3 * helpers.HELPER_NBYTES, 1), (helpers.HELPER_NBYTES, 0)):
+        monkeypatch.setattr(helpers, "free_host_nbytes", lambda: free)  # noqa: B023
+        started = helpers.Helpers(cache, 2)
+        started.write([Source(tmp_path / "none.txt")])
+        assert len(started.processes) == count
+        started.end()
 
 
 def test_the_cache_is_written_once_also_by_many_at_a_time(
