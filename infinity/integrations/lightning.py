@@ -1,7 +1,7 @@
 """Provides ``LightningStrategy``: Lightning's Trainer for models that are built under ``infinity.Init``."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,23 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
 class _OwnPrecision(Precision):  # type: ignore[misc]
     """Lets an ``infinity.AdamW`` scale the loss and clip."""
 
+    _skipped = False  # training_step returned None for all micro-batches of the step
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        def closed() -> Any:
+            loss = closure()
+            self._skipped = own and loss is None
+            if self._skipped and optimizer.runtime.values.within_step:
+                raise StateError(
+                    "training_step returned None for the last micro-batch of a step, whose earlier ones have "
+                    "gradients: these are complete with a backward pass only. Return the loss times 0, in "
+                    "place of None"
+                )
+            return loss
+
+        own = isinstance(optimizer, Optimizer) and model.automatic_optimization
+        return super().optimizer_step(optimizer, model, closed, **kwargs)
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         optimizers = module.trainer.strategy.optimizers
         own = [each for each in optimizers if isinstance(each, Optimizer)]
@@ -134,7 +151,8 @@ class _OwnPrecision(Precision):  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if isinstance(optimizer, Optimizer):
-            optimizer.clip_grad_norm_(clip_val)
+            if not self._skipped:
+                optimizer.clip_grad_norm_(clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
 

@@ -119,6 +119,34 @@ def test_losses_and_checkpoints_are_those_without_infinity(tmp_path: Path):
     infinity.close(again)
 
 
+@pytest.mark.parametrize("skipped", [(2,), (2, 3)], ids=["first", "all"])
+def test_a_step_goes_without_micro_batches_that_have_no_loss(
+    tmp_path: Path, skipped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    step = Learner.training_step
+
+    def skipping(self: Learner, batch: torch.Tensor, number: int) -> torch.Tensor | None:
+        loss = step(self, batch, number)
+        return None if len(self.losses) - 1 in skipped else loss
+
+    monkeypatch.setattr(Learner, "training_step", skipping)
+    _, plain = fit(tmp_path, ours=False)
+    _, learner = fit(tmp_path, ours=True)
+    infinity.close(learner)
+    assert learner.losses == pytest.approx(plain.losses, abs=5e-6)
+
+
+def test_a_last_micro_batch_without_a_loss_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = Learner.training_step
+    monkeypatch.setattr(
+        Learner,
+        "training_step",
+        lambda self, batch, at: (step(self, batch, at), None)[at] if at < 2 else None,
+    )
+    with pytest.raises(infinity.StateError, match=r"returned None for the last.*Return the loss times 0"):
+        fit(tmp_path, ours=True)
+
+
 def test_what_is_refused(tmp_path: Path):
     with pytest.raises(infinity.StateError, match="leave precision out"):
         lightning.Trainer(
