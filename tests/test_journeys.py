@@ -17,7 +17,7 @@ MOST_FILES = {
     "commit": 16,
     "end": 31,
     "resume": 20,
-    "activation": 30,
+    "activation": 32,
     "plan": 57,
     "train": 72,
 }

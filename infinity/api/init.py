@@ -395,6 +395,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     before, completions.syncing = completions.syncing, False
     try:
         yield
+        executor.hooks.abort_backward()
+        executor.gradients.take_unseen()
     finally:
         completions.syncing = before
 

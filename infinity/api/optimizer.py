@@ -534,8 +534,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raise if weights were replaced, or a trainable parameter is in no unit or no default group."""
-        for unit, segment in self.runtime.units.segments():  # of all models of the Init: the step is theirs
-            unit.check_data(segment)
+        for unit in self.runtime.units:  # of all models of the Init: the step is theirs
+            unit.check_data(unit.segments)
         grouped = {id(param) for param in self._params()} if self._made_groups else set()
         # model.parameters() would look at each parameter, and at all of them by name
         for param in (each for m in self.model.modules() for each in dict.values(m._parameters)):

@@ -147,7 +147,7 @@ def load_checkpoint(
         values = PortableValues(checkpoint, model, optimizer, runtime, trained_only=trained_only)
         for unit in filter(values.holds, runtime.units):
             runtime.tiers.put(unit, partial(values.field, unit, 0), partial(values.moments, unit))
-            unit.updates += 1
+            unit.renew()
             for segment in unit.segments:
                 segment.steps = values.steps.get(id(segment.whole), 0)
         values.fill_whole()

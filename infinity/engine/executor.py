@@ -22,11 +22,13 @@ from infinity.core.errors import BudgetError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import rounded
 from infinity.core.plan import Hardware, Place, Profile
+from infinity.core.process import weakly
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
+from infinity.engine.accumulation import Accumulation
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.gradients import GradientPath, Gradients, HostPools, check_placeholder
+from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import TimedRule, Timeline
@@ -189,13 +191,16 @@ class StepExecutor(ActivationBudget):
         stack.callback(path.close)
         pins = BackwardPins(self.prefetcher)
         of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
+        accumulation = Accumulation(self.units, all_tell=bool(leaves))
         self.gradients = Gradients(
-            self.units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
-        )
+            self.units, of_leaves, self.prefetcher, pins, path, accumulation,
+            hold_weights=self.budget.hold_weights,
+        )  # fmt: skip
         self.hooks = Hooks(
             self.units, leaves, self.activations, self.prefetcher, pins, self.gradients, self.mover.attached,
             self._begin_forward,
         )  # fmt: skip
+        accumulation.arrived = weakly(self.hooks.take_gradient)
         for unit in set(self.units).difference(streaming):  # its parameters view its shard, which is whole
             if unit.state is not UnitState.GATHERED:
                 unit.lifecycle.move(UnitState.GATHERED)
@@ -343,13 +348,12 @@ class StepExecutor(ActivationBudget):
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()  # raises if another program changed a file of this run
         self.hooks.release_unscoped_units()
+        self.gradients.take_unseen()
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         self._check_complete()
         if not self.gradients.completions.synced:
             self._count_step()
             return None
-        for segment in self.gradients.received.values():
-            check_placeholder(segment)
         self.gradients.path.read_norms()
         ready, squares = self.updates.ready, dict[Any, list[float]]()
         for index in sorted(ready):  # the same on all ranks

@@ -104,14 +104,14 @@ class FullValues:
                 prefetcher.use(unit.index, ())
         try:
             assert unit.flat is not None
-            unit.check_all()
+            unit.check_data(unit.segments)
             before = unit.shard_of(unit.flat).clone() if modify else None
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
             if before is not None:
                 self._store(unit, unit.flat, before)
-            unit.check_all()
+            unit.check_data(unit.segments)
             stored = True
         finally:
             undone = modify and not stored and unit.flat is not None
@@ -136,7 +136,7 @@ class FullValues:
             self.ranks.collectives.broadcast(values, unit.index, unit.name)
             flat.copy_(values)
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
-        unit.updates += 1
+        unit.renew()
         unit.allow_writes()
 
     @property
@@ -261,7 +261,7 @@ class FullValues:
         executor.hooks.release_unscoped_units()
         executor.prefetcher.forget()
         for unit in units:
-            unit.updates += 1
+            unit.renew()
             unit.allow_writes()
 
     def clear_optimizer_fields(self) -> None:
@@ -299,4 +299,4 @@ class FullValues:
                         values = saved[key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
             self.tiers.set_shard_fields(unit, shards)
-            unit.updates += 1
+            unit.renew()

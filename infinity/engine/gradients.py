@@ -1,6 +1,6 @@
 """Gradients of one model's step: collected by unit, reduced, and given to the updates when they are complete.
 
-Sums over micro-batches are in :mod:`infinity.engine.sums`.
+Where they add up is in :mod:`infinity.engine.accumulation`.
 
 [Note: parameters without a gradient]
 A parameter that no backward pass of this step reached on any rank is left alone, as torch's optimizers leave
@@ -31,7 +31,6 @@ of modules inside each other, more are open at a time and borrow room of the uni
 complete the same units, so they decide alike; leaves have room of their own.
 """
 
-import functools
 import operator
 import threading
 from collections import OrderedDict
@@ -42,80 +41,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, rounded
+from infinity.core.process import uninterrupted
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import CountingPool, HostPool, Lease
-from infinity.engine.sums import Gradient, Sums
+from infinity.engine.accumulation import Accumulation, Gradient, Sums, check_placeholder
 from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.tiles import METADATA
-from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
+from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Completions
 from infinity.shards.updates import Updates, Weights
-
-#: What ``model.zero_grad(set_to_none=False)`` does to each gradient.
-_OF_ZERO_GRAD = "requires_grad_", "zero_"
-
-
-class ReleasedGradient(torch.Tensor):
-    """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # of a property, which func is bound to
-            name = func.__self__.__name__
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in METADATA or TracingContext.try_get() is not None:  # torch.compile looks at shapes
-                return func(*args, **(kwargs or {}))
-            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
-                return args[0]  # model.to(...): the weight itself is moved or refuses the cast
-            if name == "__set__" and args[0] is args[1]:
-                return None  # the same
-            if name in _OF_ZERO_GRAD and args[0].__dict__["is_spent"]:
-                return args[0]
-        raise StateError(
-            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded. Train with "
-            "infinity.AdamW(model, ...), not another optimizer; in a Trainer by infinity.trainer(Trainer). "
-            "In place of torch.nn.utils.clip_grad_norm_ give it max_grad_norm, or call "
-            "optimizer.clip_grad_norm_(max_norm) before step(); read optimizer.grad_norm after it; see "
-            "gradients by infinity.on_gradient(model, fn); scale the loss by optimizer.scale(loss)"
-        )
-
-    @staticmethod
-    @functools.lru_cache(maxsize=4096)
-    def of(
-        shape: torch.Size, dtype: torch.dtype, device: torch.device, *, spent: bool = False
-    ) -> "ReleasedGradient":  # fmt: skip
-        """Return the placeholder for this shape, which parameters share: it is never read or written.
-
-        Of a gradient that is ``spent``, by a step, it may be set to zero.
-        """
-        with torch.inference_mode(False):
-            made = placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
-        made.__dict__["is_spent"] = spent
-        return made
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def check_placeholder(segment: Segment) -> None:
-    """Raise if the gradient of a parameter was dropped or replaced since it was received."""
-    grad = segment.whole.grad
-    if type(grad) is not ReleasedGradient:
-        raise StateError(
-            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
-            "gradient itself is in its unit and would be applied. Drop it with optimizer.zero_grad(), not "
-            "model.zero_grad(); change it by a hook (param.register_hook), or scale the loss"
-        )
-
 
 #: Is given a parameter's name, and the elements ``(n,)`` of its gradient in this rank's shard.
 OnGradient = Callable[[str, Tensor], object]
@@ -352,9 +292,10 @@ class Gradients:
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
-        path: GradientPath, *, hold_weights: bool,
+        path: GradientPath, accumulation: Accumulation, *, hold_weights: bool,
     ) -> None:  # fmt: skip
         self.units, self.prefetcher, self.pins, self.path = units, prefetcher, pins, path
+        self.accumulation = accumulation
         self._leaves, self.hold_weights = leaves, hold_weights
         self.completions = Completions(
             leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
@@ -363,13 +304,24 @@ class Gradients:
         self._open: dict[int, Gradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
 
+    def expect(self, *, backward: bool = False) -> None:
+        """Await gradients of all parameters that train, now that a forward or a ``backward`` begins.
+
+        Raise a StateError if those that were received were dropped before this backward pass.
+        """
+        if not backward:
+            self.accumulation.look()
+        for segment in self.received.values() if backward else ():
+            check_placeholder(segment)
+        self.accumulation.expect(self.received)
+
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         if self.completions.synced:
             raise StateError(
                 "a second backward() before step(). To accumulate micro-batches, run all but the last inside "
                 "`with infinity.no_sync(model):`; to drop the first one's gradients, optimizer.zero_grad()"
             )
-        complete = self.completions.fire(unit.index, segment.index)
+        complete = self._note(unit, segment)
         if unit.index in self.completions.delivered:
             raise StateError(
                 f"{segment.name} got a gradient after its unit's gradients were complete. Where several "
@@ -377,10 +329,25 @@ class Gradients:
                 "and what is gathered as one (partition.leaf) is used inside its module only"
             )
         gradient = self._open.get(unit.index) or self._begin(unit)
+        if not complete:
+            self.accumulation.open(unit, gradient, segment)
         gradient.add(segment, grad)
+        self.accumulation.receive(segment)
         self.received[id(segment.param)] = segment
         if complete:
+            self.accumulation.close(unit, last=segment)
             self._complete(unit)
+        else:
+            self.accumulation.watch(unit, self.completions.missing(unit.index))
+
+    def _note(self, unit: Unit, *came: Segment) -> bool:
+        """Note gradients that ``came`` and those that autograd added; return whether they are all."""
+        if added := self.accumulation.added(unit):
+            used = self._open[unit.index].used
+            for segment in added:
+                used[segment.index] = 1
+            self.received.update((id(segment.param), segment) for segment in added)
+        return self.completions.fire(unit.index, *(segment.index for segment in (*came, *added)))
 
     def complete_together(self, units: Iterable[Unit]) -> None:
         """Complete the gradients of these units, even if some parameters have none."""
@@ -389,6 +356,11 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Complete all gradients at the end of a graph, even if some parameters have none."""
+        for unit in self.accumulation.opened:
+            self._note(unit)
+        for segment, grad in self.accumulation.unseen(self.received):
+            self.receive(self.units.place_of(id(segment.param))[0], segment, grad)
+        self.accumulation.end(self.received)
         if not self.completions.in_backward:
             return  # torch.autograd.grad: nothing was accumulated
         self._fill_tiles()
@@ -398,6 +370,22 @@ class Gradients:
         self.completions.end_backward()
         self._reserve_nbytes = None
         self.path.pool.give_back()
+
+    def take_unseen(self) -> None:
+        """Take what backward passes left of which nothing told; raise if other gradients were dropped."""
+        if self.completions.in_backward:
+            return  # it failed
+        for segment in self.received.values():
+            check_placeholder(segment)
+        self.accumulation.look()
+        with uninterrupted:
+            self.end_backward()
+
+    def abort_backward(self) -> None:
+        """Drop what a failed backward pass left."""
+        if self.completions.in_backward:
+            self.fail()
+        self.accumulation.end(self.received)
 
     def _fill_tiles(self) -> None:
         """Give zeros to tiles without a gradient if another tile of their parameter has one."""
@@ -415,13 +403,11 @@ class Gradients:
         """Drop the remaining gradients of this step, which is ``committed`` or forgotten."""
         self.path.updates.wait_for_gradients()
         self.path.pool.give_back()
+        self.accumulation.close(*self.accumulation.opened)
         for gradient in self._open.values():
             gradient.lease.release()
         self._open.clear()
-        for segment in self.received.values():
-            for param in {segment.param, segment.whole}:
-                if type(param.grad) is ReleasedGradient:
-                    param.grad = ReleasedGradient.of(param.shape, param.dtype, param.device, spent=True)
+        self.accumulation.spend(self.received.values())
         self.received.clear()
         self.path.reset()
         self.prefetcher.lend(0)

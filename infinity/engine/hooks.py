@@ -73,8 +73,8 @@ from infinity.activations.tensor_cache import KeptTensor, SlotHandle
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Ended
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
-from infinity.engine.gradients import Gradients, ReleasedGradient, check_placeholder
-from infinity.partition.init_context import ServedParameters
+from infinity.engine.gradients import Gradients
+from infinity.partition.init_context import ForwardHooks, ServedParameters
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -98,8 +98,7 @@ class Handle:
 class Reach:
     """Lists the parameters that a call of a module uses: its own, or all in it."""
 
-    places: Sequence[tuple[Unit, Segment]] = ()
-    units: Mapping[Unit, nn.Parameter] = field(default_factory=dict)  # and the first one of each
+    places: Mapping[Unit, Sequence[Segment]] = field(default_factory=dict)
     inside: Sequence[ServedParameters] = ()  # of the modules in it
     at_once: bool = False  # units may be used at once even if they come and go
 
@@ -170,15 +169,14 @@ class Uses:
 
     def _reach(self, modules: Sequence[nn.Module]) -> Reach:
         params = {id(p): p for each in modules for p in each._parameters.values() if p is not None}
-        found = [(p, place) for p in params.values() if (place := self._units.find(p)) is not None]
-        order = [unit for _, (unit, _) in found]
-        turns = sum(unit is not following for unit, following in pairwise(order))
-        units = {unit: p for p, (unit, _) in reversed(found)}
-        return Reach(
-            [place for _, place in found], {unit: units[unit] for unit in order},
-            [each._parameters for each in modules[1:] if isinstance(each._parameters, ServedParameters)],
-            at_once=len(units) == 1 or (len(units) == 2 and turns > 2),
-        )  # fmt: skip
+        found = [place for p in params.values() if (place := self._units.find(p)) is not None]
+        turns = sum(unit is not following for (unit, _), (following, _) in pairwise(found))
+        places: dict[Unit, list[Segment]] = {}
+        for unit, segment in found:
+            places.setdefault(unit, []).append(segment)
+        served = (each._parameters for each in modules[1:])
+        inside = [each for each in served if isinstance(each, ServedParameters)]
+        return Reach(places, inside, at_once=len(places) == 1 or (len(places) == 2 and turns > 2))
 
 
 @dataclass(slots=True)
@@ -209,12 +207,17 @@ class Hooks:
             self._running, lambda head: tuple(unit.updates for unit in units.holding(head.parameters()))
         )
         self.stack: list[Frame] = []
-        self.hooked: set[int] = set()  # ids of parameters, since autograd recorded a forward pass
+        self.recorded = False  # whether autograd recorded a forward pass of parameters that train
         self._uses, self._outside = Uses(units, leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self.backward: weakref.ref[Callable[[], None]] | None = None
+        self._graphs: list[list[Hooks]] = []  # those of that pass, each of which kept us until now
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
-        self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
+
+    @property
+    def _plain(self) -> bool:
+        """Whether nothing comes and goes, so that autograd may save tensors as they are."""
+        return not self.prefetcher.nbytes and self.activations.policy == "keep"
 
     def end(self, why: str) -> None:
         """Make every later call from a module or autograd raise ``why``."""
@@ -245,12 +248,11 @@ class Hooks:
                 self._use(unit, frame)
             frame.leaf = True
         reach = self._reach_of(module, args)
-        for param in reach.units.values():
-            for unit, _ in self.units.places(param):
-                self._use(unit, frame)
-        for unit, segment in reach.places:
-            self._check_attached(unit, segment)
-        for unit in reach.units if self.pins.frozen and torch.is_grad_enabled() else ():
+        for unit in reach.places:
+            self._use(unit, frame)
+        for unit, segments in reach.places.items():
+            self._check_attached(unit, segments)
+        for unit in reach.places if self.pins.frozen and torch.is_grad_enabled() else ():
             if unit.index in self.pins.frozen and self.prefetcher.streams(unit.index):
                 self._watch(unit.index, args)
         if isinstance(module._parameters, ServedParameters):
@@ -263,11 +265,11 @@ class Hooks:
     def _reach_of(self, module: nn.Module, args: Any) -> Reach:
         """Return what a call of ``module`` uses now: see [Note: calls inside]."""
         own, all_in_it = self._uses.of(module)
-        streaming = [unit for unit in all_in_it.units if self.prefetcher.streams(unit.index)]
+        streaming = [unit for unit in all_in_it.places if self.prefetcher.streams(unit.index)]
         if not streaming:
-            return all_in_it if all_in_it.units else own
-        beside = {unit for frame in self.stack for unit in frame.reach.units}
-        if not all_in_it.at_once or len(beside.union(all_in_it.units)) > 2:
+            return all_in_it if all_in_it.places else own
+        beside = {unit for frame in self.stack for unit in frame.reach.places}
+        if not all_in_it.at_once or len(beside.union(all_in_it.places)) > 2:
             return own
         frozen = torch.is_grad_enabled() and any(unit.index in self.pins.frozen for unit in streaming)
         seen = any(isinstance(value, Tensor) and value.requires_grad for value in args) if frozen else True
@@ -330,10 +332,10 @@ class Hooks:
                 self._begin_visit()
                 self.prefetcher.use(unit.index)
                 outside.units.append(unit.index)
-        self._check_attached(*place)
+        self._check_attached(unit, place[1:])
 
-    def _check_attached(self, unit: Unit, segment: Segment) -> None:
-        unit.check_data(segment)
+    def _check_attached(self, unit: Unit, segments: Sequence[Segment]) -> None:
+        unit.check_data(segments)
 
     def release_unscoped_units(self) -> None:
         """Release the units that were touched outside any forward, and end the pass outside."""
@@ -386,15 +388,14 @@ class Hooks:
                 coming = [each.index for each in following if self.prefetcher.streams(each.index)]
                 self.prefetcher.use(unit.index, coming, recomputed=recomputed)
                 stack.callback(self.prefetcher.unpin, unit.index)
-            for segment in unit.segments:
-                self._check_attached(unit, segment)
+            self._check_attached(unit, unit.segments)
             with self._saving_handles():
                 yield
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors of units become handles, and others go where they went."""
         others = saving_hooks()
-        if not torch.is_grad_enabled() or others[0] == self.pack:
+        if self._plain or not torch.is_grad_enabled() or others[0] == self.pack:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
@@ -415,11 +416,12 @@ class Hooks:
             frame.inference = True
             self.prefetcher.begin_inference()
             return
-        self._hook_parameters()
+        self._expect_gradients()
         self._begin_forward()
         frame.recorded = True
         contexts.enter_context(self.activations.open(frame.module))
-        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        if not self._plain:
+            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
         if frame.pending:
@@ -432,9 +434,10 @@ class Hooks:
             if not frame.pending:
                 self._end_outside()
         self._end_frame(frame)
+        kept = [self]  # until the backward of a graph that holds no handles
         for leaf in tree_leaves(output) if frame.recorded else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
-                leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
+                leaf.register_hook(functools.partial(weakly(self._enter_backward), kept))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _end_frame(frame: Frame) -> None:
@@ -461,7 +464,7 @@ class Hooks:
                         self.release_unscoped_units()
                         if frame.inference:
                             self.prefetcher.begin_inference(visit=True)
-                    if not frame.inference:
+                    if not (frame.inference or self._plain):
                         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
                         stack.enter_context(hooks)
                 self.stack.append(frame)
@@ -482,6 +485,8 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)
         if unit is None:
+            if self.activations.policy == "keep":
+                return KeptTensor(tensor)
             with uninterrupted:
                 return self.activations.cache.pack(tensor)
         return Handle(
@@ -490,6 +495,8 @@ class Hooks:
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
         if not isinstance(packed, Handle):
+            if self.activations.policy == "keep":
+                return packed.check()
             with uninterrupted:
                 return self.activations.cache.unpack(packed)
         unit = packed.unit
@@ -509,8 +516,10 @@ class Hooks:
             return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
         return value
 
-    def _enter_backward(self, grad: Tensor | None = None) -> None:
-        """Ask autograd, once per backward pass, to call back when it ends."""
+    def _enter_backward(self, kept: list["Hooks"] | None = None, grad: Tensor | None = None) -> None:
+        """Ask autograd, once per backward pass, to call back when it ends; ``kept`` is cleared then."""
+        if kept:
+            self._graphs.append(kept)
         if self.backward is not None and self.backward() is not None:
             return
         with uninterrupted:
@@ -519,6 +528,7 @@ class Hooks:
             self.abort_backward()
             end = self._end_backward
             self.backward = weakref.ref(end)
+            self.gradients.expect(backward=True)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
@@ -555,66 +565,33 @@ class Hooks:
         """Drop what a failed backward pass left, if one did, so that it is not taken for gradients."""
         if self.backward is None:
             return
-        for _, segment in self.units.segments():
-            if type(segment.param.grad) is not ReleasedGradient:
-                segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
-        if self.gradients.completions.in_backward:
-            self.gradients.fail()
+        self.gradients.abort_backward()
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        for param, placeholder in self._dropped:
-            # torch.autograd.grad: what was received before it is still there, unless it was dropped since
-            if param.grad is None and id(param) in self.gradients.received:
-                param.grad = placeholder
-        self._dropped.clear()
+        while self._graphs:
+            self._graphs.pop().clear()
         self.backward = None
         self._uses.leaves.calls.clear()
         self._uses.leaves.current = ()
         self.pins.drop()
 
-    def _hook_parameters(self) -> None:
+    def _expect_gradients(self) -> None:
         self.pins.frozen = {unit.index for unit in self.units if not unit.trainable}
-        for _, segment in self.units.segments():
-            if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
-                segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
-            if segment.param.requires_grad and id(segment.param) not in self.hooked:
-                self.hooked.add(id(segment.param))
-                self._hook_parameter(segment.param)
-
-    def _hook_parameter(self, param: nn.Parameter) -> None:
-        drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))
-        param.register_hook(drop)  # type: ignore[no-untyped-call]
-        param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
-
-    def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
-        param = ref()
-        assert param is not None, "the units hold it"
-        self._enter_backward()  # not later: what a pass before left in .grad goes before this one adds to it
-        if (received := self.gradients.received.get(id(param))) is not None:
-            check_placeholder(received)
-        if type(param.grad) is ReleasedGradient:
-            with uninterrupted:
-                self._dropped.append((param, param.grad))
-                param.grad = None
+        for unit in self.units:
+            for segment in unit.segments[:1]:  # a tile is alone in its unit
+                if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
+                    segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
+        self.gradients.expect()
+        self.recorded |= len(self.pins.frozen) < len(self.units)
 
     @uninterrupted
-    def _take_gradient(self, param: nn.Parameter) -> None:
-        place = self.units.find(param)
-        assert place is not None
-        unit, segment = place
+    def take_gradient(self, param: int, grad: Tensor) -> None:
+        """Take the gradient of a parameter, given by its id, from autograd."""
+        unit, segment = self.units.place_of(param)
         self._enter_backward()
         self._move_to(self._uses.leaves.of_unit.get(unit.index, ()))
-        grad = param.grad
-        self._replace_gradient(param, unit, segment)
-        if grad is not None:
-            self.gradients.receive(unit, segment, grad)
-
-    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
-        param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)
-        whole = segment.whole
-        if segment.is_tile and type(whole.grad) is not ReleasedGradient:
-            whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
+        self.gradients.receive(unit, segment, grad)
 
 
 def _running_call() -> FrameType | None:
@@ -643,8 +620,15 @@ def register_forward_hooks(
         if not getattr(module._parameters, "covered", 0):
             outer_leave(module, output)
 
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        if not getattr(module, name):  # else handles of others know the dictionary
+            module.__dict__[name] = ForwardHooks()
     both: Any = [torch.compiler.disable(each, recursive=False) for each in (before, after)]  # type: ignore[no-untyped-call]
-    return [
+    handles = [
         module.register_forward_pre_hook(both[0], prepend=True),
         module.register_forward_hook(both[1], always_call=True),
     ]
+    for hooks, handle in zip((module._forward_pre_hooks, module._forward_hooks), handles, strict=True):
+        if isinstance(hooks, ForwardHooks):
+            hooks.parameters, hooks.own = module._parameters, handle.id
+    return handles

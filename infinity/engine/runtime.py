@@ -259,7 +259,7 @@ class Runtime:
         executor = self._executor
         if executor is None:
             return True
-        if executor.updates.hypers.groups or executor.hooks.hooked or executor.blocks is not None:
+        if executor.updates.hypers.groups or executor.hooks.recorded or executor.blocks is not None:
             return False
         executor.retire()
         for unit in self.units:

@@ -35,6 +35,7 @@ import functools
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
@@ -99,6 +100,21 @@ class ServedParameters(dict[str, nn.Parameter | None]):
             "pickling a model whose parameters are sharded (torch.save(model), multiprocessing). Save "
             "model.state_dict() with torch.save, or call model.save_pretrained()"
         )
+
+
+class ForwardHooks(OrderedDict[int, Any]):
+    """Hooks of a module, which torch takes for none while a call around it has all parameters in it.
+
+    Torch asks before each call whether there are any; one that does nothing takes as long as a small module.
+    """
+
+    parameters: Any = None  # of the module: ServedParameters, or those of a copy
+    own = -1  # the key of ours
+
+    def __bool__(self) -> bool:
+        if len(self) == 1 and self.own in self:
+            return not getattr(self.parameters, "covered", 0)
+        return len(self) > 0
 
 
 def install_parameter_dict(module: nn.Module, server: Any) -> None:

@@ -287,10 +287,21 @@ class Unit:
     def attach(self, flat: Tensor) -> None:
         """Let every parameter view ``flat``, ``(numel,)``, even if :meth:`check_data` raises."""
         try:
-            self.check_all()
+            self.check_data(self.segments)
         finally:
             self.flat, self._address = flat, flat.data_ptr()
             self._place(self.segments)
+            self.allow_writes()
+
+    def renew(self) -> None:
+        """Take note of new weights: a graph from before must not read them in its backward."""
+        self.updates += 1
+        self._refuse_old_graphs()
+
+    def _refuse_old_graphs(self) -> None:
+        """Let torch refuse graphs that saved these weights as they are: other units' are behind handles."""
+        if self.lease is None and self.flat is not None:
+            torch.autograd.graph.increment_version([segment.param for segment in self.segments])
             self.allow_writes()
 
     def allow_writes(self) -> None:
@@ -301,12 +312,13 @@ class Unit:
     def detach(self) -> None:
         """Give every parameter its placeholder, even if :meth:`check_data` raises."""
         try:
-            self.check_all()
+            self.check_data(self.segments)
         finally:
             self.drop()
 
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written."""
+        self._refuse_old_graphs()
         attached, self.flat, self.lease = self.flat is not None, None, None
         if attached:
             self._place(self.segments)
@@ -322,26 +334,29 @@ class Unit:
                 had = each.released = placeholder(each.shape, self.dtype, self.device)
             each.param.data = had
 
-    def check_all(self) -> None:
-        for segment in self.segments:
-            self.check_data(segment)
-
-    def check_data(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is what the unit's state says, and was not written."""
-        param = segment.param
-        if self.flat is not None and param is segment.whole and param._version == segment.writes:
-            place = self._address + segment.offset * self.dtype.itemsize
-            if param.data_ptr() == place and param.dtype is self.dtype:
-                return  # in each module's forward
-        self.restore_place(segment)
-        if self.flat is None:
-            if _filled(segment.param.data):
-                self._refuse(segment.name, segment.shape, segment.param.data)
-        elif segment.param._version != segment.writes:
-            raise StateError(
-                f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what was "
-                "written would be lost, or would not agree with the exact weights. Write inside that context"
-            )
+    def check_data(self, segments: Iterable[Segment]) -> None:
+        """Raise unless these parameters' data is what the unit's state says, and was not written."""
+        address, dtype, there = self._address, self.dtype, self.flat is not None
+        for segment in segments:  # in each forward, of all parameters, mostly in vain
+            param, had = segment.param, segment.released
+            if param is segment.whole and param.dtype is dtype:
+                if there:
+                    place = address + segment.offset * dtype.itemsize
+                    right = param._version == segment.writes and param.data_ptr() == place
+                else:
+                    right = had is not None and param.data_ptr() == had.data_ptr() and not _filled(had)
+                if right:
+                    continue
+            self.restore_place(segment)
+            if self.flat is None:
+                if _filled(param.data):
+                    self._refuse(segment.name, segment.shape, param.data)
+            elif param._version != segment.writes:
+                raise StateError(
+                    f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what "
+                    "was written would be lost, or would not agree with the exact weights. Write inside that "
+                    "context"
+                )
 
     def restore_place(self, segment: Segment) -> None:
         """Undo ``model.cpu()`` and the like; raise unless the parameter's data is in its place now."""
@@ -443,6 +458,10 @@ class UnitIndex(list[Unit]):
         """Return the unit and the segment of ``param``; None when no unit holds it, or it is in tiles."""
         return self._places.get(id(param))
 
+    def place_of(self, param: int) -> tuple[Unit, Segment]:
+        """Return the unit and the segment of a parameter, or of a tile, that one holds; by its id."""
+        return self._places[param]
+
     def places(self, param: nn.Parameter) -> Sequence[tuple[Unit, Segment]]:
         """Return the unit and the segment of ``param``, or those of all its tiles, in order."""
         place = self.find(param)
@@ -487,8 +506,10 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """
     with no_dispatch(), torch.inference_mode(False):  # parameters keep it for training
         if device.type == "cpu":
-            return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
-        return _shared_nan(dtype, device).expand(shape)  # each would take a kernel
+            nan = torch.full((), math.nan, dtype=dtype, device=device)
+        else:  # each would take a kernel
+            nan = _shared_nan(dtype, device)
+        return nan.expand(shape) if shape.numel() else nan.as_strided(shape, _strides(shape))
 
 
 @functools.cache
@@ -503,9 +524,10 @@ def is_placeholder(data: Tensor) -> bool:
 
 def _filled(placeholder: Tensor) -> bool:
     """Return whether ``zero_`` or ``fill_``, which torch does not refuse, wrote to a host placeholder."""
-    if placeholder.device.type != "cpu":
+    if not placeholder.is_cpu:
         return False
-    address = placeholder.untyped_storage().data_ptr()
+    if not (address := placeholder.data_ptr()):  # its storage was made empty, unless it has no elements
+        return placeholder.numel() > 0
     if ctypes.string_at(address, placeholder.itemsize) == _NAN_BYTES.get(placeholder.dtype):
         return False  # asked of each unit in each step, where an operator would take many times as long
     return not math.isnan(placeholder.as_strided((), ()).item())

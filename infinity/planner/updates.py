@@ -148,16 +148,21 @@ class Completions:
         self.passed: set[int] = set()  # units that are complete in this backward pass
         self.reset()
 
-    def fire(self, unit: int, parameter: int) -> bool:
-        """Take note of one parameter's gradient; return whether it completes the unit's."""
+    def fire(self, unit: int, *parameters: int) -> bool:
+        """Take note of the gradients of some parameters; return whether they complete the unit's."""
         self.in_backward = True
         if unit not in self._fired:
             self._fired[unit] = set(), *self._parameters(unit)
-        fired, trainable, parameters = self._fired[unit]
-        fired.add(parameter)
+        fired, trainable, count = self._fired[unit]
+        fired.update(parameters)
         if len(fired) < trainable or unit in self._leaves:
             return False
-        return trainable == parameters or not self._recomputed(unit)
+        return trainable == count or not self._recomputed(unit)
+
+    def missing(self, unit: int) -> int:
+        """Return how many gradients of a unit have yet to come, after one has."""
+        fired, trainable, _ = self._fired[unit]
+        return trainable - len(fired)
 
     def left(self, units: Iterable[int]) -> list[int]:
         """Return which of ``units`` have a gradient that is complete once backward leaves them."""

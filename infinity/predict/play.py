@@ -395,7 +395,7 @@ class _Player:
 
 
 class _PlayedSums:
-    """Drives sums of earlier micro-batches by the clock, as :class:`infinity.engine.sums.Sums`."""
+    """Drives sums of earlier micro-batches by the clock, as :class:`infinity.engine.accumulation.Sums`."""
 
     def __init__(self, setup: StepSetup, clock: VirtualClock, memory: DeviceMemory) -> None:
         self._setup, self._clock, self._memory = setup, clock, memory

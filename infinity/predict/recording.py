@@ -306,6 +306,9 @@ class _Told:
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         self._tell("receive", unit, segment)
 
+    def expect(self, *, backward: bool = False) -> None:
+        """Do nothing: hooks of parameters take their gradients."""
+
 
 class _Packed(NamedTuple):
     """Stands in autograd's graph for a saved tensor: of ``unit``, or of slot ``key``."""
@@ -332,7 +335,7 @@ class _RecordedHooks(Hooks):
         self._keys: dict[int, SlotKey] = {}
         self.logits.decide(made.batch.logits, lambda: None)
 
-    def _check_attached(self, unit: Unit, segment: Segment) -> None:
+    def _check_attached(self, unit: Unit, segments: Sequence[Segment]) -> None:
         """Do nothing: fake parameters view no buffer."""
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
@@ -358,11 +361,17 @@ class _RecordedHooks(Hooks):
             self.profiler.unpacked(packed.key, packed.tensor)
         return cast(Tensor, packed.tensor)
 
-    def _hook_parameter(self, param: nn.Parameter) -> None:
-        self.taking.append(param.register_post_accumulate_grad_hook(self._take_gradient))  # type: ignore[no-untyped-call]
+    def _expect_gradients(self) -> None:
+        super()._expect_gradients()
+        for _, segment in self.units.segments() if not self.taking else ():
+            if segment.param.requires_grad:
+                hook = segment.param.register_post_accumulate_grad_hook(self._take_recorded)  # type: ignore[no-untyped-call]
+                self.taking.append(hook)
 
-    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
-        param.grad = None
+    def _take_recorded(self, param: nn.Parameter) -> None:
+        grad, param.grad = param.grad, None
+        if grad is not None:
+            self.take_gradient(id(param), grad)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -388,7 +388,7 @@ def restore(
                 tiers.adopt(unit, list(was_here.versions), was_here.version)
             else:
                 _make_anew(unit, tiers, reader, anew)
-            unit.updates += 1
+            unit.renew()
     old = [saved.ranks[rank] for rank in firsts if own is None or rank != own.files.rank]
     for each in old:  # another rank removes it, perhaps before this one
         store.volume.drop_sealed(firsts[each.files.rank], len(each.data))

@@ -310,7 +310,7 @@ class Updates:
             self.hypers.count(pending.used)
             home = pending.unit.home
             home.reloadable = False
-            pending.unit.updates += 1
+            pending.unit.renew()
             if pending.started.place is not None:
                 home.version = pending.started.place
         self._begin_last_passes()

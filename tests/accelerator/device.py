@@ -91,7 +91,8 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     device = next((t.device for t in leaves if is_sim(t)), None) or _device_of(kwargs)
     written = _written(schema, args, kwargs)
     _check_devices(op, leaves)
-    with torch.accelerator.device_index(device.index):
+    # A device's kernels are not Python: what reads a subclass there asks nobody.
+    with torch.accelerator.device_index(device.index), torch._C.DisableTorchFunctionSubclass():
         return _run(op, schema, args, kwargs, leaves, written, device)
 
 

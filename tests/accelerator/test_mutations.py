@@ -38,7 +38,7 @@ SCENARIOS = {
     "engine/gradients.py GradientPath._reduce": ("two ranks, accumulated",),
     "engine/gradients.py GradientPath._add_up": ("two ranks, accumulated and forgotten",),
     "engine/gradients.py GradientPath._submit_device_update": ("on the device, forgotten",),
-    "engine/sums.py": ("llama, accumulated on nvme", "llama, accumulated in host memory"),
+    "engine/accumulation.py": ("llama, accumulated on nvme", "llama, accumulated in host memory"),
     "optim/rules.py": ("updated on the accelerator",),
     "partition/mover.py UnitMover._decode": ("quantized base",),
     "shards/homes.py": ("on the device, clipped", "on the device, out and in again"),

@@ -15,8 +15,8 @@ import infinity
 from infinity import BudgetError
 from infinity.core.nbytes import Transfer, rounded_sum
 from infinity.device.memory import CountingPool, HostPool, Pool
+from infinity.engine.accumulation import Gradient, Sums
 from infinity.engine.runtime import runtime_of
-from infinity.engine.sums import Gradient, Sums
 from tests.engine.test_device_budget import Nest, wide_batch
 from tests.helpers import models, training
 from tests.helpers.cases import examples

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from infinity.core.errors import StateError
-from infinity.engine.gradients import Gradient, ReleasedGradient
+from infinity.engine.accumulation import ReleasedGradient
+from infinity.engine.gradients import Gradient
 from infinity.partition.unit import Unit, layout, placeholder
 from tests.helpers.fakes import FakePool
 

@@ -127,7 +127,7 @@ def follow(
 
 @contextlib.contextmanager
 def follow_calls(journey: Journey, into: str) -> Iterator[None]:
-    """Note those calls of the package by this thread in the block that enter ``into``, and other threads."""
+    """Note those calls of the package by this thread in the block that enter ``into``."""
     global _calls
     _calls, others = [], Journey()
     try:
@@ -136,7 +136,7 @@ def follow_calls(journey: Journey, into: str) -> Iterator[None]:
         mine: Journey = {}
         for call in _calls:
             mine.update(call)
-            if any(file.startswith(into) for file, _ in call):
+            if any(f"{file} {name}".startswith(into) for file, name in call):
                 journey.update(call)
         journey.update({at: None for at in others if at not in mine})
     finally:
@@ -218,7 +218,7 @@ def _states(folder: Path) -> dict[str, Journey]:
     passes()
     optimizer.step()
     optimizer.synchronize()
-    with follow_calls(gradient, "engine/gradients.py"):
+    with follow_calls(gradient, "engine/gradients.py Gradients.receive"):
         passes()
     time.sleep(0.3)
     with follow(end, belongs=lambda frame: not _commits(frame)), follow(commit, 0.3, _commits):

@@ -114,7 +114,7 @@ def test_what_is_released_in_inference_mode_serves_training():
     with torch.inference_mode():
         unit.segments[0].param.data.zero_()
         with pytest.raises(StateError):
-            unit.check_data(unit.segments[0])
+            unit.check_data(unit.segments)
     flat = torch.zeros(unit.numel, dtype=torch.bfloat16)
     unit.attach(flat)
     unit.detach()
