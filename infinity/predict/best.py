@@ -11,10 +11,13 @@ micro-batch is planned from the record of the smallest one, scaled, and one with
 from units that were cut for the first. The best is planned anew, from its own record and units, and must fit;
 else the next one is. What single changes gain follows from the scaled records.
 
+[Note: each order is mended by itself]
+A schedule with what it does with activations is an order. Each has needs of its own: one fits with a single
+version on drives, another, much faster, needs tiles, too. So an order that does not fit gets one change after
+the other, as long as it may still be faster than what fits.
+
 [Note: bounds]
-A step takes at least its compute, and at least what each channel takes for its bytes: weights that do not fit
-the window come once for each pass, states once a step. A candidate that cannot be faster than the best one so
-far is not played.
+A candidate that cannot be faster than the best one so far (:meth:`DryRun.least_s`) is not played.
 """
 
 import math
@@ -29,7 +32,7 @@ from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.planner.passing import share_of_free
 from infinity.predict.changes import LEAST_GAIN, Keys, whole, with_keys, written
-from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun, Layout, dry_run, model_for
+from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun, dry_run, model_for
 from infinity.predict.machines import Machine
 from infinity.predict.model import ModelWithoutValues
 from infinity.recipes.recipe import Recipe
@@ -152,12 +155,12 @@ class _Search:
         as_written = self._try({})
         if _sequences(self.recipe) == self.sequences and not as_written.lacks:
             self._offer({})  # what is not faster changes nothing
-        found, tried = self._look({}), 0
+        found, tried = self._look(), 0
         if found is None and self.fixed and not fixed_stay:  # nothing fits as it is named
             tried = len(self._tried)
             self.fixed = frozenset()
             self._tried.clear()  # they are scaled from another record
-            found = self._look({})
+            found = self._look()
         if found is None:
             raise BudgetError(self._what_to_buy())
         effects = () if fixed_stay else tuple(self._effects(self._changes(found.recipe), found))
@@ -192,48 +195,59 @@ class _Search:
                 order["memory.device"] = self._most_of_device
             yield order
 
-    def _look(self, common: dict[str, int | str | None]) -> DryRun | None:
-        """Try all orders, each with as many sequences in a micro-batch as fit; if none do, smaller things.
+    def _look(self) -> DryRun | None:
+        """Try all orders, each with the changes that it needs; see [Note: each order is mended by itself].
 
         Returns the plan of the fastest, from its own record; None: nothing fits.
         """
-        for order in self._orders():
-            if self._is_worth_it(order):
-                self._try_splits({**common, **order})
-        if self._fitting:
-            self._refine()
-        found = self._verified()
-        if found is None and (more := self._smaller(common)):
-            return self._look({**common, **more})
-        return found
+        orders: list[tuple[Keys, Keys]] = [(order, {}) for order in self._orders()]
+        while orders:
+            for order, more in orders:
+                nearest = self._try_splits({**more, **order}) if self._is_worth_it(order) else None
+                while nearest is not None and (another := self._smaller(nearest, more)):
+                    more = {**more, **another}
+                    nearest = self._try_splits({**more, **order})
+            if self._fitting:
+                self._refine()
+            if (found := self._verified()) is not None:
+                return found
+            lacking = min((each for each in self._tried.values() if each.lacks), key=_distance)
+            orders = [
+                (order, {**more, **another})
+                for order, more in orders
+                if (another := self._smaller(lacking, more))
+            ]
+        return None
 
-    def _try_splits(self, keys: Keys) -> None:
+    def _try_splits(self, keys: Keys) -> _Tried | None:
+        """Try as many sequences in a micro-batch as fit; if none do, return what is nearest to it."""
         splits = self._splits()
         if keys["train.schedule"] == "layer":  # of one micro-batch it is the ordinary one
             splits = [(size, count) for size, count in splits if count * len(self.recipe.tasks) > 1]
 
-        def fits(index: int) -> bool:
+        def offer(index: int) -> _Tried:
             size, count = splits[index]
             return self._offer({**keys, "train.batch_size": size, "train.accumulate": count})
 
         low, high = 0, len(splits) - 1
-        if splits and not fits(0):
-            fits(high)  # one micro-batch, for which no gradients wait
-        elif splits:
-            while low < high:  # the largest that fits; those on the way are candidates, too
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if splits and offer(0).lacks:  # one micro-batch, for which no gradients wait, may fit nevertheless
+            nearest = min(offer(0), offer(high), key=_distance)
+            return nearest if nearest.lacks else None
+        while low < high:  # the largest that fits; those on the way are candidates, too
+            middle = (low + high + 1) // 2
+            low, high = (low, middle - 1) if offer(middle).lacks else (middle, high)
+        return None
 
-    def _offer(self, keys: Keys) -> bool:
-        """Try a candidate; return whether it fits."""
+    def _offer(self, keys: Keys) -> _Tried:
+        """Try a candidate, with what makes room for it; one that fits, and may be the best, is played."""
         tried = self._with_room(keys, self._try)
         planned = tried.planned
-        if planned is None or tried.lacks:
-            return False
-        if planned not in self._fitting and least_s(planned) < (1 - LEAST_GAIN) * self._best_s:
+        if planned is None or tried.lacks or planned in self._fitting:
+            return tried
+        if planned.least_s() < (1 - LEAST_GAIN) * self._best_s:
             self._fitting.append(planned)
             self._fitting.sort(key=lambda each: each.cost.step_s)
-        return True
+        return tried
 
     def _with_room(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
         """Return what ``attempt`` returns, with smaller groups of micro-batches if memory is short."""
@@ -343,7 +357,7 @@ class _Search:
             return policy != "keep" or "memory.activations" in self.fixed
         best = self._fitting[0]
         kept = replace(best.trace, flops=best.trace.flops * best.trace.model_flops / best.trace.flops.sum())
-        return least_s(best, kept.times_s(best.rates).sum(), passes=2) < (1 - _WORTH_A_RECORD) * self._best_s
+        return best.least_s(kept.times_s(best.rates).sum(), passes=2) < (1 - _WORTH_A_RECORD) * self._best_s
 
     def _refine(self) -> None:
         """Try what is left to change of the best one."""
@@ -361,53 +375,25 @@ class _Search:
         if "memory.updates" in free and best.division.on_device:
             self._offer({**keys, "memory.updates": "host"})
 
-    def _smaller(self, common: Keys) -> dict[str, int | str | None]:
-        """Return more changes with which something may fit; none: there are none."""
-        nearest, free = self._nearest(), FREE - self.fixed
-        memory, lacks = self.recipe.memory, nearest.lacks
-        if DRIVES in lacks and "memory.versions" in free - common.keys() and memory.versions == 2:
-            return {"memory.versions": 1}
-        if HOST_MEMORY in lacks and "memory.host" not in common and self._most_of_host:
-            return {"memory.host": self._most_of_host}
-        if HOST_MEMORY in lacks and "memory.resident" in free - common.keys() and memory.resident:
-            return {"memory.resident": False} if memory.nvme else {}
-        if DEVICE_MEMORY in lacks and "partition.tile" in free:
-            tried = common.get("partition.tile")
-            smaller = _TILES if tried is None else _TILES[_TILES.index(str(tried)) + 1 :]
-            size, count = self._splits()[0]
-            split: Keys = {"train.batch_size": size, "train.accumulate": count}
-            for tile in smaller:
-                tiled = {**common, **split, "partition.tile": tile}
-                if any(self._would_fit({**tiled, **order}) for order in self._orders()):
-                    return {"partition.tile": tile}
-        return {}
+    def _smaller(self, nearest: _Tried, more: Keys) -> Keys:
+        """Return another change, beside ``more``, with which an order may fit; none: there is none.
 
-    def _would_fit(self, keys: Keys) -> bool:
-        """Return whether units in smaller tiles would leave activations their room, without a record."""
-        if "memory.device" not in self.fixed:
-            keys = {**keys, "memory.device": self._most_of_device}
-        recipe, _ = with_keys(self.recipe, self.machine, keys)
-        now, tile = self.recipe.partition.tile, parse_nbytes(recipe.partition.tile)
-        if now not in ("auto", "never") and parse_nbytes(now) <= tile:
-            return False
-        try:
-            layout = Layout(self._model(recipe), recipe, self.machine)
-            least_nbytes = layout.divide().least
-        except (BudgetError, StateError, SettingError):
-            return False
-        if layout.layered:  # most of what it keeps may leave
-            return True
-        like = next((each.planned for each in self._tried.values() if each.planned), None)
-        peak_nbytes = 0 if like is None else like.trace.peak_nbytes
-        return least_nbytes + peak_nbytes <= layout.device_nbytes
-
-    def _nearest(self) -> _Tried:
-        """Return the candidate that lacks fewest parts, and least of those."""
-
-        def distance(tried: _Tried) -> tuple[bool, int, int]:
-            return tried.planned is None, len(tried.lacks), sum(tried.lacks.values())
-
-        return min((each for each in self._tried.values() if each.lacks), key=distance)
+        If something fits, an order is mended only as long as it may be faster.
+        """
+        planned, memory, lacks = nearest.planned, self.recipe.memory, nearest.lacks
+        if self._fitting and (planned is None or planned.least_s() >= (1 - LEAST_GAIN) * self._best_s):
+            return {}
+        now = str(more.get("partition.tile", self.recipe.partition.tile))
+        most = math.inf if now in ("auto", "never") else parse_nbytes(now)
+        rows: list[tuple[str, bool, Keys]] = [
+            (DRIVES, memory.versions == 2, {"memory.versions": 1}),
+            (HOST_MEMORY, self._most_of_host > 0, {"memory.host": self._most_of_host}),
+            (HOST_MEMORY, bool(memory.resident and memory.nvme), {"memory.resident": False}),
+            *((DEVICE_MEMORY, parse_nbytes(tile) < most, {"partition.tile": tile}) for tile in _TILES),
+        ]
+        possible = (keys for part, helps, keys in rows if part in lacks and helps)
+        new = (keys for keys in possible if keys.items() - more.items() and not keys.keys() & self.fixed)
+        return next(new, {})
 
     # --- what was found -----------------------------------------------------------------------------
 
@@ -449,7 +435,8 @@ class _Search:
             yield Effect(mine, {key: self.recipe.value(key) for key in mine}, said)
 
     def _what_to_buy(self) -> str:
-        nearest, machine = self._nearest(), self.machine
+        nearest = min((each for each in self._tried.values() if each.lacks), key=_distance)
+        machine = self.machine
         what = written(nearest.keys) or "the recipe as written"
         if nearest.planned is None:
             return f"nothing that may change makes it fit {machine.nodes.name}: {nearest.error}"
@@ -468,6 +455,11 @@ class _Search:
             f"nothing that may change makes it fit {machine.nodes.name}; nearest is {what}, which lacks "
             f"{missing}: it fits with {' and '.join(wanted)}"
         )
+
+
+def _distance(tried: _Tried) -> tuple[bool, int, int]:
+    """Return how far a candidate is from fitting: the number of parts that it lacks, and of how much."""
+    return tried.planned is None, len(tried.lacks), sum(tried.lacks.values())
 
 
 def _sequences(recipe: Recipe) -> int:
@@ -503,32 +495,3 @@ def _said(tried: _Tried, tokens: int, than: float | None = None) -> str:
         return f"does not fit: lacks {', '.join(tried.planned.missing())}{at}"
     rate = tried.planned.tokens_per_s
     return f"{rate:,.0f} tokens/s{at}" if than is None else f"{rate / than - 1:+.0%} tokens/s{at}"
-
-
-def least_s(run: DryRun, compute_s: float | None = None, passes: int | None = None) -> float:
-    """Return the least seconds of a step; see [Note: bounds].
-
-    ``compute_s``: of a micro-batch, None: that of the plan; ``passes``: over the weights, None: two for each.
-    """
-    rates, units, times = run.rates, run.units, run.micro_batches
-    if compute_s is None:
-        compute_s = float(run.trace.times_s(rates).sum())
-    streaming = [unit for unit in units if unit.streams]
-    all_nbytes = sum(unit.gathered_nbytes for unit in streaming) or 1
-    # Between two passes what fits the window stays.
-    each = max(0.0, 1 - run.division.window / all_nbytes)
-    weights = each * (passes or 2 * times)
-    trained = [unit for unit in units if unit.trainable and unit.on_nvme]
-    states = sum(unit.state_nbytes for unit in trained)
-    read = weights * sum(unit.read_nbytes for unit in streaming if unit.on_nvme) + states
-    wrote = states + sum(unit.weight_nbytes for unit in trained)
-    found = [compute_s * times]
-    channels = [
-        (read, rates.channels.read_bytes_per_s),
-        (wrote, rates.channels.write_bytes_per_s),
-        (weights * sum(unit.stored_nbytes or unit.nbytes for unit in streaming), rates.gather_bytes_per_s),
-    ]
-    if run.machine.on_accelerator and not run.division.on_device:
-        channels.append((weights * sum(u.moved_nbytes for u in streaming), rates.channels.host_bytes_per_s))
-    found += [nbytes / rate for nbytes, rate in channels if rate > 0]
-    return max(found)

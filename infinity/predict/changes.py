@@ -34,7 +34,8 @@ def changes(planned: DryRun) -> list[Change]:
         run = changed(planned, keys)
         if run is None or run.over_nbytes() > max(0, planned.over_nbytes()):
             continue
-        if run.tokens_per_s > (1 + LEAST_GAIN) * planned.tokens_per_s:
+        least = (1 + LEAST_GAIN) * planned.tokens_per_s
+        if run.tokens / run.least_s() > least and run.tokens_per_s > least:  # else it is not played
             found.append(Change(f"{what} ({written(keys)})", run))
     return sorted(found, key=lambda change: -change.planned.tokens_per_s)
 

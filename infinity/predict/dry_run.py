@@ -306,6 +306,35 @@ class DryRun(Layout):
     def cost(self) -> StepCost:
         return play_step(self.trace, self.setup)
 
+    def least_s(self, compute_s: float | None = None, passes: int | None = None) -> float:
+        """Return a bound on the seconds of a step, without playing it.
+
+        It takes at least its compute, and what each channel takes for its bytes: weights that do not fit the
+        window come once for each pass, states once a step. ``compute_s``: of a micro-batch, None: that of the
+        plan; ``passes``: over the weights, None: two for each.
+        """
+        rates, times = self.rates, self.micro_batches
+        if compute_s is None:
+            compute_s = float(self.trace.times_s(rates).sum())
+        streaming = [unit for unit in self.units if unit.streams]
+        all_nbytes = sum(unit.gathered_nbytes for unit in streaming) or 1
+        # Between two passes what fits the window stays.
+        weights = max(0.0, 1 - self.division.window / all_nbytes) * (passes or 2 * times)
+        trained = [unit for unit in self.units if unit.trainable and unit.on_nvme]
+        states = sum(unit.state_nbytes for unit in trained)
+        read = weights * sum(unit.read_nbytes for unit in streaming if unit.on_nvme) + states
+        wrote = states + sum(unit.weight_nbytes for unit in trained)
+        gathered = weights * sum(unit.stored_nbytes or unit.nbytes for unit in streaming)
+        channels = [
+            (read, rates.channels.read_bytes_per_s),
+            (wrote, rates.channels.write_bytes_per_s),
+            (gathered, rates.gather_bytes_per_s),
+        ]
+        if self.machine.on_accelerator and not self.division.on_device:
+            uploaded = weights * sum(unit.moved_nbytes for unit in streaming)
+            channels.append((uploaded, rates.channels.host_bytes_per_s))
+        return max([compute_s * times, *(nbytes / rate for nbytes, rate in channels if rate > 0)])
+
     @property
     def tokens(self) -> int:
         """Return the tokens of a step on all ranks."""

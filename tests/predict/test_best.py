@@ -13,7 +13,7 @@ from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.predict import best as module
-from infinity.predict.best import FREE, find_best, least_s
+from infinity.predict.best import FREE, find_best
 from infinity.predict.changes import changes, with_keys
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
@@ -92,7 +92,7 @@ def test_a_step_takes_at_least_what_its_bound_says() -> None:
     for on in (machine(), load_machine("vm-2core"), machine("hgx-h100"), load_machine("desktop-4090")):
         for more in (["train.schedule=layer"], ["memory.activations=recompute"], ["memory.activations=keep"]):
             run = dry_run(given("train.batch_size=2", "train.accumulate=3", *more), on, 1, run)
-            assert least_s(run) <= 1.001 * run.cost.step_s
+            assert run.least_s() <= 1.001 * run.cost.step_s
 
 
 def test_what_does_not_fit_as_written_is_found_with_what_each_change_is_for() -> None:
