@@ -43,7 +43,7 @@ from infinity.activations.tensor_cache import (
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Planning, Profile
 from infinity.observe.timeline import WatchedEngine
-from infinity.planner.search import bounded, budget_error
+from infinity.planner.search import budget_error
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
 
@@ -341,10 +341,9 @@ class Activations:
         # What is never stored needs what was predicted; stores that end late need up to the plan's capacity.
         late = plan.places and plan.capacity_nbytes
         self.budget.settle(plan.capacity_nbytes, max(predicted.peak_nbytes, late or 0))
-        self.cache.backlog_nbytes = plan.backlog_nbytes
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
         for capacity_nbytes in self.budget.capacities():
             with suppress(BudgetError):
-                return bounded(profile, make_plan(profile, hardware, capacity_nbytes), hardware)
+                return make_plan(profile, hardware, capacity_nbytes)
         raise self.budget.refuse(profile, hardware)

@@ -486,7 +486,6 @@ class TensorCache:
         self.device, self.stores, self._wait = device, stores, wait
         self.stats = ActivationStats()
         self.queue = StoreQueue(self.stats)
-        self.backlog_nbytes: int | None = None  # that may wait to be stored before packing waits; None: any
         self.exempt: Container[torch.UntypedStorage] = ()  # which live anyway: of parameters and buffers
         self.profiler: Profiler | None = None
         self.record: PassRecord | None = None  # of the forward pass that runs; None: everything is kept
@@ -524,8 +523,6 @@ class TensorCache:
         place = record.policy.place(slot.key)
         if place is not Place.KEEP:
             record.stores[slot.key] = self.queue.put(slot, self.stores[place])
-            if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
-                self.wait_for(partial(self.queue.wait_below, self.backlog_nbytes))
         self._wait_for_stores(record, slot.key, backward=False)
         return slot
 

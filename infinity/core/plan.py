@@ -23,7 +23,7 @@ from infinity.core.nbytes import format_nbytes
 #: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28
 #: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
-_VERSION = 3
+_VERSION = 4
 #: The files in a run's folder.
 FOLDER, PLAN, CHOICE = "activations", "plan.json", "choice.json"
 
@@ -200,8 +200,6 @@ class ActivationPlan:
     recomputed: frozenset[int] = frozenset()  # regions of blocks that run their forward again in backward
     #: Budget for what the step allocates on the device, beside units, gradients and optimizer states.
     capacity_nbytes: int | None = None  # None: no budget
-    #: Bytes that may wait in memory to be stored; packing waits for stores beyond it. None: no bound.
-    backlog_nbytes: int | None = None
     #: Without them a store that ends later than predicted would hold memory beyond the budget.
     waits: tuple[StoreWait, ...] = ()
 

@@ -9,14 +9,12 @@ budget.
 Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
 order, a benefit by cost that is valued anew with each choice.
 
-[Note: backlog]
-A plan that would exceed its budget because stores end late gets a bound on the bytes that wait to be stored.
-
 [Note: late stores]
 A budget is kept however late stores end. The tensor cache is called when a slot is packed, and when backward
 first asks for one. Memory grows between two calls; so each call waits for the slots without whose stores
-memory might exceed the budget before the next: those packed first, since stores begin in that order. On a
-drive as fast as measured most of them have gone before.
+memory might exceed the budget before the next: those packed first, since stores begin in that order. The
+simulated step waits so, too; on a drive as fast as measured most of them have gone before. A plan without a
+budget keeps within its peak and the bytes that wait for the measured drive.
 
 [Note: one ladder for every budget]
 The plan for a budget is the fastest one for a rung within it. Rungs depend on the profile and the hardware
@@ -60,8 +58,6 @@ _MANY = 128
 NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
 NEGLIGIBLE = 0.002
-#: Backlogs that are tried: one that is safe, then by halves up to none.
-TRIES = 7
 
 
 class ChannelTimeline:
@@ -225,45 +221,11 @@ def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[i
     return found
 
 
-def within(
-    lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int,
-    limit_s: float = float("inf"),
-) -> Candidate | None:  # fmt: skip
-    """Return ``plan`` with a backlog that fits ([Note: backlog]); None: none does within ``limit_s``."""
-    simulator = Simulator(lifetimes, plan, hardware)
-    outcome = simulator.run()
-    if outcome.step_s >= limit_s:
-        return None
-    if outcome.peak_nbytes <= capacity_nbytes:
-        return Candidate(plan, outcome)
-    # Beside these bytes there is never more than the backlog, however late stores end.
-    low = capacity_nbytes - int(_least_under(lifetimes, plan)[0].max(initial=0))
-    high = simulator.slots.backlog.peak_nbytes
-    found, tried_nbytes = None, low
-    for _ in range(TRIES if low >= 0 else 0):
-        tried = replace(plan, backlog_nbytes=tried_nbytes)
-        outcome = Simulator(lifetimes, tried, hardware).run()
-        if outcome.peak_nbytes > capacity_nbytes:
-            high = tried_nbytes
-        else:
-            low = tried_nbytes
-            if outcome.step_s < limit_s:
-                found, limit_s = Candidate(tried, outcome), outcome.step_s
-        tried_nbytes = (low + high) // 2
-    return found
-
-
-def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
-    """Make a plan keep its capacity on a drive slower than measured, too; see [Note: late stores].
-
-    Without a capacity, twice the bytes that wait for the measured drive may wait to be stored.
-    """
-    lifetimes = lifetimes_of(profile, plan.recomputed)
-    if plan.capacity_nbytes is not None:
-        return replace(plan, waits=tuple(_waits(lifetimes, plan, plan.capacity_nbytes)))
-    simulator = Simulator(lifetimes, plan, hardware)
-    simulator.run()
-    return replace(plan, backlog_nbytes=2 * simulator.slots.backlog.peak_nbytes)
+def within(lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capacity_nbytes: int) -> Candidate:
+    """Return ``plan`` with the waits that keep its memory within a capacity; see [Note: late stores]."""
+    waits = tuple(_waits(lifetimes, plan, capacity_nbytes))
+    plan = replace(plan, capacity_nbytes=capacity_nbytes, waits=waits)
+    return Candidate(plan, Simulator(lifetimes, plan, hardware).run())
 
 
 def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> tuple[np.ndarray, dict[int, int]]:
@@ -351,14 +313,17 @@ class PlanSearch:
         while low < high:
             candidate = self._best(rungs[at])
             if candidate is not None:
-                unbound = replace(candidate.plan, capacity_nbytes=None, backlog_nbytes=None)
+                unbound = replace(candidate.plan, capacity_nbytes=None, waits=())
                 candidate = self._simulated(unbound)
             if candidate is None or candidate.outcome.step_s > allowed_s:
                 low = at + 1
             else:
                 best, high = candidate, at
             at = (low + high) // 2
-        return best.plan
+        lifetimes = self._lifetimes(best.plan.recomputed)
+        simulator = Simulator(lifetimes, best.plan, self._hardware)
+        most_nbytes = simulator.run().peak_nbytes + simulator.slots.backlog.peak_nbytes
+        return replace(best.plan, waits=tuple(_waits(lifetimes, best.plan, most_nbytes)))
 
     def _simulated(self, plan: ActivationPlan) -> Candidate:
         return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
@@ -407,9 +372,9 @@ class PlanSearch:
         chosen = places_within(lifetimes, hardware, rung)
         for places in (chosen, everything) if chosen != everything else (chosen,):
             plan = with_loads(lifetimes, places, hardware, rung)
-            limit_s = math.inf if best is None else best.outcome.step_s
-            if (found := within(lifetimes, plan, hardware, rung, limit_s)) is not None:
-                best = Candidate(replace(found[0], capacity_nbytes=rung), found[1])
+            found = within(lifetimes, plan, hardware, rung)
+            if best is None or found.outcome.step_s < best.outcome.step_s:
+                best = found
             if self._is_fast(best):
                 break
         return best

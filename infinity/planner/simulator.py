@@ -2,10 +2,9 @@
 
 [Note: a simulated step]
 Compute runs the positions of a step in order; between them the tensor cache packs, stores, loads and
-releases. Two things hold compute back: packing waits while more than the plan's backlog waits to be stored,
-and packing and asking wait for the stores that the plan says. When backward asks for a storage, the loads
-tied to it start, and its own if that has not; then compute waits for it. Stores that are left at the end do
-not count.
+releases. Packing and asking wait for the stores that the plan says. When backward asks for a storage, the
+loads tied to it start, and its own if that has not; then compute waits for it. Stores that are left at the
+end do not count.
 
 [Note: where bytes are]
 A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
@@ -405,7 +404,6 @@ class Simulator:
         timeline: StepTimeline | None = None,
     ) -> None:
         self._lifetimes, self._timeline = lifetimes, timeline
-        self._backlog_nbytes = NEVER_S if plan.backlog_nbytes is None else plan.backlog_nbytes
         self._memory: list[int] = lifetimes.memory.tolist()
         self._queues = TransferQueues(hardware)
         self.slots = _Slots(lifetimes, plan, self._queues)
@@ -461,7 +459,7 @@ class Simulator:
         found: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         packed = sorted(slots.all.items(), key=lambda item: item[1].period.key)
         for index, slot in packed:
-            found[slot.period.packed_at + 1].append(partial(self._pack, index))
+            found[slot.period.packed_at + 1].append(partial(slots.pack, index))
         for index, slot in packed:
             found[slot.period.begin].append(partial(slots.end_forward_use, index))
         for index, slot in packed:
@@ -476,10 +474,6 @@ class Simulator:
         for index in sorted({after for after in slots.loads if after is not None} | slots.all.keys()):
             found[lifetimes.periods[index].end].append(partial(self._ask, index))
         return found
-
-    def _pack(self, index: int) -> None:
-        self.slots.pack(index)
-        self._wait("stores", lambda: self.slots.backlog.nbytes <= self._backlog_nbytes)
 
     def _ask(self, index: int) -> None:
         self.slots.start_loads(index)

@@ -123,12 +123,11 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
     after = st.none() | st.sampled_from(keys) if keys else st.none()
     loads = draw(st.lists(st.builds(Load, after, st.sampled_from(keys)), max_size=12)) if keys else []
     recomputed = draw(st.sets(st.integers(0, blocks - 1)))
-    backlog = draw(st.sampled_from([None, 0, 3000]))
     slots = st.sampled_from(keys)
     waits = draw(st.lists(st.builds(StoreWait, slots, st.booleans(), slots), max_size=6)) if keys else []
     return ActivationPlan(
         "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed),
-        draw(st.sampled_from([None, 0])), backlog, tuple(waits),
+        draw(st.sampled_from([None, 0])), tuple(waits),
     )  # fmt: skip
 
 
@@ -148,7 +147,6 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         assert_left(stage, ours)
 
         plan = data.draw(plans(keys, len(blocks)))
-        stage.cache.backlog_nbytes = plan.backlog_nbytes
         stage.engine.delay_s = data.draw(st.sampled_from([0.0, 0.002]))
         with stage.forward(model, planned(plan)):
             loss = run(model)

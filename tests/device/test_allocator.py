@@ -163,7 +163,14 @@ def train(policy, folder, steps=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = peak_nbytes()
     with infinity.offload_activations(model, policy=policy, nvme=folder) as activations:
-        activations.cache.backlog_nbytes = 8 * 2**20  # a slow drive is waited for
+        queue, put = activations.cache.queue, activations.cache.queue.put
+
+        def waiting(slot, store):  # a slow drive is waited for
+            number = put(slot, store)
+            queue.wait_below(8 * 2**20)
+            return number
+
+        queue.put = waiting
         for _ in range(steps):
             tokens = torch.randint(96, (4, 257))
             model(tokens=tokens[:, :-1], targets=tokens[:, 1:].contiguous()).loss.backward()

@@ -26,7 +26,8 @@ from infinity.core.plan import (
 )
 from infinity.planner import simulator
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
-from infinity.planner.search import bounded, with_loads, within
+from infinity.planner.search import plan as make_plan
+from infinity.planner.search import with_loads, within
 from infinity.planner.simulator import Channel, Simulator, StepTimeline, TransferQueues, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
@@ -52,8 +53,7 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> ActivationPlan:
         if draw(st.integers(0, 4)):
             after = draw(st.sampled_from([None, *(s.key for s in slots if s.end <= slot.end)]))
             loads.append(Load(after, slot.key))
-    backlog = draw(st.sampled_from([None, 0, 50_000]))
-    return replace(bare, places=places, loads=tuple(loads), backlog_nbytes=backlog)
+    return replace(bare, places=places, loads=tuple(loads))
 
 
 @st.composite
@@ -254,15 +254,6 @@ def test_what_is_not_stored_when_backward_asks_is_served_from_memory() -> None:
     assert outcome.nbytes_stored == 100  # the second had not begun: it was called off
 
 
-def test_a_backlog_makes_packing_wait_for_stores() -> None:
-    everything = {SlotKey(region, 0): Place.NVME for region in (1, 3, 5)}
-    half = replace(SLOW, write_bytes_per_s=50.0)
-    _, timeline = play_in_detail(chain(), ActivationPlan("hand", everything, backlog_nbytes=100), half)
-    assert times(timeline, "NVMe write")[:2] == [(1.0, 3.0), (3.0, 5.0)]
-    assert [(stall.begin_s, stall.end_s) for stall in timeline.stalls][:2] == [(2.0, 3.0), (4.0, 5.0)]
-    assert max(sample.nbytes for sample in timeline.memory if sample.at_s < 4.0) == 200
-
-
 @pytest.mark.parametrize(
     ("wait", "stall"),
     [
@@ -417,17 +408,18 @@ def test_offloading_a_transformer_halves_its_peak_at_no_cost_where_compute_hides
 
 def test_what_may_wait_to_be_stored_is_what_waits_on_the_drive_that_was_measured() -> None:
     profile = transformer(6)
-    made = offload(profile)
-    bound = bounded(profile, made, hardware())
-    assert bound.backlog_nbytes is not None
-    assert play(profile, bound, hardware()) == play(profile, made, hardware())
+    made = make_plan(profile, hardware())
+    free = replace(made, waits=())
+    assert made.places
+    assert made.capacity_nbytes is None
+    assert play(profile, made, hardware()) == play(profile, free, hardware())
     slow = replace(hardware(), write_bytes_per_s=hardware().write_bytes_per_s / 50)
-    waiting = play(profile, bound, slow)
+    waiting = play(profile, made, slow)
     assert waiting.stall_s > 0
-    assert waiting.peak_nbytes < play(profile, made, slow).peak_nbytes
+    assert waiting.peak_nbytes < play(profile, free, slow).peak_nbytes
 
 
-# --- the parts: queues of transfers, stops, backlogs ----------------------------------------------
+# --- the parts: queues of transfers, stops, waits ------------------------------------------------
 
 #: A byte per second to write, two to read, both together as fast as alone; a second until the first byte.
 MIXED = Hardware(2.0, 1.0, 3.0, 1.0, latency_s=1.0)
@@ -495,20 +487,15 @@ def test_simulated_slots_have_the_states_of_the_tensor_cache(
     assert checked == play(*case)
 
 
-def test_a_backlog_keeps_a_budget_that_stores_are_too_slow_for() -> None:
+def test_waits_keep_a_budget_that_stores_are_too_slow_for() -> None:
     lifetimes, slow = lifetimes_of(transformer(8)), hardware(0.2)
     places = {i: Place.NVME for i, period in enumerate(lifetimes.periods) if period.can_leave}
     capacity = int(least_memory(lifetimes, places).max()) * 3 // 2
     plan = with_loads(lifetimes, places, slow, capacity)
     free = Simulator(lifetimes, plan, slow).run()
     assert free.peak_nbytes > capacity
-    found = within(lifetimes, plan, slow, capacity)
-    assert found is not None
-    bound, outcome = found
-    assert bound.backlog_nbytes is not None
+    bound, outcome = within(lifetimes, plan, slow, capacity)
+    assert bound.waits
     assert outcome == Simulator(lifetimes, bound, slow).run()
     assert outcome.peak_nbytes <= capacity
     assert outcome.stall_s > free.stall_s
-    assert within(lifetimes, plan, slow, capacity, outcome.step_s) is None  # nothing is faster
-    assert within(lifetimes, plan, slow, free.peak_nbytes) == (plan, free)
-    assert within(lifetimes, plan, slow, int(least_memory(lifetimes, places).max()) - 1) is None
