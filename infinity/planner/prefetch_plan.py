@@ -173,15 +173,15 @@ class Memory:
 class Keeping(Memory):
     """Finds the runs that find their unit in memory: the first walk of [Note: keep, then look ahead]."""
 
-    def lap(self, events: Sequence[Event], lead: int) -> None:
+    def lap(self, events: Sequence[Event]) -> None:
         """Walk one pass from what the last one left."""
         self.fetched = set()
-        self._look_ahead(-1, lead)
+        self._look_ahead(-1)
         for position, event in enumerate(events):
             if event[0] is _USE and event[1] not in self.present:
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
-            self._look_ahead(position, lead)
+            self._look_ahead(position)
             if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
                 self.make_room(0, self.held(position))
 
@@ -193,9 +193,9 @@ class Keeping(Memory):
         for unit, run in list(self.present.items()):
             self._expect(unit, run - len(self.runs))
 
-    def _look_ahead(self, position: int, lead: int) -> None:
-        """Fetch the units of the next ``lead`` runs, as far as they fit beside what is held."""
-        coming = [run[0] for run in self.runs[self.index : self.index + lead]]
+    def _look_ahead(self, position: int) -> None:
+        """Fetch the units of the next :data:`LEAD` runs, as far as they fit beside what is held."""
+        coming = [run[0] for run in self.runs[self.index : self.index + LEAD]]
         if all(map(self.present.__contains__, coming)):
             return
         held = self.held(position)
@@ -273,22 +273,18 @@ class Filling(Memory):
 
 
 def make_plan(
-    events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int = LEAD,
-    can_stay: Collection[int] = (),
-) -> Plan:  # fmt: skip
-    """Return the plan for a recorded pass.
+    events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int, can_stay: Collection[int] = ()
+) -> Plan:
+    """Return the plan for a recorded pass, whose units have full buffers of ``nbytes``.
 
-    Args:
-        nbytes: Size of each unit's full buffer.
-        lead: Uses ahead whose units are on their way in any case.
-        can_stay: Units that may be updated where they are, and so stay for the next pass.
+    Units that ``can_stay`` may be updated where they are, and so stay for the next pass.
     """
     events = tuple(events)
     runs = runs_of(events, can_stay)
     keeping = Keeping(runs, nbytes, capacity_nbytes, set())
-    keeping.lap(events, lead)
+    keeping.lap(events)
     keeping.wrap()
-    keeping.lap(events, lead)
+    keeping.lap(events)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     first = {run.unit: index for index, run in reversed([*enumerate(runs)])}
     begin, actions = filling.begin(first), filling.lap(events)
@@ -297,5 +293,5 @@ def make_plan(
     stays = kept.intersection(filling.present)
     lost = {event.unit for event in events if event.kind is _DONE} & (kept - stays)
     if lost:  # their updates take the weights away, so they leave room from there on
-        return make_plan(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost)
+        return make_plan(events, nbytes, capacity_nbytes, set(can_stay) - lost)
     return Plan(events, begin, actions, filling.peak_nbytes, stays)

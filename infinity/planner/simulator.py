@@ -111,7 +111,6 @@ class TransferQueues:
         self._mixed = mixed_rates(hardware)
         self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
         self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
-        self._units = [_Transfer(None, 0.0, 0.0), _Transfer(None, 0.0, 0.0)]  # written and read
         self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
         self._next_s = self._speed = 0.0
 
@@ -121,16 +120,20 @@ class TransferQueues:
         self._moving = None
 
     def submit_units(self, traffic: Traffic) -> None:
-        """Queue the transfers of units; see [Note: units go first]."""
-        self._units[_READ].left_nbytes += traffic.nbytes_read
-        self._units[_WRITE].left_nbytes += traffic.nbytes_written
+        """Queue the transfers of units before others; see [Note: units go first]."""
+        for channel, nbytes in ((_WRITE, traffic.nbytes_written), (_READ, traffic.nbytes_read)):
+            queue = self._queues[channel]
+            if nbytes and not (queue and queue[0].what is None):
+                queue.appendleft(_Transfer(None, 0.0, self.now_s))
+            if nbytes:
+                queue[0].left_nbytes += nbytes
         self._moving = None
 
     def cancel(self, channel: Channel, what: object) -> bool:
-        """Cancel a transfer that waits for another one; False: it is first in its queue, so on its way."""
+        """Cancel a transfer that waits for another one; False: it is first but for units, so on its way."""
         queue = self._queues[channel]
         for at, transfer in enumerate(queue):
-            if transfer.what == what and at:
+            if transfer.what == what and at > (queue[0].what is None):
                 del queue[at]
                 return True
         return False
@@ -173,10 +176,7 @@ class TransferQueues:
                 transfer.left_nbytes, self._moving = 0.0, None
                 assert transfer.began_s is not None
                 ended.append((channel, transfer.what, transfer.began_s))
-                if transfer.what is None:
-                    transfer.began_s = None  # units will move again
-                else:
-                    self._queues[channel].popleft()
+                self._queues[channel].popleft()
         return ended
 
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
@@ -184,9 +184,7 @@ class TransferQueues:
         moving: list[tuple[int, _Transfer, float]] = []
         next_s, beside, rates = NEVER_S, 0.0, self.rates
         for channel, queue in enumerate(self._queues):
-            if channel < 2 and self._units[channel].left_nbytes:
-                moving.append((channel, self._units[channel], rates[channel]))
-            elif queue:
+            if queue:
                 first = queue[0]
                 wait_s = first.ready_s - self.now_s
                 if wait_s <= _NOW_S:

@@ -328,7 +328,7 @@ class DryRun(Layout):
         channels = [
             (read, rates.channels.read_bytes_per_s),
             (wrote, rates.channels.write_bytes_per_s),
-            (gathered, rates.gather_bytes_per_s),
+            (gathered, rates.links_bytes_per_s),
         ]
         if self.machine.on_accelerator and not self.division.on_device:
             uploaded = weights * sum(unit.moved_nbytes for unit in streaming)

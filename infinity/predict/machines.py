@@ -5,6 +5,7 @@ device of its own, and an equal share of its node's host memory, cores, drives a
 """
 
 import difflib
+import math
 import os
 import shutil
 import time
@@ -177,8 +178,7 @@ class RankRates:
     """Holds the rates of the channels and the compute of one rank."""
 
     channels: Hardware  # its share of the drives, and its link to host memory
-    gather_bytes_per_s: float  # full values of a unit; infinite with one rank
-    reduce_bytes_per_s: float  # full gradients, each byte across a border of nodes once
+    links_bytes_per_s: float  # full values and gradients of a unit; infinite with one rank
     update_bytes_per_s: float  # what updates of shards read and write, on all cores
     background_bytes_per_s: float  # the same beside compute, where that needs the cores, too
     decode_bytes_per_s: float  # what operators that decode stored weights read and write
@@ -223,22 +223,16 @@ def rank_rates(
     between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 8)
     if not machine.on_accelerator:
         between *= min(1.0, 2 / local)  # it is measured, or assumed, between two
-    gather = reduce = float("inf")
-    if ranks > 1:
-        away = (ranks - 1) / ranks  # of a unit's bytes, each rank has the others'
-        gather = reduce = between / away
-        if machine.nodes.count > 1:
-            assert links.network_bytes_per_s is not None
-            # Each byte of a node's border once, then or before within the node: both steps after each other.
-            crossing = (ranks - local) / ranks / links.network_bytes_per_s
-            gather = reduce = 1 / (crossing + (local - 1) / local / between)
+    # Of a unit's bytes, each rank has the others'. Each byte of a node's border crosses once, and moves within
+    # the node then or before: both steps after each other.
+    crossing = (ranks - local) / ranks / (links.network_bytes_per_s or math.inf)
+    links_s_per_byte = crossing + (local - 1) / local / between
     of_memory, own = host.bytes_per_s / local, min(used, cores)
     background = own if machine.on_accelerator else max(1, int(used) // 2)
     updated = host.update_bytes_per_s(state or ADAMW.layout(DTYPES[dtype]))
     return RankRates(
         channels=channels,
-        gather_bytes_per_s=gather,
-        reduce_bytes_per_s=reduce,
+        links_bytes_per_s=1 / links_s_per_byte if ranks > 1 else math.inf,
         update_bytes_per_s=min(of_memory, own * updated),
         background_bytes_per_s=min(of_memory, background * updated),
         decode_bytes_per_s=devices.memory_bytes_per_s or min(of_memory, used * host.core_bytes_per_s),

@@ -152,7 +152,7 @@ class _Player:
         if setup.ranks > 1:  # see [Note: one queue of collectives]
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
-            time_s = nbytes / rates.gather_bytes_per_s + COLLECTIVE_S
+            time_s = nbytes / rates.links_bytes_per_s + COLLECTIVE_S
             gather = clock.serve(LINKS, time_s, arrived, rates.link_threads, ready=False)
             arrived = partial(setattr, gather, "ready", True)
         upload = arrived
@@ -225,7 +225,7 @@ class _Player:
                 self._sums.put(unit, complete)
 
         self._clock.nbytes[LINKS] += shape.nbytes
-        time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
+        time_s = shape.nbytes / setup.rates.links_bytes_per_s + COLLECTIVE_S
         if setup.on_accelerator:  # where reductions are asked for
             self._clock.serve(LINKS, time_s + self._header_s, reduced)
             return

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.planner import prefetch_plan
 from infinity.planner.prefetch_plan import LEAD, Event, Kind, Plan, make_plan, runs_of
 from tests.helpers.cases import examples, few
 
@@ -22,7 +23,14 @@ class Case:
     can_stay: frozenset[int] = frozenset()
 
     def plan(self, lead: int = LEAD, capacity: int | None = None) -> Plan:
-        return make_plan(self.events, self.nbytes, capacity or self.capacity, lead, self.can_stay)
+        return planned(self.events, self.nbytes, capacity or self.capacity, lead, self.can_stay)
+
+
+def planned(events, nbytes, capacity: int, lead: int = LEAD, can_stay=()) -> Plan:
+    """The plan with the units of ``lead`` uses on their way in any case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch_plan, "LEAD", lead)
+        return make_plan(events, nbytes, capacity, can_stay)
 
 
 def visits(units) -> list[Event]:
@@ -216,7 +224,7 @@ sequences = st.lists(st.integers(0, 7), min_size=1, max_size=50)
 
 
 def fetches(units, capacity: int, lead: int) -> int:
-    plan = make_plan(once(units), dict.fromkeys(range(8), 10), capacity * 10, lead)
+    plan = planned(once(units), dict.fromkeys(range(8), 10), capacity * 10, lead)
     return len(list(plan.fetched()))
 
 
@@ -243,7 +251,7 @@ def test_the_turn_from_forward_to_backward_costs_no_fetch(capacity):
 
 def test_a_loop_over_more_than_memory_reads_what_does_not_fit_and_room_to_fetch_ahead():
     units = list(range(20))
-    plan = make_plan(visits(units * 50), dict.fromkeys(units, 1), 18, lead=3)
+    plan = make_plan(visits(units * 50), dict.fromkeys(units, 1), 18)
     kept = 18 - 4  # beside the unit in use and the next three
     per_round = sum(len(actions.fetch) for actions in plan.actions) / 50
     assert per_round <= len(units) - kept + 1  # the least recently used would read all 20

@@ -370,7 +370,7 @@ def test_memory_of_a_gradient_counts_until_the_next_one_has_begun(ranks: int) ->
     made = replace(on_cores(units, ranks=ranks, window=40), clips=True, reduce_itemsize=2)
     made = replace(made, spilled=frozenset(range(units)), division=replace(made.division, hold_weights=False))
     at_once = replace(
-        made.rates, background_bytes_per_s=1e18, gather_bytes_per_s=1e18, reduce_bytes_per_s=1e18,
+        made.rates, background_bytes_per_s=1e18, links_bytes_per_s=1e18,
         channels=replace(made.rates.channels, write_bytes_per_s=1e18, mixed_bytes_per_s=1e18),
     )  # fmt: skip
     cost = play_step(trace(units), replace(made, rates=at_once))
@@ -378,7 +378,7 @@ def test_memory_of_a_gradient_counts_until_the_next_one_has_begun(ranks: int) ->
     gradients = 2 * full if ranks == 1 else 3 * full + shard  # the next one, beside one with its reduction
     assert cost.device_peak_nbytes == units * full + gradients
     if ranks > 1:
-        held = replace(made, spilled=frozenset(), rates=replace(at_once, reduce_bytes_per_s=1e8))
+        held = replace(made, spilled=frozenset(), rates=replace(at_once, links_bytes_per_s=1e8))
         slow = play_step(trace(units, flops=1e10), held)
         assert slow.device_peak_nbytes == units * (full + shard) + 2 * full + (full - shard)
         assert slow.stall_s[LINKS] > 0
@@ -387,7 +387,7 @@ def test_memory_of_a_gradient_counts_until_the_next_one_has_begun(ranks: int) ->
 def test_collectives_take_as_much_of_the_cores_as_they_keep_busy() -> None:
     """Two ranks with two cores each: what a collective takes of the cores, compute does not have."""
     base = on_cores(8, ranks=2, window=40)
-    rates = replace(base.rates, background_bytes_per_s=1e15, memory_bytes_per_s=1e15, reduce_bytes_per_s=1e9)
+    rates = replace(base.rates, background_bytes_per_s=1e15, memory_bytes_per_s=1e15, links_bytes_per_s=1e9)
     links_s = 8 * 2 * NUMEL / 1e9
 
     def cost(threads: float) -> StepCost:

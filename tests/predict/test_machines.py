@@ -48,7 +48,7 @@ def test_ranks_share_what_a_node_has() -> None:
     assert rates.channels.host_bytes_per_s == pytest.approx(3.0e9)
     alone = rank_rates(machine.with_ranks(1), 1, "fp16")
     assert alone.channels.read_bytes_per_s == pytest.approx(25.6e9)
-    assert alone.gather_bytes_per_s == float("inf")
+    assert alone.links_bytes_per_s == float("inf")
 
 
 def test_each_byte_of_a_gather_and_a_reduction_crosses_the_border_of_a_node_once() -> None:
@@ -56,7 +56,7 @@ def test_each_byte_of_a_gather_and_a_reduction_crosses_the_border_of_a_node_once
     assert machine.nodes.count == 8
     rates = rank_rates(machine, 64, "bf16")
     within, across = 7 / 8 / machine.links.device_bytes_per_s, 56 / 64 / 400e9
-    assert rates.gather_bytes_per_s == rates.reduce_bytes_per_s == pytest.approx(1 / (within + across))
+    assert rates.links_bytes_per_s == pytest.approx(1 / (within + across))
 
 
 @pytest.mark.parametrize(
