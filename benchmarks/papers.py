@@ -19,7 +19,7 @@ from pathlib import Path
 from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError
-from infinity.predict.dry_run import DryRun, dry_run, shapes_of
+from infinity.predict.dry_run import DryRun, Layout, dry_run, model_for
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
 from infinity.predict.step import COMPUTE, StepCost
@@ -137,7 +137,8 @@ def memory(quick: bool) -> Iterator[Claim]:
     """Figure 2a: bytes of model states, and working memory."""
     rows = []
     for size, layers, hidden, heads, states, weights, activations in FIGURE_2A[: 2 if quick else None]:
-        units = shapes_of(recipe_of(layers, hidden, heads, 4), load_machine("dgx-2").with_ranks(16), 16)
+        recipe, machine = recipe_of(layers, hidden, heads, 4), load_machine("dgx-2").with_ranks(16)
+        units = Layout(model_for(recipe, machine, 16), recipe, machine).placed
         params = sum(unit.params for unit in units)
         ours = 20 * params / TIB
         operator = 16 * hidden**2 / GIB

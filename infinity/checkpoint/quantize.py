@@ -424,7 +424,7 @@ FORMS: dict[str, _Form] = {
     ),
 }  # fmt: skip
 #: Those of checkpoints that have experts in one tensor, where they differ.
-_WITH_EXPERTS: dict[str, _Form] = {
+WITH_EXPERTS: dict[str, _Form] = {
     "mxfp4": _Form(
         _mxfp4_experts, lambda weight: weight.down and weight.inputs % 32 == 0,
         {"quant_method": "mxfp4"}, "modules_to_not_convert",
@@ -544,9 +544,7 @@ def template(
             model = build_model(config, auto_class, torch.bfloat16)
         weights = _weights(model, plain)
         packed = any(not weight.is_matrix for keys in weights.values() for weight in keys.values())
-        made = (
-            form if isinstance(form, _Form) else (_WITH_EXPERTS if packed else FORMS).get(form, FORMS[form])
-        )
+        made = form if isinstance(form, _Form) else (WITH_EXPERTS if packed else FORMS).get(form, FORMS[form])
         chosen, left = dict[str, _Weight](), list[str]()
         for name, keys in weights.items():
             left_out = any(made.leaves(key.removesuffix(".weight")) for key in keys)

@@ -26,7 +26,7 @@ from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, p
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import aligned, format_nbytes, rounded
+from infinity.core.nbytes import aligned, format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile
 from infinity.device.machine import DTYPES
 from infinity.device.memory import Lease
@@ -115,26 +115,23 @@ class Layout:
 
     def _place_units(self, tiers: Tiers, rank: Ranks) -> tuple[UnitShape, ...]:
         model, layout, drives = self.model, self.storage.layout, bool(self.recipe.memory.nvme)
-        moments, shapes = layout.only(moments=True), []
+        shapes = []
         for unit in model.units:
             numel, weight_nbytes = unit.shard_numel, layout.weight_nbytes(unit.shard_numel)
             stored = model.values.stored.get(unit.index) if drives else None
             form, read_nbytes, decode_nbytes, operators = stored or (None, weight_nbytes, 0, 0)
-            unit.stored, moved_nbytes = form, weight_nbytes if form is None else form.shard_nbytes
-            state_nbytes, moments_nbytes = layout.state_nbytes(numel), moments.state_nbytes(numel)
-            exact_nbytes = rounded(state_nbytes - moments_nbytes) if form is None else 0
-            bare_nbytes = exact_nbytes if drives and model.values.mapped.get(unit.index) else 0
-            gradient_nbytes = tiers.gradient_nbytes(unit) if self.machine.on_accelerator else 0
+            unit.stored, unit.home = form, Home(Tier.HOST)
+            unit.home.bare = drives and model.values.mapped.get(unit.index, False)
             shape = UnitShape(
                 name=unit.name,
                 shard_numel=numel,
                 nbytes=unit.nbytes,
                 weight_nbytes=weight_nbytes,
-                state_nbytes=state_nbytes,
-                moved_nbytes=moved_nbytes,
+                state_nbytes=layout.state_nbytes(numel),
+                moved_nbytes=weight_nbytes if form is None else form.shard_nbytes,
                 read_nbytes=read_nbytes,
-                kept_nbytes=rounded(moved_nbytes) + exact_nbytes - bare_nbytes,
-                trained_nbytes=bare_nbytes + rounded(moments_nbytes) + rounded(gradient_nbytes),
+                kept_nbytes=tiers.resident_nbytes_of(unit, moments=False),
+                trained_nbytes=tiers.trained_nbytes(unit),
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
                 routed=unit.routed,
@@ -528,12 +525,6 @@ def dry_run(
     before = None if like is None else like.model
     model = model_for(recipe, machine, ranks or machine.devices_in_all, before, here=here, built=built)
     return DryRun(model, recipe, machine)
-
-
-def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, ...]:
-    """Return the units of :func:`dry_run`, without recording a step; errors as there."""
-    model = model_for(recipe, machine, ranks)
-    return Layout(model, recipe, machine).read_where_they_lie()
 
 
 def model_for(

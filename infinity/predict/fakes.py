@@ -37,7 +37,10 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         except TypeError:  # something that has no hash
             return super().dispatch(func, types, args, kwargs or {})
         if known is None:
-            result = super().dispatch(func, types, args, kwargs or {})
+            if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+                result: Any = _grouped_product(*args, **(kwargs or {}))
+            else:
+                result = super().dispatch(func, types, args, kwargs or {})
             if key not in self._known:
                 self._known[key] = None if func._schema.is_mutable else _described(result, tensors)
             return result
@@ -53,6 +56,16 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             made = torch.empty(0, dtype=dtype, device="meta")
             made.set_(given[of].untyped_storage(), offset, shape, stride)
         return FakeTensor(self, made, torch.device("cpu"))
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a grouped product of any dtype; torch's own kernel for fake tensors knows bf16's alone."""
+    groups = [len(a)] if a.dim() == 3 else [] if offs is None else [len(offs)]
+    groups = groups if a.dim() == b.dim() else []  # else rows of one belong to matrices of the other
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 def _facts(value: Any, tensors: list[Tensor]) -> Any:

@@ -223,8 +223,8 @@ def rank_rates(
     between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 8)
     if not machine.on_accelerator:
         between *= min(1.0, 2 / local)  # it is measured, or assumed, between two
-    # Of a unit's bytes, each rank has the others'. Each byte of a node's border crosses once, and moves within
-    # the node then or before: both steps after each other.
+    # Of a unit's bytes, each rank has the others'. Each crosses a node's border once, and moves within a node
+    # then or before: both steps after each other.
     crossing = (ranks - local) / ranks / (links.network_bytes_per_s or math.inf)
     links_s_per_byte = crossing + (local - 1) / local / between
     of_memory, own = host.bytes_per_s / local, min(used, cores)

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -86,26 +85,6 @@ class Batch(NamedTuple):
     together: bool = False  # one of several that go through a block together
     scored: bool = False  # the model's head scores documents, in place of next tokens
     routed: int = MANY_TOKENS  # tokens that experts in tiles get together, of all its micro-batches
-
-
-class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives grouped products of any dtype their shape, of which torch's own kernel knows bf16's alone."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            return self._made(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _made(
-        a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:  # fmt: skip
-        groups = [len(a)] if a.dim() == 3 else [] if offs is None else [len(offs)]
-        groups = groups if a.dim() == b.dim() else []  # else rows of one belong to matrices of the other
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 _attention = functional.scaled_dot_product_attention
@@ -407,8 +386,6 @@ def record_step(
         positions, mask = (tokens if packing is each else None for each in (True, False))
         if batch.on_accelerator:
             stack.enter_context(patched(functional, "scaled_dot_product_attention", _fused_attention))
-        if dtype != torch.bfloat16:
-            stack.enter_context(_GroupedProducts())  # type: ignore[no-untyped-call]
         with made, library_errors(CheckpointError, _WHY):
             if loss is None:
                 value = model(input_ids=tokens, attention_mask=mask).logits.float().sum()

@@ -18,7 +18,13 @@ import torch
 
 from infinity.api.saved import saved_tensors
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.quantize import published, template, write_holes
+from infinity.checkpoint.quantize import FORMS, WITH_EXPERTS, published, template, write_holes
+
+#: What tells the forms that are written from each other, and from others.
+_TELLS = (
+    "quant_method", "format", "quant_algo", "weight_block_size", "load_in_4bit", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+)  # fmt: skip
 
 
 def form_of(quantization: Mapping[str, Any]) -> Any:
@@ -40,19 +46,12 @@ def _published(given: Mapping[str, Any]) -> Any:
     return None
 
 
-def _written(quantization: Mapping[str, Any]) -> str | None:
-    method, kind = quantization.get("quant_method"), quantization.get("format")
-    if method == "fp8":
-        return "fp8" if quantization.get("weight_block_size") == [128, 128] else None
-    if method == "modelopt":
-        return "nvfp4" if quantization.get("quant_algo") == "NVFP4" else None
-    if method == "bitsandbytes":
-        nf4 = quantization.get("load_in_4bit") and quantization.get("bnb_4bit_quant_type") == "nf4"
-        return "nf4" if nf4 and not quantization.get("bnb_4bit_use_double_quant") else None
-    if method == "compressed-tensors":
-        kinds = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "int-quantized": "int8"}
-        return kinds.get(str(kind))
-    return "mxfp4" if method == "mxfp4" else None
+def _written(given: Mapping[str, Any]) -> str | None:
+    rows = [(name, form.config) for forms in (FORMS, WITH_EXPERTS) for name, form in forms.items()]
+    alike = (
+        name for name, said in rows if all((said.get(k) or None) == (given.get(k) or None) for k in _TELLS)
+    )
+    return next(alike, None)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Tiers:
         bare = unit.home.bare and not self._is_restoring(unit)
         return rounded(self.layout.only(exact=True).state_nbytes(unit.shard_numel)) if bare else 0
 
-    def _trained_nbytes(self, unit: Unit) -> int:
+    def trained_nbytes(self, unit: Unit) -> int:
         """Return what training adds: the rest of the state, and beside an accelerator the gradient."""
         nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
@@ -104,7 +104,7 @@ class Tiers:
         return sum(nbytes for key, nbytes in self.taken.items() if key < 0)
 
     def _trainable_nbytes(self, unit: Unit) -> int:
-        return self.resident_nbytes_of(unit, moments=False) + self._trained_nbytes(unit)
+        return self.resident_nbytes_of(unit, moments=False) + self.trained_nbytes(unit)
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """Return the dtype of this rank's reduced gradient."""
@@ -135,7 +135,7 @@ class Tiers:
         home = None if self.base is None else self.base.home_of(unit, quantized=True)
         if home is not None:
             unit.move_to(home)
-            self._hold(unit, home, self._trained_nbytes(unit))
+            self._hold(unit, home, self.trained_nbytes(unit))
         elif self._take(unit, nbytes):
             unit.move_to(HostHome(self.storage, unit))
         elif self.storage.store is not None:
@@ -242,7 +242,7 @@ class Tiers:
         if form is not None and (unit.trainable or unit.stored is None):
             self._drop_form(unit, form)
         elif unit.index in self.taken:  # of a trained one, the moments of another rule may take less
-            trained_nbytes = self._trained_nbytes(unit) if unit.trainable else 0
+            trained_nbytes = self.trained_nbytes(unit) if unit.trainable else 0
             self._take(unit, self.resident_nbytes_of(unit, moments=False) + trained_nbytes)
 
     def _promote(self, unit: Unit) -> None:
@@ -265,7 +265,7 @@ class Tiers:
                 home.free()
 
     def _make_trainable(self, unit: Unit) -> None:
-        home, nbytes = unit.home, self._trained_nbytes(unit)
+        home, nbytes = unit.home, self.trained_nbytes(unit)
         if not isinstance(home, HostHome):
             if self.storage.store is not None and not self._is_restoring(unit):
                 self.trained_disk(unit)

@@ -26,7 +26,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import rounded
 from infinity.observe.metrics import View
 from infinity.partition.builder import LEAST_SHARD_NBYTES
-from infinity.predict.dry_run import DryRun, dry_run, shapes_of
+from infinity.predict.dry_run import DryRun, Layout, dry_run, model_for
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
 from infinity.predict.step import DECODE, plan_of
@@ -224,7 +224,8 @@ def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch
     )
     planned = dry_run(recipe, MACHINE, 1)
     monkeypatch.setattr("infinity.predict.model.record_step", None)  # it would be called
-    assert shapes_of(recipe, MACHINE, 1) == planned.units
+    layout = Layout(model_for(recipe, MACHINE, 1), recipe, MACHINE)
+    assert layout.read_where_they_lie() == planned.units
 
 
 def experts(folder: Path) -> str:
